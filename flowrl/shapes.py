@@ -224,17 +224,23 @@ def place(scene: Scene, rng: np.random.Generator, size: int = _REFERENCE_SIZE) -
             x, y = rng.integers(first, last + 1, 2) * raster
             color = spec.color or shared_color or COLORS[rng.integers(len(COLORS))]
             placed.append(Placed(spec.shape, color, float(x), float(y), float(radius)))
-        if _fits(placed, scene.relation, scale):
+        if apart(placed, scale) and _related(placed, scene.relation):
             return tuple(placed)
 
 
-def _fits(placed: Sequence[Placed], relation: str | None, scale: float) -> bool:
+def apart(placed: Sequence[Placed], scale: float) -> bool:
+    """True where no two objects come near each other; `scale` is the image's size over 32 px."""
     for a, b in itertools.combinations(placed, 2):
         reach = sum(_REACH[p.shape] * p.radius for p in (a, b))
         if math.hypot(a.x - b.x, a.y - b.y) < reach + _GAP * scale:
             return False
         if min(_corner_gap(a, b), _corner_gap(b, a)) < _GAP * scale:
             return False
+    return True
+
+
+def _related(placed: Sequence[Placed], relation: str | None) -> bool:
+    """True where the first of two objects stands well in the relation to the second; None: no relation."""
     if relation is None:
         return True
     (ux, uy), (a, b) = RELATIONS[relation], placed

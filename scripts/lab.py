@@ -5,7 +5,7 @@
     python scripts/lab.py --seeds 0 NAME ...   only these seeds and recipes
     python scripts/lab.py --long NAME ...      the long runs instead of the cells; default: those of _lab_long.py
     python scripts/lab.py --steps              the quickstart's seed 0, evaluated at more steps
-    python scripts/lab.py --write              only write the page, and the gains that docs/algorithms quotes
+    python scripts/lab.py --write              only write the page, curves, and the gains that docs/algorithms quotes
     python scripts/lab.py --check              replay the start of stale recipes: are the numbers still the same?
     python scripts/lab.py --compare COMMIT     gains now against those of a commit; exit code 1 if one fell
     python scripts/lab.py --flat               bytes of a flat picture, which the page counts sizes from
@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from _lab_compare import compare
+from _lab_curves import draw_curves
 from _lab_fingerprints import ROOT, Fingerprints, fingerprints, read_recipe, state
 from _lab_long import LONG, draw, long_section, run_long
 from _lab_page import METRIC, Entry, flat_kilobytes, page
@@ -47,6 +48,7 @@ RESULTS = ROOT / "docs" / "lab" / "results.json"
 LONG_RESULTS = ROOT / "docs" / "lab" / "long.json"
 STEPS_RESULTS = ROOT / "docs" / "lab" / "steps.json"
 PICTURE = ROOT / "docs" / "lab" / "long.svg"
+CURVES = ROOT / "docs" / "lab" / "curves"
 PAGE = ROOT / "docs" / "lab.md"
 SEEDS = (0, 1, 2)
 PREFERRING = ("diffusion_dpo", "online_dpo")
@@ -183,6 +185,7 @@ def write_page() -> None:
     print(PAGE)
     gains = {each.name: [100 * values["difference"][METRIC]["mean"] for values in each.summaries] for each in entries}
     bring_up_to_date(ROOT / "docs", gains)
+    draw_curves(entries, CURVES)
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -21,6 +21,7 @@ SECTIONS = ["Algorithm", "Options", "Recipes and results", "What goes wrong", "S
 def anchors(page: Path) -> set[str]:
     """Anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    text = re.sub(r"^(#+ .*)$", lambda line: re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", line[1]), text, flags=re.M)
     words = (re.sub(r"[^\w\- ]", "", heading.strip().lower()) for heading in re.findall(r"^#+ (.*)$", text, re.M))
     return {heading.replace(" ", "-") for heading in words}
 
@@ -49,6 +50,9 @@ def test_a_methods_page_has_its_sections_in_order_and_names_its_options(name: st
     headings = [h for h in re.findall(r"^## (.*)$", text, re.M) if h in SECTIONS]
     assert headings == SECTIONS
     assert "Choose" in text.split("\n\n")[1], "the page begins with what the method is for"
+    assert f"](../reference/algorithms.md#{name})" in text, "a link to the options as the code has them"
+    recipes = re.findall(r"configs/lab/([\w-]+)\.yaml", text.split("\n## Recipes and results\n")[1].split("\n## ")[0])
+    assert not [recipe for recipe in recipes if f"](../lab/curves/{recipe}.svg)" not in text]
     config = importlib.import_module(f"flowrl.algorithms.{name}").Config
     options = {field.name for field in fields(config)}
     own = vars(config).get("__annotations__", {}).keys() & options

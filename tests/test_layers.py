@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # In reading order. A late import and one under TYPE_CHECKING count: they hide a circle and do not break it.
 ORDER = (
-    *("core", "reward", "shapes", "statistics", "diffusion", "gallery", "samplers", "models", "losses", "credit"),
+    *("core", "reward", "shapes", "moving_shapes", "statistics", "diffusion", "gallery", "samplers", "models"),
+    *("losses", "credit"),
     *("data", "rollout", "scoring", "algorithms", "training", "config", "evaluation", "planning", "run", "contracts"),
     *("commands", "cli"),
 )
@@ -23,7 +24,7 @@ PURE = ("statistics", "diffusion", "losses", "credit")
 """Packages of mathematics."""
 SEE_PROCESSES = ("training", "evaluation", "planning", "run", "contracts", "commands", "cli")
 """Packages that know of ranks and of the number of processes."""
-FOR_REWARDS = ("flowrl.core", "flowrl.reward", "flowrl.rewards", "flowrl.shapes")
+FOR_REWARDS = ("flowrl.core", "flowrl.reward", "flowrl.rewards", "flowrl.shapes", "flowrl.moving_shapes")
 
 
 def files(folder: str) -> list[Path]:

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from flowrl import shapes
+from flowrl import moving_shapes, shapes
 from flowrl.core.assets import embedded_prompts
 from flowrl.core.errors import ConfigError
 from flowrl.core.media import UNREADABLE, open_image, opened
@@ -45,8 +45,8 @@ class Columns:
 
 
 def load_prompts(source: str, key: str, columns: Columns = Columns(), most: int | None = None) -> list[Prompt]:
-    """Prompts of a file, an embedded list such as `shapes-train.txt`, `shapes:train|heldout`, or a data set, `hf:PATH`
-    or `hf:PATH:SPLIT`.
+    """Prompts of a file, an embedded list such as `shapes-train.txt`, `shapes:train|heldout` or, of videos,
+    `shapes:motion-train|motion-heldout|motion-pretrain`, or a data set, `hf:PATH` or `hf:PATH:SPLIT`.
 
     Args:
         source: file, name or data set.
@@ -60,10 +60,14 @@ def load_prompts(source: str, key: str, columns: Columns = Columns(), most: int 
     """
     where = f"{key}={source!r}"
     if source.startswith("shapes:"):
+        part = source.removeprefix("shapes:")
+        moving = part.startswith("motion-")
         try:
-            return [Prompt(text) for text in shapes.prompts(source.removeprefix("shapes:"))][:most]
+            texts = moving_shapes.prompts(part.removeprefix("motion-")) if moving else shapes.prompts(part)
         except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            more = "after shapes:motion-" if moving else "or, of videos, 'motion-train' or 'motion-heldout'"
+            raise ConfigError(f"{where}: {error}, {more}") from None
+        return [Prompt(text) for text in texts][:most]
     if source.startswith("hf:"):
         path, split = split_of(source.removeprefix("hf:"))
         folder = Path(path).expanduser()

@@ -64,12 +64,17 @@ _BLOCK[1] = True
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A recognised object: shape ("blob" if none fits), colour (None if no palette hue), centre in pixels."""
+    """A recognised object: shape ("blob" if none fits), colour (None if no palette hue), centre and radius in pixels.
+
+    The radius of a leftover is NaN, and `excess` how many times over the widest of its bounds the picture is.
+    """
 
     shape: str
     color: str | None
     x: float
     y: float
+    radius: float = math.nan
+    excess: float = math.inf
 
 
 def detect(image: np.ndarray) -> list[Found]:
@@ -93,14 +98,22 @@ def _detect(images: np.ndarray) -> list[list[Found]]:
     for n, picture in enumerate(pieces.picture):
         shape = SHAPES[shapes.best[n]] if shapes.fits[n] else BLOB
         color = COLORS[pieces.hue[n]] if pieces.named[n] else None
-        found[picture].append(Found(shape, color, float(shapes.x[n]), float(shapes.y[n])))
+        found[picture].append(Found(shape, color, float(shapes.x[n]), float(shapes.y[n]), float(shapes.radius[n])))
     left = _left_over(offset, fine, pieces, inside, shapes)
-    for picture in np.flatnonzero(_too_much(left) | _no_background(offset)):
-        found[picture] += _strangers(left.energy[picture])
+    too_much, no_background = _too_much(left), _no_background(offset)
+    for picture in np.flatnonzero(too_much | no_background):
+        excess = math.inf if no_background[picture] else _excess(left, int(picture))
+        found[picture] += [replace(each, excess=excess) for each in _strangers(left.energy[picture])]
     down, across = (full / cells for full, cells in zip(images.shape[-2:], offset.shape[-2:], strict=True))
     if down == across == 1:
         return found
-    return [[replace(f, x=(f.x + 0.5) * across - 0.5, y=(f.y + 0.5) * down - 0.5) for f in each] for each in found]
+    return [[_in_pixels(f, down, across) for f in each] for each in found]
+
+
+def _in_pixels(found: Found, down: float, across: float) -> Found:
+    """An object whose lengths were in cells, of so many pixels each."""
+    x, y = (found.x + 0.5) * across - 0.5, (found.y + 0.5) * down - 0.5
+    return replace(found, x=x, y=y, radius=found.radius * math.sqrt(down * across))
 
 
 @cache
@@ -289,6 +302,18 @@ def _too_much(left: _Leftover) -> np.ndarray:
         | (energy.max(axis=(1, 2)) > _LEFT_WINDOW_ENERGY)
         | (np.square(color).sum(axis=1).max(axis=(1, 2)) > _LEFT_WINDOW_COLOR**2)
     )
+
+
+def _excess(left: _Leftover, picture: int) -> float:
+    """How many times over its bound the largest of the left-over measures of a picture is."""
+    energy, color = left.energy[picture], left.color[picture]
+    measures = (
+        np.count_nonzero(energy > _LEFT_LEVEL**2) / _LEFT_CELLS,
+        energy.mean() / _LEFT_ENERGY,
+        _windows(energy, _WINDOW).max() / _LEFT_WINDOW_ENERGY,
+        np.square(_windows(color, _WINDOW)).sum(axis=0).max() / _LEFT_WINDOW_COLOR**2,
+    )
+    return float(max(measures))
 
 
 def _no_background(offset: np.ndarray) -> np.ndarray:

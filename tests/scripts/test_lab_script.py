@@ -68,6 +68,7 @@ def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
         monkeypatch.setattr(place, "ROOT", tmp_path)
     monkeypatch.setattr(module, "RESULTS", tmp_path / "docs" / "lab" / "results.json")
     monkeypatch.setattr(module, "PAGE", tmp_path / "docs" / "lab.md")
+    monkeypatch.setattr(module, "CURVES", tmp_path / "docs" / "lab" / "curves")
     monkeypatch.setattr(module, "LONG_RESULTS", tmp_path / "docs" / "lab" / "long.json")
     monkeypatch.setattr(module, "STEPS_RESULTS", tmp_path / "docs" / "lab" / "steps.json")
     monkeypatch.setattr(module, "PICTURE", tmp_path / "docs" / "lab" / "long.svg")

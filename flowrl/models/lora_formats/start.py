@@ -109,6 +109,10 @@ class _Reader:
         self.path, self.lora, self.component = path, lora, component
         state = get_peft_model_state_dict(network, adapter_name=ADAPTER)
         self.modules = {k.removesuffix(".lora_A.weight") for k in state if k.endswith(".lora_A.weight")}
+        self.shapes = {
+            name: (state[f"{name}.lora_B.weight"].shape[0], state[f"{name}.lora_A.weight"].shape[1])
+            for name in self.modules
+        }
         self.family = family_of(network)
 
     def refuse(self, reason: str) -> ModelError:
@@ -144,7 +148,8 @@ class _Reader:
 
     def _updates(self, tensors: dict[str, Tensor]) -> dict[str, _Update]:
         result: dict[str, _Update] = {}
-        for key, value in tensors.items():
+        for given, value in tensors.items():
+            key = _OLDER.sub(_newer, given)
             if key.endswith(".alpha"):
                 result.setdefault(key.removesuffix(".alpha"), _Update()).alpha = float(value)
                 continue
@@ -190,7 +195,8 @@ class _Reader:
         result: dict[str, dict[int, tuple[str, Place | None]]] = {}
         for name in self.modules:
             place = None if self.family is None else self.family.place(name)
-            for key in (f"{self.component}.{name}", f"lora_transformer_{name.replace('.', '_')}"):
+            # Bare names: Qwen-Image-Lightning and others (musubi-tuner#709).
+            for key in (name, f"{self.component}.{name}", f"lora_transformer_{name.replace('.', '_')}"):
                 result[key] = {0: (name, None)}
             result["lora_unet_" + name.replace(".", "_")] = {0: (name, None)}
             if place is not None:
@@ -201,12 +207,15 @@ class _Reader:
 
     def _placed(self, updates: dict[str, _Update]) -> dict[str, tuple[Tensor, Tensor]]:
         names, result = self._names(), dict[str, tuple[Tensor, Tensor]]()
+        unknown = sorted(set(updates) - set(names))
+        if unknown:  # the key that says most: a block that is not there
+            raise self.refuse(self._unknown(next(filter(self._beyond, unknown), unknown[0])))
         for key, update in sorted(updates.items()):
-            if key not in names:
-                raise self.refuse(self._unknown(key))
             assert update.down is not None
             assert update.up is not None
             pairs = self._slots(key, update.down, update.up, names[key])
+            for name, pair in pairs.items():
+                self._check_shape(key, name, pair)
             twice = set(pairs) & set(result)
             if twice:
                 raise self.refuse(f"adapts {min(twice)} twice, under two names")
@@ -223,6 +232,15 @@ class _Reader:
                 f"{len(self.modules)} modules, not {min(missing)}; set model.lora.targets to those of the file"
             )
         return result
+
+    def _check_shape(self, key: str, name: str, pair: tuple[Tensor, Tensor]) -> None:
+        into, out = pair[0].shape[1], pair[1].shape[0]
+        if (out, into) != self.shapes[name]:
+            wanted = "{} x {}".format(*self.shapes[name])
+            raise self.refuse(
+                f"is for another model, or another size of it: {key} changes a matrix of {out} x {into}, and here it "
+                f"has {wanted}; give the model that it was made for"
+            )
 
     def _slots(
         self, key: str, down: Tensor, up: Tensor, members: dict[int, tuple[str, Place | None]]
@@ -250,12 +268,35 @@ class _Reader:
                 result[members[slot][0]] = pair[0].clone(), pair[1].clone()
         return result
 
+    def _beyond(self, key: str) -> int:
+        """Blocks with an adapter, where the key's block lies after the last of its kind; else 0."""
+        kinds: dict[str, set[int]] = {}
+        for name in self.modules:
+            place = None if self.family is None else self.family.place(name)
+            for each in (name, *((place.kohya, place.dotted) if place is not None else ())):
+                match = re.match(r"([a-z_]*blocks)\.(\d+)\.", each)
+                if match is not None:
+                    kinds.setdefault(match[1], set()).add(int(match[2]))
+        match = re.match(r"([a-z_]*blocks)[._](\d+)[._]", _PREFIX.sub("", key))
+        last = max(kinds.get(match[1], {-1})) if match is not None else -1
+        return last + 1 if match is not None and last >= 0 and int(match[2]) > last else 0
+
     def _unknown(self, key: str) -> str:
-        bare = re.sub(r"^(lora_unet_|lora_transformer_|diffusion_model\.|transformer\.|unet\.)", "", key)
+        bare = _PREFIX.sub("", key)
+        if self.family is not None and re.match(_OUTSIDE, bare):
+            return (
+                f"adapts {key}, which lies outside the blocks, and no module of {self.family.name} has that name in "
+                "diffusers: remove its keys, or merge it into the model"
+            )
         for pattern, name in _SIGNS:
             if re.match(pattern, bare) and (self.family is None or self.family.name not in name):
                 known = "another model" if self.family is None else self.family.name
                 return f"has the names of {name} ({key}), and this model is {known}; give the model it was made for"
+        if blocks := self._beyond(key):
+            return (
+                f"is for a model with more blocks: it adapts {key}, and this one has {blocks} of them; give the model "
+                "it was made for"
+            )
         return (
             f"does not fit model.lora: rank and targets must be the same, and {key} is no target here; set "
             "model.lora.targets to the modules of the file"
@@ -271,6 +312,17 @@ def _is_diagonal(rows: tuple[Tensor, ...], blocks: list[slice]) -> bool:
     return True
 
 
+_OLDER = re.compile(r"(?:\.processor)?\.to_(q|k|v|out)(?:_lora|\.lora)\.(down|up)\.weight$")
+"""Names of diffusers before peft, of attentions alone."""
+
+
+def _newer(match: re.Match[str]) -> str:
+    return f".to_{match[1]}{'.0' * (match[1] == 'out')}.lora_{match[2]}.weight"
+
+
+_PREFIX = re.compile(r"^(lora_unet_|lora_transformer_|diffusion_model\.|transformer\.|unet\.)")
+_OUTSIDE = r"(img_in|txt_in|time_in|vector_in|guidance_in|final_layer|x_embedder_proj)[._]"
+"""Original names of modules outside the blocks; those of diffusers may be targets."""
 _SIGNS = (
     (r"joint_blocks", "SD3"),
     (r"(double|single)_blocks|single_transformer_blocks", "FLUX.1"),

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from flowrl.core.errors import ModelError
 from flowrl.models._precision import ADAPTER
 from flowrl.models.base import LoraSettings
+from flowrl.models.lora_formats import unet, wan
 from flowrl.models.lora_formats.families import family_of
+from flowrl.models.lora_formats.places import same
 from flowrl.models.lora_formats.start import start_from
 from flowrl.models.lora_formats.writing import Layout, renamed
 
@@ -283,3 +285,64 @@ def test_two_experts_are_read_from_their_own_files_and_never_from_one(tmp_path):
     with pytest.raises(ModelError, match="second expert"):
         start_from(str(tmp_path / "mine_high_noise.safetensors"), made, settings)
     assert load_file(tmp_path / "mine_high_noise.safetensors")
+
+
+PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())["adapters"]
+
+
+@pytest.mark.parametrize("adapter", PUBLISHED, ids=lambda adapter: adapter["source"].partition(" ")[0])
+def test_each_key_of_a_published_adapter_has_a_module(adapter, tmp_path):
+    """The key sets as their threads list them: one name for each module of these targets, and nothing left over."""
+    folder = adapter["model"]
+    made = network(folder, adapter["targets"], **SMALL[folder] | adapter.get("changes", {}))
+    state = update(made, torch.float32)
+    modules = sorted(k.removesuffix(".lora_A.weight") for k in state if "lora_A" in k)
+    family = family_of(made)
+    assert family is not None
+    if adapter.get("only_names"):  # of a thread that shows a part of the keys
+        dotted = {f"diffusion_model.{p.dotted}" for name in modules if (p := family.place(name)) is not None}
+        assert {key.format(n=0) for key in adapter["keys"]} <= dotted
+        return
+    file: dict[str, Tensor] = {}
+    for name in modules:
+        key = _written(adapter, name)
+        down, up = (state[f"{name}.lora_{half}.weight"] for half in "AB")
+        values = {"down": down, "A": down, "up": up, "B": up, "alpha": torch.tensor(float(RANK))}
+        file |= {f"{key}.{end}": values[end.removeprefix("lora_").partition(".")[0]] for end in adapter["ends"]}
+    save_file(file, tmp_path / "a.safetensors")
+    back = started(made, tmp_path / "a.safetensors")
+    assert all(torch.equal(back[name], value) for name, value in state.items())
+
+
+def _written(adapter: dict[str, Any], module: str) -> str:
+    """The published name of a module."""
+    if "tail" in adapter:
+        head, end = module.rsplit(".attn", 1)
+        return f"{adapter['prefix']}{head}.{adapter['tail'][f'attn{end}']}"
+    number = next(part for part in module.split(".") if part.isdigit())
+    table = {"wan21-t2v-1.3b": wan.place, "sdxl": unet.place_xl}.get(adapter["model"], same)(module)
+    assert table is not None
+    ending = table.dotted.replace(".", "_")
+    listed = [key.format(n=number) for key in adapter["keys"]]
+    [found] = [key for key in listed if key.replace(".", "_").endswith(ending)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("folder", "other", "message"),
+    [
+        ("sd35-medium", {"num_layers": 4, "dual_attention_layers": [0]}, "more blocks: .* this one has 3 of them"),
+        ("wan21-t2v-1.3b", {"num_layers": 2}, "more blocks: .* this one has 1 of them"),
+        ("sd15", {"cross_attention_dim": 12}, r"changes a matrix of 32 x 12, and here it has 32 x 8"),
+    ],
+)
+def test_a_lora_of_another_size_is_refused_with_what_differs(folder, other, message, tmp_path):
+    large = network(folder, **SMALL[folder] | other)
+    save_file(scaled(large, update(large, torch.float32), RANK, "kohya"), tmp_path / "a.safetensors")
+    with pytest.raises(ModelError, match=message):
+        started(network(folder, **SMALL[folder]), tmp_path / "a.safetensors")
+    key = "lora_unet_final_layer_linear"
+    outside = {f"{key}.lora_down.weight": torch.ones(4, 8), f"{key}.lora_up.weight": torch.ones(8, 4)}
+    save_file(outside, tmp_path / "b.safetensors")
+    with pytest.raises(ModelError, match="outside the blocks"):
+        started(network(folder, **SMALL[folder]), tmp_path / "b.safetensors")
