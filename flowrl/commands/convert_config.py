@@ -31,7 +31,7 @@ Strict = Annotated[
 
 
 def command(file: File, tool: From = None, gpus: Gpus = None, out: Out = None, strict: Strict = False) -> None:
-    """Convert a configuration of another tool to a recipe; what cannot be is listed on the error stream."""
+    """Make a recipe of another tool's configuration. Keys without a counterpart go to the error stream."""
     import sys
 
     from flowrl.config.migration.engine import convert, recipe_text, shown

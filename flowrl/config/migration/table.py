@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from flowrl.config.migration.engine import Draft
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +49,8 @@ class Tool:
     keys: Mapping[str, Key]
     read: Callable[[str], Source]
     """Reads FILE of the command line."""
-    rules: Callable[[Draft], None]
-    """Writes a draft's lines."""
+    rules: Callable[[Any], None]
+    """Writes the lines of a Draft (engine.py)."""
     refuses_unknown: bool
     """Whether an unknown key is refused, as the tool itself does, and not listed."""
     form: str
