@@ -74,7 +74,7 @@ def _check(text: str, draft: Draft) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
-        file.write_text(text, encoding="ascii")
+        file.write_text(text, encoding="utf-8")
         try:
             resolve(load_config(file), offline=True)
         except ConfigError as error:

@@ -217,7 +217,10 @@ def _comment(text: str, depth: int) -> list[str]:
 def _scalar(value: Any) -> str:
     """A value in YAML's flow form on one line, ASCII."""
     value = list(value) if isinstance(value, tuple) else value
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
+    try:
+        text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
+    except yaml.YAMLError:  # a value of Python alone, which no line has: of a listed key
+        text = repr(value)
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
 

@@ -29,8 +29,14 @@ _REWARDS: dict[str, tuple[dict[str, Any], str]] = {
     "geneval": ({"name": "geneval", "mode": "partial"}, "the trained score is inferred"),
     "jpeg_compressibility": ({"name": "jpeg", "scale": 0.002}, "theirs divides by 500"),
     "clipscore": ({"name": "clip_score", "scale": 3.3333}, "theirs divides by 30, ours by 100"),
-    "ocr": ({"name": "ocr"}, "the reader differs: docs/rewards/ocr.md"),
-    "video_ocr": ({"name": "ocr"}, "the reader differs: docs/rewards/ocr.md"),
+    "ocr": (
+        {"name": "ocr", "allow_extra_text": True, "min_confidence": 0.5},
+        "the reader differs: docs/rewards/ocr.md",
+    ),
+    "video_ocr": (
+        {"name": "ocr", "allow_extra_text": False, "min_confidence": 0.5},
+        "the reader differs: docs/rewards/ocr.md",
+    ),
     "aesthetic": ({"name": "aesthetic"}, ""),
     "imagereward": ({"name": "image_reward"}, ""),
     "unifiedreward": ({"name": "unified_reward"}, "name its model: rewards.N.local.model or http.model"),

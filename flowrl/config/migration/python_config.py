@@ -176,7 +176,8 @@ class Reader:
             case ast.IfExp(test=test, body=body, orelse=other):
                 return self._value(body if self._value(test, names) else other, names)
             case ast.JoinedStr(values=parts):
-                return "".join(str(self._value(part, names)) for part in parts)
+                texts = [str(self._value(part, names)) for part in parts]
+                return self._computed(node, lambda: "".join(texts))
             case ast.FormattedValue(value=value, format_spec=None):
                 return self._value(value, names)
             case ast.Call():

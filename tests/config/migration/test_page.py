@@ -55,3 +55,12 @@ def test_the_command_writes_a_recipe_and_tells_what_it_left_out(tmp_path, monkey
     assert not strict.exists()
     assert run(monkeypatch, f"{file}:misspelt") == 0
     assert "# Not converted, changes results: sample.guidence_scale=3" in capsys.readouterr().out
+
+
+def test_a_file_with_letters_beyond_ascii_gives_a_recipe_that_is_read_again(tmp_path, monkeypatch, capsys):
+    file, out = tmp_path / "d\u00e9mo.sh", tmp_path / "recipe.yaml"
+    text = (PUBLISHED / "sd15.sh").read_text(encoding="ascii").replace("/data/pairs/", "/data/\u00e9/")
+    file.write_text(text, encoding="utf-8")
+    assert run(monkeypatch, str(file), "--gpus", "16", "--out", str(out)) == 0
+    assert load_config(out).iterations == 2000
+    assert "cache_dir" in capsys.readouterr().err
