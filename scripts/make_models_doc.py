@@ -31,56 +31,57 @@ HEAD = """# Models
 Written by `python -m scripts.make_models_doc` from `flowrl/models/generic/families.py` and the tiny pipelines of the
 tests; do not edit.
 
-`model.name: generic` trains any diffusers pipeline whose call ends its step in `scheduler.step`. The classes below are
-tested through tiny random pipelines of the class; no real weights were run. In them the denoiser, the VAE, CLIP and T5
-are the libraries' own; larger language models (Qwen, Gemma, Llama, Mistral, GLM) are replaced by a stub. A class
-that is not listed is probed when it is loaded: it works, or is refused with the reason; `flowrl doctor --model PATH`
-prints the result and compares it with the pipeline's own call.
+`model.name: generic` trains any diffusers pipeline that ends each denoising step with `scheduler.step`. Each class
+below is tested with a tiny pipeline that has random weights; no real weights were run. In these pipelines the denoiser,
+the VAE, CLIP and T5 are those of the libraries. Larger language models (Qwen, Gemma, Llama, Mistral, GLM) are replaced
+by a stub. If a class is not listed, flowrl tests it when it is loaded: it works, or it is refused with the reason.
+`flowrl doctor --model PATH` prints the result and compares it with the pipeline's own call.
 
-Parity means: with the plain solver and the same noise the adapter gives the latents and the images of the pipeline's
-own call within 1e-4 (fp32), with and without guidance, at two sizes, for batches of one and two. `default` is checked
-by `scripts/test.sh`, `slow` by `.ci/run`. A class with a native adapter works through either, by `model.name`. Left
-out, it is the native one of the class, where that takes the checkpoint (text alone, its scheduler), else `generic`.
-VP models, their options and distilled checkpoints: [noise_prediction.md](noise_prediction.md).
+Parity means that flowrl and the pipeline's own call give the same latents and images from the same noise, within 1e-4
+(fp32). It is tested with the plain solver, with and without guidance, at two sizes, for batches of one and two.
+`default` is checked by `scripts/test.sh`, `slow` by `.ci/run`. A class with a native adapter works through the native
+or the generic one; `model.name` chooses. If `model.name` is left out, flowrl takes the native one if it can use the
+checkpoint (text prompts only, a scheduler that it knows), else `generic`. For VP models, their options and distilled
+checkpoints see [noise_prediction.md](noise_prediction.md).
 
 | pipeline | process, prediction | meaning of `guidance_scale` | network's timestep | native | parity |
 |---|---|---|---|---|---|
 """
 TAIL = """
-`t` is the scheduler's timestep. The process and the prediction follow from the scheduler, here the one of the tiny
-pipeline. A multistep scheduler gives its grid only: flowrl takes its own steps.
+`t` is the scheduler's timestep. The process and the prediction follow from the scheduler; the table has those of the
+tiny pipeline. Of a multistep scheduler flowrl uses only the grid of noise levels, and takes its own steps.
 
 ## Remarks
 
-Arguments of a call are set under `model.call`. Those that flowrl decides (prompt, size, steps, guidance, seed) and
-those that take embeddings or callbacks are refused for every class. Dead modules take a LoRA and can have no gradient:
-their output is dropped; `{last}` is the number of the last block.
+Arguments of the pipeline's call are set under `model.call`. Arguments that flowrl decides (prompt, size, steps,
+guidance, seed), embeddings and callbacks are refused for every class. Dead modules are those whose output the network
+drops: they can have a LoRA, but never get a gradient. `{last}` is the number of the last block.
 
 """
 
 ABOUT_IMAGES = """
 ## Images in a prompt record
 
-Records of prompts (a `.jsonl`, a `.json` list, a `.csv` or `.tsv` with a header) may name reference images or a first
-frame, relative to the file; a `.parquet` file or a data set of Hugging Face (`data.prompts: hf:PATH`) may have them
-in a column:
+A record of a prompt file (a `.jsonl`, a `.json` list, a `.csv` or `.tsv` with a header) may name reference images or a
+first frame, with paths relative to the file. A `.parquet` file or a data set of Hugging Face (`data.prompts: hf:PATH`)
+may have the images in a column:
 
 ```json
 {"prompt": "make the circle blue", "image": "images/0001.png"}
 {"prompt": "it starts to roll", "images": ["first.png", "last.png"]}
 ```
 
-`data.image_column` names another key or column. They are opened when the file is read, so a missing or unreadable one
-ends the run before a model is loaded; a record without the image that its model needs, or with one that its model
-does not take, before anything is trained. A pipeline's features of them are computed once and cached with the text. All
-records have an image or none has. Rewards find the absolute paths, in their order, in `metadata["images"]` (a list
-also where the record has `image`). The model gets transparent places on white and 16-bit grey in 8 bits; grey of 32
-bits or of floats is refused. Images from inside a data set are written to `~/.cache/flowrl/pictures`
-(or below `FLOWRL_CACHE`) under the hash of their content.
+`data.image_column` names another key or column. Either all records have an image or none has. The images are opened
+when the file is read, so a missing or unreadable one ends the run before a model is loaded. A record without the image
+that its model needs, or with one that its model does not take, ends the run before training. The features that a
+pipeline computes from the images are computed once and cached with the text. Rewards find the absolute paths, in their
+order, in `metadata["images"]` (a list also if the record has `image`). Transparent areas become white, and 16-bit grey
+becomes 8 bits; grey of 32 bits or of floats is refused. Images from inside a data set are written to
+`~/.cache/flowrl/pictures` (or below `FLOWRL_CACHE`) under the hash of their content.
 
-Images of one size share a forward, those of different sizes do not; where the pipeline embeds the image by itself
-(Wan 2.1), only samples of the same image do. Native adapters take text only and refuse such records, as do all classes
-without a remark on images above.
+Images of one size go through the network together, those of different sizes do not. If the pipeline embeds the image by
+itself (Wan 2.1), only samples of the same image go together. Native adapters take text only and refuse such records, as
+do all classes without a remark on images above.
 """
 
 

@@ -94,6 +94,7 @@ def evaluate(options: Options) -> None:
     from flowrl.core.files import out_folder
     from flowrl.evaluation.suites import base
     from flowrl.evaluation.suites.runner import Task, limited
+    from flowrl.run.judged import require_model
 
     suite = base.load_suite(options.suite)
     if options.judging.compat and suite.compat is None:
@@ -102,6 +103,9 @@ def evaluate(options: Options) -> None:
     if options.judging.results and len(options.judging.results) != len(options.models()):
         raise ConfigError("--results: give one file for MODEL, and with --base a second one, of the base")
     pair = pair_plan(options.judging.pair_name, options.judging.pair_settings, options.base)
+    if not options.judging.results:
+        for model in options.models().values():
+            require_model(model)
     out_folder(options.folder)
     task = Task(
         suite=suite,

@@ -89,6 +89,17 @@ def load(
     return Judged(target, pipeline, call, noise, facts | ({"lora": bound} if bound else {}))
 
 
+def require_model(target: str) -> None:
+    """Raise ModelError for a local folder or file that cannot be a model, before anything else is loaded.
+
+    A run folder, an asset's name and a hub id pass; what is in them is seen when they are loaded.
+    """
+    path = Path(resolve_path(target))
+    if path.is_dir() and not (path / "config.yaml").is_file():
+        _require_pipeline(path)
+        require_folder(target)
+
+
 def _dtype() -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
@@ -98,9 +109,7 @@ def _plain(target: str, revision: str | None) -> Any:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     path = resolve_path(target)
-    if os.path.isdir(path):
-        _require_pipeline(Path(path))
-        require_folder(target)
+    require_model(target)
     with loading("model", target):
         return DiffusionPipeline.from_pretrained(path, revision=revision, dtype=_dtype(), **null_components(path))
 

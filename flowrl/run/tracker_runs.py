@@ -63,7 +63,9 @@ def learned_id(name: str, tracker: Any) -> str | None:
     return str(learn[name](tracker)) if name in learn else None
 
 
-def make(entry: Entry, folder: Path, title: str, run: str | None, *, resumed: bool, last: int) -> GeneralTracker:
+def make(
+    entry: Entry, folder: Path, title: str, run: str | None, *, resumed: bool, last: int, configuration: Options
+) -> GeneralTracker:
     """accelerate's tracker of an entry, not started yet; the entry's options take precedence over flowrl's.
 
     Args:
@@ -73,6 +75,7 @@ def make(entry: Entry, folder: Path, title: str, run: str | None, *, resumed: bo
         run: id of the tracker's run; None: it has none, or none yet.
         resumed: whether the tracker's run has begun in an earlier call.
         last: the last iteration that stands in it.
+        configuration: of the training, flat; trackio replaces what it has stored with that of a resumed run's start.
     """
     name, options = entry.name, dict(entry.options)
     project = str(options.pop("project", PROJECT)) if entry.kind.project else title
@@ -80,11 +83,15 @@ def make(entry: Entry, folder: Path, title: str, run: str | None, *, resumed: bo
         "tensorboard": {"purge_step": last + 1} if resumed else {},
         "wandb": {"id": run, "resume": "allow", "name": title, "dir": str(_wandb_dir(entry, folder))},
         "swanlab": {"id": run, "resume": "allow", "experiment_name": title, "logdir": str(folder / name)},
-        "trackio": {"name": title, "resume": "allow"},
+        "trackio": {"name": title, "resume": "allow"} | ({"config": dict(configuration)} if resumed else {}),
         "mlflow": {"run_name": title} | ({"run_id": run} if run else {}),
         "comet_ml": {"experiment_key": run},
         "aim": {"run_hash": run} if run else {},
-        "dvclive": {"dir": str(folder / name), "resume": resumed},
+        "dvclive": {
+            "dir": str(folder / name),
+            "resume": resumed,
+            "dvcyaml": str(folder / name / "dvc.yaml"),  # else it writes one into the working folder
+        },
         "clearml": {"task_name": title} | ({"continue_last_task": run} if run else {}),
     }
     options = ours.get(name, {}) | options

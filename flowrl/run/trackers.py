@@ -167,7 +167,12 @@ class Line:
         mark, entry = self.mark, self.entry
         self.marks.write()  # its id, before there is a run of this id
         folder = self.marks.folder.path / tracker_runs.FOLDER
-        tracker: Any = tracker_runs.make(entry, folder, mark.title, mark.run, resumed=mark.begun, last=mark.sent)
+        tracker: Any = tracker_runs.make(
+            *(entry, folder, mark.title, mark.run),
+            resumed=mark.begun,
+            last=mark.sent,
+            configuration=self.configuration,
+        )
         tracker.start()
         self._moved = time.monotonic()
         if not mark.begun:

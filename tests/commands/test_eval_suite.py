@@ -158,6 +158,18 @@ def test_a_folder_that_is_no_model_is_refused_with_what_to_give(tmp_path, bright
         run(str(tmp_path), tmp_path / "out", judge=[bright])
 
 
+@pytest.mark.parametrize("given", ["MODEL", "--base"])
+def test_a_folder_that_is_no_model_is_named_before_a_judge_is_built(tmp_path, given):
+    bad, judge = tmp_path / "bad", tmp_path / "unbuilt.py"
+    bad.mkdir()
+    judge.write_text("raise ConnectionError('the judge was asked first')\n")
+    model, base = (str(bad), None) if given == "MODEL" else ("tiny-sd3", str(bad))
+    with pytest.raises(ModelError, match=r"bad' is not a diffusers pipeline: .*give the folder that") as caught:
+        run(model, tmp_path / "out", judge=[str(judge)], base=base)
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
 def test_suites_are_listed_with_prompts_judge_and_differences(capsys):
     listing.command("suites")
     text = " ".join(capsys.readouterr().out.split())

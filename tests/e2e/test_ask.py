@@ -27,6 +27,8 @@ SMALL = (
         "iterations=3",
         "data.max_eval_prompts=4",
         "rollout.group_size=2",
+        "rollout.num_inference_steps=2",
+        "algorithm.sde_steps=[0]",
         "optim.updates_per_iteration=1",
         "model.lora={rank: 4, alpha: 8}",
     ),

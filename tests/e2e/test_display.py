@@ -18,7 +18,7 @@ from flowrl.commands.train import command
 from flowrl.core.display import KINDS
 from tests.e2e.conftest import inside
 
-SMALL = ["rollout.num_inference_steps=2", "rollout.group_size=2", "algorithm.sde_steps=[0]"]
+SMALL = ["rollout.num_inference_steps=2", "rollout.group_size=2", "algorithm.sde_steps=[0]", "data.max_eval_prompts=2"]
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str, quiet: bool = False, as_json: bool = False) -> list[str]:

@@ -165,6 +165,17 @@ def test_a_metric_of_another_reward_is_left_out_and_one_run_without_it_is_named(
     assert shared is not None
     assert shared.metrics[0].members == (0, 1)
     assert "another version of the reward" in shared.left_out[2][0]
+    alone = make_run(tmp_path / "alone", 0.2, metric="sharpness")
+    runs = [load_run(folder) for folder in (folders[0], first, alone)]
+    runs[2] = replace(runs[2], config=runs[2].config | {"algorithm": {"name": "another"}})
+    values = comparison(runs, OnDisk(tmp_path), alike=True)
+    assert dict(values["left_out"])["alone"] == [
+        "the metric brightness: this run does not have it",
+        "the metric sharpness: no other run has it",
+    ]
+    assert values["recipe_names"][-1] == "alone"
+    assert "(2 seeds)" in values["metrics"][0]["legend"]
+    assert "alone" not in values["metrics"][0]["legend"], "a curve that is not drawn"
 
 
 def test_runs_that_share_nothing_are_refused_by_name_with_the_remedy(folders, tmp_path):

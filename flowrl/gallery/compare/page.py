@@ -37,7 +37,6 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
         "count": len(runs),
         "links": links,
         "whole": len(runs) <= WHOLE,
-        "legend": drawing.legend([(name, styles[members[0]]) for name, members in zip(names, recipes, strict=True)]),
         "differences": differences([runs[members[0]] for members in recipes]),
         "recipe_names": names,
     }
@@ -52,6 +51,8 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
         values["curves"], without = curves.over_training(shared, of, styles, subject, places)
         values["costs"], unlogged = curves.over_costs(shared, of, table, styles, subject)
         values["without"], values["unlogged"] = without, unlogged
+        drawn = [(name, styles[m[0]]) for name, m in zip(names, recipes, strict=True) if set(m) & set(of.members)]
+        values["legend"] = drawing.legend(drawn)
         for row in values["recipes"]:
             row["name"] = next(name for name, members in zip(names, recipes, strict=True) if row["run"] in members)
     first = metrics[0]
