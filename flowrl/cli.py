@@ -32,6 +32,7 @@ PAGES = {
     "serve": "docs/tutorials/reward_server.md",
     "list": "docs/configuration.md",
     "new": "docs/tutorials/new_method.md",
+    "convert-config": "docs/migration.md",
     "export": "docs/using_lora.md",
     "bench": "docs/performance.md",
 }
@@ -76,7 +77,7 @@ def options(
 
 def _register() -> None:
     for name in COMMANDS:
-        module = importlib.import_module(f"flowrl.commands.{name}")
+        module = importlib.import_module(f"flowrl.commands.{name.replace('-', '_')}")
         epilog = f"Page: {PAGES[name]}"
         if name in GROUPS:
             app.add_typer(module.app, name=name, epilog=epilog)

@@ -137,7 +137,7 @@ def commands() -> str:
 
 def command(name: str) -> Any:
     """A command of the command line, by its module."""
-    module = importlib.import_module(f"flowrl.commands.{name}")
+    module = importlib.import_module(f"flowrl.commands.{name.replace('-', '_')}")
     if name in GROUPS:
         return typer.main.get_command(module.app)
     one = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -18,7 +18,7 @@ Json = Annotated[
 
 
 def command(run: Folder, as_json: Json = False) -> None:
-    """Explain in plain words what keeps a run from learning, the likeliest cause first."""
+    """Explain in plain words what keeps a run from learning, likeliest cause first."""
     from flowrl.core.files import json_ready
     from flowrl.evaluation.diagnosis import diagnose
     from flowrl.gallery.runs import load_run

@@ -25,7 +25,7 @@ PROCESSES = (1, 2, 8)
 
 
 def command(config: Config, overrides: Overrides = None) -> None:
-    """Show what a run will do: every option, batch geometry, steps, memory and compute. Uses no network."""
+    """Show what a run will do: options, batch geometry, steps, memory and compute. Uses no network."""
     import yaml
     from rich.console import Console
 

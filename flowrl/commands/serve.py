@@ -55,7 +55,7 @@ def command(
     request_s: Request = 900,
     grace_s: Grace = 30,
 ) -> None:
-    """Serve rewards over HTTP until a signal; a run reads them with the reward `remote`."""
+    """Serve rewards over HTTP until a signal; a run reads them by `remote`."""
     from flowrl.scoring.server.messages import Limits
 
     _require_extra()

@@ -1,0 +1,82 @@
+"""`flowrl convert-config`: a recipe from a configuration of another tool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from flowrl.commands._arguments import argument, option
+
+if TYPE_CHECKING:
+    from flowrl.config.migration.engine import Draft
+
+File = Annotated[
+    str,
+    argument("FILE", "Configuration of the other tool, read and never executed.", "flow_grpo: FILE.py:NAME."),
+]
+From = Annotated[
+    str | None, option("Tool that wrote FILE (docs/migration.md).", "Default: by the file's ending.", name="--from")
+]
+Gpus = Annotated[
+    int | None,
+    option("Number of GPUs of the converted run, where FILE does not state it.", "Sizes per GPU need it.", least=1),
+]
+Out = Annotated[
+    Path | None,
+    option("File of the recipe, which must not exist.", "Its relative paths start there. Default: the output stream."),
+]
+Strict = Annotated[
+    bool, option("Write nothing if a key without a counterpart changes results.", "Exit code 2.", name="--strict")
+]
+
+
+def command(file: File, tool: From = None, gpus: Gpus = None, out: Out = None, strict: Strict = False) -> None:
+    """Make a recipe of another tool's configuration. Keys without a counterpart go to the error stream."""
+    import sys
+
+    from flowrl.config.migration.engine import convert, recipe_text, shown
+    from flowrl.config.migration.tools import tool_of
+    from flowrl.core.errors import ConfigError
+    from flowrl.core.files import write_atomically
+
+    if out is not None and out.exists():
+        raise ConfigError(f"--out {out}: it exists; name a new file, or remove it")
+    draft = convert(tool_of(file, tool), file, gpus, Path() if out is None else out.parent)
+    left = sorted(draft.listed.items(), key=lambda item: not item[1].changes)
+    for key, entry in left:
+        what = "changes results" if entry.changes else "harmless"
+        print(f"not converted, {what}: {shown(draft, key)}: {entry.reason}", file=sys.stderr)
+    losing = [key for key, entry in left if entry.changes]
+    if strict and losing:
+        raise ConfigError(
+            f"--strict: {len(losing)} without a counterpart change results: {', '.join(losing)}; nothing was written. "
+            "Without --strict the recipe is written, with the list as comments"
+        )
+    text = recipe_text(draft)
+    _check(text, draft)
+    if out is None:
+        print(text, end="")
+    else:
+        write_atomically(out, text)
+        print(out)
+
+
+def _check(text: str, draft: Draft) -> None:
+    """Read the recipe back, as a run of it would.
+
+    Raises:
+        ConfigError: it is not valid, with the key; it is not written then.
+    """
+    import tempfile
+
+    from flowrl.config.load import load_config, resolve
+    from flowrl.core.errors import ConfigError
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(text, encoding="utf-8")
+        try:
+            resolve(load_config(file), offline=True)
+        except ConfigError as error:
+            told = str(error).replace(f"{file}", "the recipe")
+            raise ConfigError(f"{draft.source.file}: the recipe made of it is not valid: {told}") from None

@@ -1,0 +1,117 @@
+"""The keys of Flow-Factory that its trainers grpo and grpo-guard read, with their published defaults, as data."""
+
+from __future__ import annotations
+
+from flowrl.config.migration.table import Key
+
+_MEMORY = "memory and speed alone"
+_READS = "prompts are read and embedded without options of it"
+_TRACKER = "give trackers (docs/watching.md)"
+_LORA = "model.lora"
+_CALL = "give it in model.call, where the pipeline takes it (model.name: generic)"
+_WINDOW = "algorithm.sde_steps, algorithm.window_size, algorithm.low, algorithm.high"
+
+_RUN = {
+    "launcher": Key("accelerate", "", "flowrl runs under torchrun"),
+    "config_file": Key(None, "model.shard", "a file of FSDP: true; else read by accelerate alone"),
+    "num_processes": Key(1, "optim.updates_per_iteration", "the number of GPUs; only an integer accumulation needs it"),
+    "main_process_port": Key(29500, "", "flowrl runs under torchrun"),
+    "mixed_precision": Key("bf16", "model.dtype", "fp16 float16, bf16 bfloat16, no float32"),
+    "log.run_name": Key(None, "name", "null: the name of the file"),
+    "log.project": Key("Flow-Factory", "", _TRACKER),
+    "log.logging_backend": Key(None, "", _TRACKER),
+    "log.save_dir": Key("saves/", "output"),
+    "log.save_freq": Key(10, "checkpoint.every", "0 is listed: the last iteration is saved always"),
+    "log.save_model_only": Key(True, "", "checkpoints can be resumed always"),
+    "log.verbose": Key(False, "", "of the screen alone"),
+    "data.dataset_dir": Key("data", "data.prompts, data.eval_prompts", "its train and test file"),
+    "data.datasets": Key(None, "", "of newer versions, with several sets; name one file in data.prompts", changes=True),
+    "data.image_dir": Key(
+        None, "", "paths of images in a .jsonl start from its folder: data.image_column", changes=True
+    ),
+    "data.video_dir": Key(None, "", "no model of flowrl takes videos", changes=True),
+    "data.audio_dir": Key(None, "", "no model of flowrl takes audio", changes=True),
+    "data.preprocessing_batch_size": Key(8, "", _READS),
+    "data.dataloader_num_workers": Key(16, "", _READS),
+    "data.enable_preprocess": Key(True, "", _READS),
+    "data.force_reprocess": Key(True, "", _READS),
+    "data.cache_dir": Key("~/.cache/flow_factory/datasets", "", "data.text_cache is in a form of its own"),
+    "data.max_dataset_size": Key(None, "data.max_prompts"),
+    "data.sampler_type": Key("auto", "", "samples are spread over processes by identity"),
+}
+_MODEL = {
+    "model.model_name_or_path": Key("black-forest-labs/FLUX.1-dev", "model.path"),
+    "model.model_type": Key("flux1", "model.name", "sd3-5, flux1, qwen-image, wan2_t2v; others generic"),
+    "model.finetune_type": Key("full", _LORA, "full: null, all weights"),
+    "model.lora_rank": Key(8, f"{_LORA}.rank"),
+    "model.lora_alpha": Key(None, f"{_LORA}.alpha", "null: twice the rank"),
+    "model.target_modules": Key("all", f"{_LORA}.targets", "default: the family's; a list; all is listed"),
+    "model.target_components": Key("transformer", "", "one network is trained, the transformer", changes=True),
+    "model.resume_path": Key(None, "model.init_lora", "of a LoRA; else listed"),
+    "model.resume_type": Key(None, "model.init_lora", "lora alone"),
+    "model.attn_backend": Key(None, "model.attention"),
+    "model.master_weight_dtype": Key("bf16", "", "trained weights are float32", changes=True),
+}
+_TRAIN = {
+    "train.trainer_type": Key("grpo", "algorithm.name", "grpo, grpo-guard; others are not converted yet"),
+    "train.resolution": Key(512, "model.height, model.width"),
+    "train.height": Key(None, "model.height"),
+    "train.width": Key(None, "model.width"),
+    "train.num_frames": Key(None, "model.num_frames", "Wan; else listed"),
+    "train.max_epochs": Key(None, "iterations", "null: 1000"),
+    "train.per_device_batch_size": Key(1, "rollout.batch_size, optim.batch_size", "per process"),
+    "train.gradient_step_per_epoch": Key(2, "optim.updates_per_iteration", "if accumulation is auto"),
+    "train.gradient_accumulation_steps": Key(
+        "auto", "optim.updates_per_iteration", "integer: prompts x group x trained steps / (GPUs x b x it)"
+    ),
+    "train.num_inner_epochs": Key(1, "", "an iteration goes through its samples once", changes=True),
+    "train.group_size": Key(1, "rollout.group_size"),
+    "train.unique_sample_num_per_epoch": Key(8, "rollout.prompts_per_iteration"),
+    "train.num_inference_steps": Key(10, "rollout.num_inference_steps"),
+    "train.guidance_scale": Key(3.5, "rollout.guidance_scale"),
+    "train.guidance_scale_2": Key(None, "", "both networks of a model take one scale", changes=True),
+    "train.seed": Key(42, "seed", "random streams differ"),
+    "train.learning_rate": Key(1e-5, "optim.learning_rate"),
+    "train.adam_weight_decay": Key(1e-4, "optim.weight_decay"),
+    "train.adam_betas": Key((0.9, 0.999), "optim.betas"),
+    "train.adam_epsilon": Key(1e-8, "optim.eps"),
+    "train.max_grad_norm": Key(1.0, "optim.max_grad_norm"),
+    "train.optimizers": Key(None, "", "of newer versions, with several; give optim", changes=True),
+    "train.enable_gradient_checkpointing": Key(False, "model.gradient_checkpointing"),
+    "train.offload_samples_to_cpu": Key(False, "", _MEMORY),
+    "train.ema_decay": Key(0.995, "optim.ema.decay", "0: no average"),
+    "train.ema_update_interval": Key(10, "optim.ema.every", "epochs x updates"),
+    "train.ema_device": Key("cuda", "", _MEMORY),
+    "train.ema_decay_schedule": Key("power", "", "the average warms up by (1 + n) / (10 + n) alone", changes=True),
+    "train.latent_storage_dtype": Key("fp16", "", "kept latents are float32", changes=True),
+    "train.ref_param_device": Key("cuda", "", _MEMORY),
+    "train.global_std": Key(True, "algorithm.advantages.std", "with sum; gdpo does not read it"),
+    "train.advantage_aggregation": Key("gdpo", "algorithm.advantages.name", "sum: group"),
+    "train.clip_range": Key(1e-4, "algorithm.clip_range", "symmetric"),
+    "train.adv_clip_range": Key(5.0, "algorithm.advantages.clip", "symmetric"),
+    "train.kl_type": Key("x-based", "algorithm.kl.divisor", "x-based: none; v-based is listed"),
+    "train.kl_beta": Key(0, "algorithm.kl.coef"),
+    "train.guidance_rescale": Key(None, "", _CALL, changes=True),
+    "train.condition_image_size": Key(None, "", _CALL, changes=True),
+    "train.max_sequence_length": Key(512, "model.max_sequence_length", "512 left out, which is inferred"),
+}
+_REST = {
+    "scheduler.dynamics_type": Key("Flow-SDE", "rollout.sampler.name", "flow_sde, dance_sde, cps"),
+    "scheduler.noise_level": Key(0.7, "rollout.sampler.noise_level, rollout.sampler.eta"),
+    "scheduler.num_sde_steps": Key(1, _WINDOW, "all of sde_steps: flow_grpo; one of a row: flow_grpo_fast"),
+    "scheduler.sde_steps": Key(None, _WINDOW, "null: all but the last"),
+    "scheduler.flow_shift": Key(None, "model.shift", "flux, qwen_image, wan"),
+    "scheduler.seed": Key(42, "", "one seed gives every stream"),
+    "eval.resolution": Key(1024, "", "evaluations are at the model's size; another one changes results"),
+    "eval.height": Key(None, "", "evaluations are at the model's size", changes=True),
+    "eval.width": Key(None, "", "evaluations are at the model's size", changes=True),
+    "eval.num_frames": Key(None, "", "evaluations are at the model's size", changes=True),
+    "eval.per_device_batch_size": Key(1, "eval.batch_size", "per process"),
+    "eval.seed": Key(None, "", "evaluations have fixed seeds of their own"),
+    "eval.guidance_scale": Key(3.5, "eval.guidance_scale"),
+    "eval.num_inference_steps": Key(30, "eval.num_inference_steps"),
+    "eval.eval_freq": Key(10, "eval.every"),
+    "rewards": Key((), "rewards", "the rewards below"),
+    "eval_rewards": Key((), "eval.rewards", "but those of training, which are evaluated anyway"),
+}
+KEYS = {**_RUN, **_MODEL, **_TRAIN, **_REST}

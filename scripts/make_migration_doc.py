@@ -1,0 +1,92 @@
+"""Write docs/migration.md from the tables of flowrl/config/migration: `python -m scripts.make_migration_doc`.
+
+Running it again changes nothing; a test compares the file with what this writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from flowrl.config.migration.table import Key, Tool
+from flowrl.config.migration.tools import LATER, TOOLS
+
+ROOT = Path(__file__).resolve().parents[1]
+FILE = ROOT / "docs" / "migration.md"
+HEAD = """# Coming from another tool
+
+Written by `python -m scripts.make_migration_doc` from `flowrl/config/migration/`; do not edit.
+
+`flowrl convert-config FILE` reads the configuration of another tool and writes a recipe of flowrl. The file is read as
+text and never executed. Each line of the recipe has a comment with the key that it came from and the conversion; a key
+without a counterpart is listed at the top of the recipe and on the error stream, with the reason.
+
+```bash
+{examples}
+```
+
+`--from` offers {tools}; left out, the file's ending tells the tool. {later}
+
+- **GPUs.** Other tools state batch sizes per GPU, flowrl states totals over all processes. Where the file does not say
+  how many GPUs its run had, give `--gpus N`; a number that differs from the file's is refused.
+- **Unknown keys** are refused where the tool itself refuses them, and listed with the nearest known name where it
+  does not.
+- **--strict** writes nothing and ends with exit code 2 if a key without a counterpart changes results. Harmless are
+  those of memory, logging and what the tool does not read.
+- **Before it is written** the recipe is read back as `flowrl train` would read it. `flowrl plan RECIPE` then says what
+  it does and needs. Files of prompts are looked up in the other tool's folder and in the working directory; where they
+  are in neither, put the recipe beside them, or correct `data`.
+"""
+
+
+def page() -> str:
+    """The whole text of docs/migration.md."""
+    parts = [_head(), *(_section(tool) for tool in TOOLS.values())]
+    return "\n".join(parts)
+
+
+def _head() -> str:
+    examples = "\n".join(EXAMPLES[name] for name in TOOLS)
+    tools = ", ".join(f"`{name}`" for name in TOOLS)
+    later = f"Not done yet: {', '.join(LATER)}." if LATER else ""
+    return "\n".join(line.rstrip() for line in HEAD.format(examples=examples, tools=tools, later=later).split("\n"))
+
+
+EXAMPLES = {
+    "flow_grpo": "flowrl convert-config flow_grpo/config/grpo.py:general_ocr_sd3 --out recipe.yaml",
+    "diffusion_dpo": "flowrl convert-config DiffusionDPO/launchers/sd15.sh --gpus 16 --out recipe.yaml",
+    "trl": "flowrl convert-config ddpo.sh --from trl --gpus 1 --out recipe.yaml",
+    "flow_factory": "flowrl convert-config examples/grpo/lora/sd3_5.yaml --out recipe.yaml",
+}
+
+
+def _section(tool: Tool) -> str:
+    lines = ["", f"## {tool.name}", "", f"{tool.title}. FILE: {tool.form}.", ""]
+    lines += ["| key | default | flowrl | conversion, or the reason why there is none |", "|---|---|---|---|"]
+    lines += [_row(name, key) for name, key in tool.keys.items()]
+    lines += _rewards(tool)
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, key: Key) -> str:
+    default = yaml.safe_dump(
+        list(key.default) if isinstance(key.default, tuple) else key.default, default_flow_style=True
+    )
+    default = default.removesuffix("\n").removesuffix("\n...").strip()
+    options = ", ".join(f"`{option.strip()}`" for option in key.options.split(",")) if key.options else "none"
+    grade = "" if key.options else ("; changes results" if key.changes else "; harmless")
+    return f"| `{name}` | `{default}` | {options}{grade} | {key.how.replace('|', chr(92) + '|')} |"
+
+
+def _rewards(tool: Tool) -> Iterator[str]:
+    if tool.rewards:
+        yield from ("", f"Rewards of {tool.name}; others are listed as changing results.", "")
+        yield from ("| reward | flowrl | remark |", "|---|---|---|")
+        for name, (entry, note) in tool.rewards.items():
+            yield f"| `{name}` | `{yaml.safe_dump(entry, default_flow_style=True).strip()}` | {note} |"
+
+
+if __name__ == "__main__":
+    FILE.write_text(page(), encoding="ascii")

@@ -1,0 +1,190 @@
+"""Configurations of flow_grpo as recipes: published values against the shipped recipes of the same experiments."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowrl.config.load import load_config, resolve
+from flowrl.config.migration.engine import Draft, convert, recipe_text
+from flowrl.config.migration.python_config import Reader
+from flowrl.config.migration.tools import TOOLS, tool_of
+from flowrl.core.errors import ConfigError
+from tests.recipes import at, recipe
+
+TEXTS = Path(__file__).parent / "published"
+TEXT = (TEXTS / "grpo.py.txt").read_text(encoding="ascii")
+
+
+@cache
+def file() -> Path:
+    """The configurations as a .py file, which in the repository would be collected as tests."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    for name in ("grpo.py", "base.py"):
+        (folder / name).write_bytes((TEXTS / f"{name}.txt").read_bytes())
+    return folder / "grpo.py"
+
+
+def converted(name: str, gpus: int | None = None) -> Draft:
+    return convert(TOOLS["flow_grpo"], f"{file()}:{name}", gpus, Path())
+
+
+def resolved(draft: Draft, folder: Path) -> dict[str, Any]:
+    """All options of the recipe, as a run of it has them."""
+    made = folder / "recipe.yaml"
+    made.write_text(recipe_text(draft), encoding="ascii")
+    return resolve(load_config(made), offline=True).tree()
+
+
+# Shipped recipe, GPUs where the file does not state them, decay of the EMA by the sheet's 0.9^accumulation.
+# Not compared: places (name, output, data, path), sizes that are memory alone, and what is ours in the evaluation.
+CASES = {
+    "general_ocr_sd3": ("sd3/flow_grpo-ocr", None, 0.9**2),
+    "pickscore_flux_fast": ("flux/flow_grpo_fast-pickscore", None, 0.9**6),
+    "general_ocr_wan2_1": ("wan/flow_grpo-ocr", 1, 0.9),
+    "sd3_ratio_norm": ("sd3/grpo_guard-ocr", None, 0.9**4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_published_configuration_has_the_values_of_the_shipped_recipe(name, tmp_path):
+    shipped, gpus, decay = CASES[name]
+    ours, theirs = resolved(converted(name, gpus), tmp_path), recipe(shipped).tree()
+    assert ours["optim"]["ema"]["decay"] == pytest.approx(decay, rel=1e-9), "the shipped one averages less often"
+    keys = ("iterations", "seed", "model.name", "model.dtype", "model.lora", "model.height", "model.width")
+    keys += ("model.max_sequence_length", "rollout.sampler", "rollout.num_inference_steps", "rollout.guidance_scale")
+    keys += ("rollout.prompts_per_iteration", "rollout.group_size", "rollout.shared_noise", "algorithm")
+    keys += ("optim.learning_rate", "optim.betas", "optim.eps", "optim.weight_decay", "optim.max_grad_norm")
+    keys += ("optim.updates_per_iteration", "optim.ema.every", "optim.ema.warmup", "checkpoint")
+    keys += ("eval.every", "eval.num_inference_steps", "eval.guidance_scale")
+    assert {key: at(ours, key) for key in keys} == {key: at(theirs, key) for key in keys}
+    assert ours["rewards"] == theirs["rewards"]
+
+
+def test_every_line_of_a_recipe_names_its_key_and_nothing_given_is_lost():
+    for name, gpus in (*((each, 4) for each in ("general_ocr_wan2_1", "pickscore_dpo")), ("geneval_edit", None)):
+        draft = converted(name, gpus)
+        used = {key for line in (*draft.lines.values(), *draft.rewards) for key in line.keys}
+        assert set(draft.source.values) <= used | set(draft.listed)
+        text = recipe_text(draft)
+        assert max(map(len, text.splitlines())) <= 120
+        for key in draft.listed:
+            assert f": {key}" in " ".join(text.replace("#", " ").split())
+
+
+def test_the_method_follows_the_script_that_a_configuration_is_for(tmp_path):
+    methods = {"pickscore_dpo": "online_dpo", "geneval_edit": "flow_grpo_fast", "sd3_ratio_norm": "grpo_guard"}
+    for name, method in methods.items():
+        draft = converted(name, 4 if name == "pickscore_dpo" else None)
+        assert resolved(draft, tmp_path)["algorithm"]["name"] == method
+    assert draft.lines["algorithm.reweight"].value == "flow_grpo"
+
+
+def test_what_has_no_counterpart_is_listed_with_its_reason():
+    listed = converted("geneval_edit").listed
+    assert listed["reward_fn.image_similarity"].changes
+    assert listed["train.use_8bit_adam"].changes
+    assert not listed["sample.batch_size"].changes, "their scripts do not read it"
+    old = converted("pickscore_sd3_old_window")
+    assert "must divide the 24" in old.listed["sample.mini_num_image_per_prompt"].reason
+    assert "did you mean 'sample.guidance_scale'?" in converted("misspelt").listed["sample.guidence_scale"].reason
+
+
+def test_sizes_per_gpu_need_the_number_of_gpus():
+    with pytest.raises(ConfigError, match="give the number that the run used: --gpus N"):
+        converted("general_ocr_wan2_1")
+    with pytest.raises(ConfigError, match=r"--gpus 8: .* states 32"):
+        converted("general_ocr_sd3", 8)
+    assert converted("general_ocr_wan2_1", 8).lines["rollout.prompts_per_iteration"].value == 32
+    with pytest.raises(ConfigError, match="no configuration 'general_ocr'; did you mean 'general_ocr_"):
+        converted("general_ocr")
+
+
+HEAD = "import os\ndef one():\n    config = ml_collections.ConfigDict()\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("    os.system('touch made')\n", "line 4: .*cannot be read"),
+        ("    config.x = open('made', 'w')\n", r"line 4: the call open\(...\)"),
+        ("    config.x = [i for i in (1, 2)]\n", "line 4: .*cannot be read"),
+        ("    for i in (1, 2):\n        config.x = i\n", "line 4: .*cannot be read"),
+        ("    config.x = 'a' * 10\n", "line 4: .*cannot be read"),
+        ("    s = 'abcdefgh'\n" + 12 * "    s = f'{s}{s}'\n", "line 15: .* is too long"),
+        ("    config.x = 10 ** 10\n", "line 4: .*cannot be read"),
+        ("    config.x = 1 / 0\n", "line 4: .*division by zero"),
+        ("    config.x = one()\n", "line 2: one calls itself"),
+        ("    config.x = missing.y\n", "line 4: 'missing' cannot be read"),
+        ("    config.x = config.y\n", "line 4: config.y is not set"),
+        ("    assert 1 > 2\n", "line 4: its own check fails: 1 > 2"),
+        ("    config.x = \n", "not valid Python"),
+    ],
+)
+def test_a_file_is_read_and_never_executed(text, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "own.py"
+    own.write_text(f"{HEAD}{text}    return config\n", encoding="ascii")
+    with pytest.raises(ConfigError, match=reason):
+        Reader(own).call("one")
+    assert not (tmp_path / "made").exists()
+
+
+def test_without_base_py_the_published_defaults_stand_for_it_and_the_recipe_says_so(tmp_path):
+    alone = tmp_path / "grpo.py"
+    alone.write_text(TEXT, encoding="ascii")
+    draft = convert(TOOLS["flow_grpo"], f"{alone}:general_ocr_sd3", None, tmp_path)
+    assert "no base.py beside grpo.py" in recipe_text(draft)
+    same = converted("general_ocr_sd3")
+    assert {key: line.value for key, line in draft.lines.items()} == {k: line.value for k, line in same.lines.items()}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("train.beta", "'much'", "it must be a number"),
+        ("mixed_precision", "'fp8'", "it must be one of 'fp16', 'bf16', 'no'"),
+        ("prompt_fn", "'imagenet'", "only general_ocr and geneval"),
+        ("reward_fn", "{'image_similarity': 1.0}", "nothing to train on"),
+        ("pretrained.model", "'ByteDance-Seed/BAGEL-7B-MoT'", "no adapter of BAGEL"),
+        ("train.gradient_accumulation_steps", "3", "4/3, which is no whole number"),
+    ],
+)
+def test_a_value_that_no_recipe_can_have_is_refused_with_its_key(key, value, reason, tmp_path):
+    text = f"{TEXT}\n\ndef own():\n    gpu_number = 32\n    config = general_ocr_sd3()\n    config.{key} = {value}\n"
+    own = tmp_path / "grpo.py"
+    own.write_text(f"{text}    return config\n", encoding="ascii")
+    with pytest.raises(ConfigError, match=reason):
+        convert(TOOLS["flow_grpo"], f"{own}:own", None, tmp_path)
+
+
+def test_the_tool_follows_the_ending_or_from():
+    assert tool_of("config/grpo.py:x", None).name == "flow_grpo"
+    with pytest.raises(ConfigError, match="give --from"):
+        tool_of("x.toml", None)
+    with pytest.raises(ConfigError, match="did you mean 'flow_grpo'"):
+        tool_of("x.py", "flowgrpo")
+
+
+@pytest.mark.parametrize("family", ["stable-diffusion-3.5-medium", "FLUX.1-dev", "Qwen-Image"])
+def test_every_key_is_a_line_or_listed(family, tmp_path):
+    skipped = ("prompt_fn", "reward_fn", "pretrained.model", "train.algorithm", "sample.train_num_steps")
+    skipped += ("sample.mini_num_image_per_prompt",)
+    keys = {key: entry.default for key, entry in TOOLS["flow_grpo"].keys.items() if key not in skipped}
+    lines = "".join(f"    config.{key} = {value!r}\n" for key, value in keys.items())
+    own = tmp_path / "grpo.py"
+    lines += "    config.sample.num_image_per_prompt = 2\n"
+    head = f"{TEXT}\n\ndef own():\n    config = general_ocr_sd3()\n{lines}"
+    own.write_text(f"{head}    config.pretrained.model = 'org/{family}'\n    return config\n", encoding="ascii")
+    draft = convert(TOOLS["flow_grpo"], f"{own}:own", 1, tmp_path)
+    used = {key for line in (*draft.lines.values(), *draft.rewards) for key in line.keys}
+    assert set(keys) <= set(draft.source.values)
+    assert set(draft.source.values) <= used | set(draft.listed)
+    assert resolved(draft, tmp_path)["algorithm"]["name"] == "flow_grpo_fast", "the window is set"
