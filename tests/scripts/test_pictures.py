@@ -16,7 +16,7 @@ def script():
 
 
 def test_the_shipped_pictures_are_what_the_script_draws(script):
-    from scripts._svg import unlike
+    unlike = tiny_sd3.script("_svg").unlike
 
     drawn = script.pictures()
     assert sorted(drawn) == sorted(file.name for file in script.PAGES.glob("*.svg"))
@@ -37,7 +37,7 @@ def test_a_kl_moves_the_least_loss_towards_no_shift(script):
 
 
 def test_two_pictures_differ_by_a_word_or_by_more_than_rounding():
-    from scripts._svg import unlike
+    unlike = tiny_sd3.script("_svg").unlike
 
     assert unlike('<a x="1.0"/>', '<a x="1.1"/>') == ""
     assert unlike('<a x="1"/>', '<a x="2"/>') == "number 0: 1 instead of 2"

@@ -62,7 +62,7 @@ def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_f
     import _tiny_stages
     import _tiny_wan
     import _tiny_wan_stages as stages
-    from diffusers import WanPipeline
+    from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
     update = _tiny_stages.Stage.update
 
