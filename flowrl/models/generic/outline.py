@@ -43,7 +43,7 @@ class Outline(Generic):
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
-        pipeline = meta_pipeline(folder, config)
+        pipeline = meta_pipeline(folder, config, kind=config.pipeline or "")
         self.text_tokens: dict[str, int] = {}
         self._folder = folder
         with self._standing_in(pipeline):
