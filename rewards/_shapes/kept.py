@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from flowrl.rewards._shapes.judged import at_most
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d

@@ -242,7 +242,8 @@ def test_a_list_of_pictures_may_be_of_any_length_and_its_order_counts():
 
 def test_a_held_first_frame_is_no_latent_and_comes_back_in_the_clip():
     model = adapter("ltx_image")
-    cond, x = model.encode([tiny.PROMPTS[0]] * 2, [[picture(0)], [picture(1)]]), noise_like(model, 1)
+    own = [images_of("ltx_image", seed) for seed in (0, 1)]
+    cond, x = model.encode([tiny.PROMPTS[0]] * 2, own), noise_like(model, 1)
     assert model.latent_shape()[1] == 2  # of three latent frames
     clips = decoded(model, x.expand(2, *x.shape[1:]), cond, torch.tensor([0, 1]))
     assert clips.shape[1] == 9
@@ -288,7 +289,7 @@ def test_some_prompts_with_and_some_without_a_picture_are_refused():
 def test_a_pipeline_that_puts_its_image_back_after_every_step_is_refused():
     pipe = tiny.make("hunyuan_video_image")
     pipe.transformer.register_to_config(image_condition_type="token_replace")
-    with pytest.raises(ModelError, match="token_replace' .* cannot be trained: it"):
+    with pytest.raises(ModelError, match=r"token_replace' .* cannot be trained: it"):
         adapter("hunyuan_video_image", pipe=pipe)
 
 
