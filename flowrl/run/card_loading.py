@@ -34,7 +34,9 @@ class Base:
 
     @classmethod
     def of(cls, facts: Facts) -> Base:
-        path = str(facts.at("model", "path"))
+        path, named = str(facts.at("model", "path")), facts.at("model", "pipeline")
+        if named is not None:
+            return cls(path, str(named))
         try:
             return cls(path, pipeline_class(path, facts.at("model", "revision"), offline=True))
         except ModelError:  # a folder that has moved, a hub out of reach
