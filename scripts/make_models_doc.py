@@ -94,8 +94,8 @@ sample` fits images in the same way. Edit models (Kontext, Qwen-Image-Edit, FLUX
 
 Where a model holds the first frame among its latents (Wan 2.2 TI2V-5B, LTX, Sana), that part is clean, has timestep 0
 and is not flowrl's: no noise is drawn for it, and log-probs, losses, KL and their means are over the other frames'
-values alone. The other models (Wan 2.1, Wan 2.2 A14B, HunyuanVideo, CogVideoX) get the frame next to the latents, all of
-which are trained.
+values alone. The other models (Wan 2.1, Wan 2.2 A14B, HunyuanVideo, CogVideoX) get the frame next to the latents, and
+all of those are trained.
 
 The published folder of TI2V-5B names the class of text to video. With a first frame it is
 
@@ -207,7 +207,7 @@ def image_remarks(family: Family) -> Iterator[str]:
     if family.holds:
         yield "the image's frame stays as it is: flowrl's latents are the other frames"
     if family.mask is not None:
-        yield f"so too where the model has `{family.mask[0]}` (Wan 2.2 TI2V-5B), with timestep 0 for that frame's tokens"
+        yield f"with `{family.mask[0]}` (Wan 2.2 TI2V-5B) the image's frame stays as it is, its tokens at timestep 0"
     if family.sized_by_image:
         yield "its call has no size: `model.height` x `model.width` is one of its own sizes"
 

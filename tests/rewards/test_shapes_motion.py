@@ -171,6 +171,7 @@ def png(folder: Path, name: str, frame: np.ndarray) -> dict:
 def begun(video: np.ndarray, record: dict, caption: str = "a red circle moves left") -> tuple[float, float]:
     """(strict, partial) of a video whose record has a first frame."""
     result = build(Config()).score(torch.from_numpy(video)[None], [caption], [record])
+    assert isinstance(result, dict)
     return float(result["shapes_motion_strict"][0]), float(result["shapes_motion_partial"][0])
 
 
