@@ -89,9 +89,9 @@ The image of a record is the video's first frame for the classes with `ImageToVi
 last one, where the model takes two). It may have any size: it is scaled (Lanczos) until it just covers `model.height` x
 `model.width`, and its middle is cut out, so the aspect ratio is kept. An image that would be enlarged more than twice
 is refused with its path, before training. `model.first_frame: exact` refuses also what would be cropped. An image of
-the video's aspect ratio comes out as diffusers' pipelines scale it themselves; others they would stretch. A model's own
-image encoder (Wan 2.1, HunyuanVideo) sees the fitted image too. `flowrl sample` fits images in the same way. Edit models
-(Kontext, Qwen-Image-Edit, FLUX.2) get their images as they are.
+the video's aspect ratio comes out as diffusers' pipelines scale it themselves; others they would stretch. A model's
+own image encoder (Wan 2.1, HunyuanVideo) sees the fitted image too. `flowrl sample` fits images in the same way. Edit
+models (Kontext, Qwen-Image-Edit, FLUX.2) get their images as they are.
 
 Where a model holds the first frame among its latents (Wan 2.2 TI2V-5B, LTX, Sana), that part is clean, has timestep 0
 and is not flowrl's: no noise is drawn for it, and log-probs, losses, KL and their means are over the other frames'
