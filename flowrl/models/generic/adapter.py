@@ -37,7 +37,7 @@ class Config(ModelConfig):
     """Further arguments of the pipeline's own call, such as num_frames or max_sequence_length."""
     pipeline: str | None = None
     """Class of diffusers to load the checkpoint with, such as WanImageToVideoPipeline for Wan 2.2 TI2V-5B, whose folder
-    names the class of text to video; null: the one that it names. Set `model.name: generic` with it."""
+    names the class of text to video; null: the one that it names. With it `model.name` is generic."""
     first_frame: FirstFrame = "crop"
     """How an image becomes a frame of the video: `crop` scales it (Lanczos) until it just covers the size and cuts out
     the middle; `exact` refuses an image of another aspect ratio. Neither enlarges one more than twice."""
