@@ -58,8 +58,9 @@ def test_a_run_on_clips_saves_and_shows_them(clips: Path, monkeypatch, capsys):
     page = Path("runs/run/gallery/index.html").read_text()
     embedded = re.findall(r"data:image/webp;base64,([^\"]+)", page)
     shown: list[Any] = [Image.open(io.BytesIO(base64.b64decode(data))) for data in embedded]
-    assert len(shown) >= 4
-    assert {image.n_frames for image in shown} == {5}
+    assert len(shown) == page.count('class="reel" data-frames="5"') >= 4
+    assert {image.size for image in shown} == {(5 * 18, 18)}, "frames side by side, 2 pixels apart"
+    assert "Videos of 5 frames, 16 a second" in page
     assert "no image saved" not in page
 
     # The run's weights draw clips, and any reward scores the files.
