@@ -54,7 +54,7 @@ def test_votes_by_keys_alone(browser, folder):
         for done, key in enumerate(("ArrowLeft", "2", "ArrowDown")):
             shown = server.ballot.shown("ann")
             assert shown is not None
-            left, right = ("second", "first") if shown.tuned_left else ("first", "second")
+            left, right = ("second", "first") if shown.second_left else ("first", "second")
             wanted.append({"ArrowLeft": left, "2": right, "ArrowDown": "tie"}[key])
             page.keyboard.press(key)
             waits(page, f"{done + 1} of {total} answered")
