@@ -55,6 +55,8 @@ class Config:
     time_limit: float | None = 3600.0
     """Seconds that an iteration waits for its votes, from when it has asked; then the scores are made of those that
     there are. null: until all are there."""
+    grace: float = 5.0
+    """Seconds that a prompt with all of its votes stays open, so that the last one can be taken back."""
     prior: float = 0.5
     """Virtual comparisons of each sample, half of them won, which keep its score finite; more of them pull scores of
     few votes towards 0."""
@@ -64,6 +66,8 @@ class Config:
             raise ValueError(f"votes_per_sample={self.votes_per_sample} must be at least 1")
         if self.time_limit is not None and not self.time_limit > 0:
             raise ValueError(f"time_limit={self.time_limit} must be above 0, or null for none")
+        if not self.grace >= 0:
+            raise ValueError(f"grace={self.grace} must not be negative")
         if not (self.prior > 0 and math.isfinite(self.prior)):
             raise ValueError(f"prior={self.prior} must be above 0: without one a clean sweep has no finite score")
 
@@ -132,6 +136,8 @@ class Asking:
         polls.forget_others(self.folder, self.occasion.iteration)
         found = {question.slot: polls.put(self.folder, question) for question in questions}
         began = time.monotonic()
+        whole: dict[int, tuple[int, float]] = {}
+        """Slot -> its votes when none was missing any more, and since when."""
         while waiting := [question for question in questions if found[question.slot] is None]:
             if self.occasion.stop():
                 raise Abandoned
@@ -140,13 +146,23 @@ class Asking:
             with polls.turn(self.folder):
                 votes = self.log.votes()
                 for question in waiting:
-                    if over or not question.missing(votes).any():
+                    if over or self._settled(question, votes, whole):
                         found[question.slot] = scored(question, votes, self.config.prior)
                         polls.close(self.folder, question, found[question.slot])
             self.remind(votes)
             if not over:
                 time.sleep(LOOK_S)
         return {slot: result for slot, result in found.items() if result is not None}
+
+    def _settled(self, question: Question, votes: Sequence[Vote], whole: dict[int, tuple[int, float]]) -> bool:
+        """Whether no vote is missing, and for so long that the last one is meant; `whole` remembers since when."""
+        if question.missing(votes).any():
+            whole.pop(question.slot, None)
+            return False
+        count, now = sum(vote.group == question.group for vote in votes), time.monotonic()
+        if whole.get(question.slot, (-1, now))[0] != count:
+            whole[question.slot] = count, now
+        return question.needed == 0 or now - whole[question.slot][1] >= self.config.grace
 
 
 def build(config: Config) -> Reward:

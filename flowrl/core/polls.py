@@ -19,7 +19,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -294,6 +294,16 @@ def lacking(questions: Iterable[Question], votes: Sequence[Vote]) -> dict[str, i
     return {group: count for group, count in table.items() if count}
 
 
+def in_words(lacking: Mapping[str, int]) -> str:
+    """What `lacking` found.
+
+    >>> in_words({"iteration-000001-slot-0000": 3})
+    '3 votes missing, on 1 prompt'
+    """
+    votes, prompts = sum(lacking.values()), len(lacking)
+    return f"{votes} vote{'s' * (votes != 1)} missing, on {prompts} prompt{'s' * (prompts != 1)}"
+
+
 class Reminder:
     """Says what an iteration waits for, at once and then once a minute."""
 
@@ -311,6 +321,5 @@ class Reminder:
         wanted = lacking(open_questions(now.votes, now.iteration), votes)
         if wanted:
             self._log(
-                "iteration %d waits for people: %d votes are missing, in %d groups; vote with: flowrl vote %s",
-                *(now.iteration, sum(wanted.values()), len(wanted), now.run),
+                "iteration %d waits for people: %s; vote with: flowrl vote %s", now.iteration, in_words(wanted), now.run
             )

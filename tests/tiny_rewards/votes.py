@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flowrl.rewards import votes
 from torch import Tensor
 
 from flowrl.core import media, polls
@@ -18,16 +17,16 @@ from flowrl.core.polls import OCCASION, Occasion
 from flowrl.core.types import SampleId
 from flowrl.core.votes import FOLDER, Vote, VoteBook
 from flowrl.reward import Images, Reward
+from flowrl.rewards import votes
 
 
 def brightness(file: Path) -> float:
     return float(np.mean([np.asarray(frame, dtype=float).mean() for frame in media.read_frames(file)]))
 
 
-def vote_for_bright(book: VoteBook) -> int:
-    """Compare all images of every open question; the number of votes."""
-    given = 0
-    for question in polls.open_questions(book.folder):
+def vote_for_bright(book: VoteBook, at_most: int | None = None) -> None:
+    """Compare all images of every open question, or of `at_most` of them."""
+    for question in polls.open_questions(book.folder)[:at_most]:
         known = {vote.group for vote in book.votes.values()}
         for first, second in () if question.group in known else itertools.combinations(question.distinct, 2):
             choice = "first" if brightness(book.folder / first) > brightness(book.folder / second) else "second"
@@ -42,8 +41,6 @@ def vote_for_bright(book: VoteBook) -> int:
                         choice=choice,
                     )
                 )
-            given += 1
-    return given
 
 
 @contextmanager
@@ -85,7 +82,7 @@ def asking(now: Occasion) -> Generator[None]:
 
 
 def cases(folder: Path, stack: ExitStack) -> dict[str, Reward]:
-    reward, count = votes.build(votes.Config()), itertools.count(1)
+    reward, count = votes.build(votes.Config(grace=0.0)), itertools.count(1)
     stack.enter_context(voting_for_bright(folder))
     before, votes.LOOK_S = votes.LOOK_S, 0.005
     stack.callback(setattr, votes, "LOOK_S", before)

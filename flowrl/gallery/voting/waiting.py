@@ -116,9 +116,7 @@ class Waiting:
         lacking = polls.lacking(questions, tuple(votes))
         if not lacking:
             return {"progress": "The run draws its next samples", "waits": True}
-        prompts = "1 prompt" if len(lacking) == 1 else f"{len(lacking)} prompts"
-        text = f"Iteration {questions[0].iteration}: {sum(lacking.values())} votes missing, on {prompts}"
-        return {"progress": text, "waits": True}
+        return {"progress": f"Iteration {questions[0].iteration}: {polls.in_words(lacking)}", "waits": True}
 
 
 def schedule(question: Question) -> Iterator[tuple[int, int]]:
