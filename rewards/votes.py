@@ -147,8 +147,8 @@ class Asking:
                 votes = self.log.votes()
                 for question in waiting:
                     if over or self._settled(question, votes, whole):
-                        found[question.slot] = scored(question, votes, self.config.prior)
-                        polls.close(self.folder, question, found[question.slot])
+                        found[question.slot] = result = scored(question, votes, self.config.prior)
+                        polls.close(self.folder, question, result)
             self.remind(votes)
             if not over:
                 time.sleep(LOOK_S)

@@ -79,6 +79,8 @@ def test_a_prompt_takes_as_many_votes_as_it_has_samples_and_sides_are_mixed(wait
             given += 1
         assert (given, sides) == (8, {True, False})
         assert not question.missing(server.ballot.book.votes.values()).any()
+        assert page.state()["progress"] == "The run counts the votes"
+        close(waiting_run, question)
         assert page.state()["progress"] == "The run draws its next samples"
         assert page.state()["waits"]
 

@@ -52,8 +52,9 @@ def images(*levels: float) -> torch.Tensor:
 
 
 def score(run: Path, given: torch.Tensor, *, iteration: int = 1, **config: Any) -> dict[str, list[float]]:
+    options: dict[str, Any] = {"grace": 0.0} | config
     with asking(occasion(run, PROMPTS[: len(given)], iteration)):
-        found = build(Config(**{"grace": 0.0} | config)).score(given, PROMPTS[: len(given)], [{}] * len(given))
+        found = build(Config(**options)).score(given, PROMPTS[: len(given)], [{}] * len(given))
     assert isinstance(found, dict)
     return {name: value.tolist() for name, value in found.items()}
 

@@ -115,7 +115,8 @@ class Waiting:
         questions = polls.open_questions(self.folder)
         lacking = polls.lacking(questions, tuple(votes))
         if not lacking:
-            return {"progress": "The run draws its next samples", "waits": True}
+            now = "counts the votes" if questions else "draws its next samples"
+            return {"progress": f"The run {now}", "waits": True}
         return {"progress": f"Iteration {questions[0].iteration}: {polls.in_words(lacking)}", "waits": True}
 
 
