@@ -64,7 +64,16 @@ OCCASION: ContextVar[Occasion | None] = ContextVar("flowrl_occasion", default=No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The samples of a prompt that people compare."""
+    """The samples of a prompt that people compare.
+
+    >>> asked = Question(iteration=1, slot=0, prompt="", samples=(0, 1, 2), images=("a", "b", "c"), votes_per_sample=9)
+    >>> votes = [Vote(voter="ann", group=asked.group, prompt="", first="b", second="a", choice="first")]
+    >>> votes += [Vote(voter="ann", group=asked.group, prompt="", first="a", second="c", choice="tie")]
+    >>> asked.wins(votes).tolist()
+    [[0.0, 0.0, 0.5], [1.0, 0.0, 0.0], [0.5, 0.0, 0.0]]
+    >>> asked.missing(votes).tolist()
+    [0, 1, 1]
+    """
 
     iteration: int
     slot: int
