@@ -31,7 +31,7 @@ SILENT = (
         "core/contents",
         "core/errors",
     ),
-    *("core/console", "core/files", "core/media", "core/paths", "core/phases", "core/registry", "core/status"),
+    *("core/console", "core/files", "core/media", "core/mp4", "core/paths", "core/phases", "core/registry", "core/status"),
     *("core/strict", "core/subprocesses", "core/versions", "gallery/__init__", "gallery/runs"),
     *("planning/memory", "planning/out_of_memory", "run/card", "run/card_facts", "run/card_loading"),
     *("run/checkpoint", "run/ending", "run/export", "run/folder", "run/gauges", "run/handover", "run/inputs"),

@@ -171,8 +171,9 @@ def encoded(path: Path, limit_px: int, *, cells: int = 1, quality: int = 82) -> 
     small = max(full_size) < media.SMALL_PX * cells
     buffer = io.BytesIO()
     if video:
-        frame_ms = round(media.FRAME_MS * len(frames) / len(kept))
-        media.write_video(kept, buffer, quality=min(quality, VIDEO_QUALITY), frame_ms=frame_ms)
+        frame_ms = round(1000 / media.FPS * len(frames) / len(kept))
+        exact = {"lossless": True} if small else {"quality": min(quality, VIDEO_QUALITY)}
+        kept[0].save(buffer, "WEBP", save_all=True, append_images=kept[1:], duration=frame_ms, loop=0, **exact)
     elif small:
         kept[0].save(buffer, "PNG", optimize=True)
     else:
