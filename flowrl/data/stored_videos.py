@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowrl.core import media
+from flowrl.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -43,6 +44,7 @@ class Frames:
 
         Raises:
             Unfit: naming the reason, the values and the remedy.
+            ConfigError: a file that needs the extra `video`.
         """
         if self.count is None and not all(map(may_be_video, sources)):
             return
@@ -67,6 +69,8 @@ class Frames:
             raise Unfit(NO_PATH, "videos inside a table are not read; save them as files and give their paths")
         try:
             frames, rate = facts(source)
+        except ConfigError:  # the package that reads it is not installed
+            raise
         except media.UNREADABLE as error:
             raise Unfit(UNREADABLE, f"{source.name}: {error}") from None
         if rate is None and frames == 1 and self.count is not None:
@@ -94,8 +98,12 @@ def facts(source: Path) -> tuple[int, float | None]:
 
     Raises:
         media.UNREADABLE: it is none, or is broken.
+        ConfigError: a file that needs the extra `video`.
     """
-    return (len(frame_files(source)), None) if source.is_dir() else media.facts(source)
+    if source.is_dir():
+        return len(frame_files(source)), None
+    frames, rate = media.facts(source)
+    return frames or len(media.read_frames(source)), rate  # some headers do not say how many
 
 
 def frames_of(source: Path) -> list[Image]:
