@@ -86,6 +86,16 @@ def test_a_reward_for_pictures_is_refused_for_clips_before_training(clips, monke
     assert not list(Path("runs/run/eval").glob("*"))
 
 
+def test_a_reward_for_videos_is_refused_for_pictures_before_any_weights_are_loaded(place, monkeypatch, capsys):
+    for key in ("rewards", "eval.rewards"):
+        words = (f"{key}=[{{name: video_align, outputs: {{video_align_vq: 1.0}}}}]", "model.path=tiny-sd3")
+        code, printed = command(monkeypatch, capsys, "train", "run.yaml", *words)
+        assert code == 2, printed
+        assert "reward 'video_align' judges videos, and the model makes images" in printed
+        assert "use a video model with more than one frame" in printed
+    assert not Path("runs/run/eval").exists()
+
+
 def test_one_frame_is_a_picture_for_every_adapter(clips: Path):
     call = {"num_frames": 1, "max_sequence_length": tiny.TOKENS}
     model = generic.build(generic.Config(path="wan", height=16, width=16, call=call))

@@ -39,10 +39,10 @@ class RewardJudge:
     def __init__(self, plans: Sequence[RewardPlan], suite: Suite, items: Sequence[Item], batch_size: int = 16) -> None:
         prompts = [Prompt(item.text, item.metadata) for item in items]
         where = f"--suite {suite.name}"
-        require_metadata(where, prompts, plans, [plan.card for plan in plans])
         for plan in plans:
             if plan.card is not None:
                 require_modality(plan.name, plan.card, videos=suite.facts.videos)
+        require_metadata(where, prompts, plans, [plan.card for plan in plans])
         self.plans, self.suite = plans, suite
         self.entries = build_rewards(plans)
         cards = [entry.reward.card for entry in self.entries]

@@ -34,7 +34,7 @@ HAND = {
     "color": (0.7, 0.7, 1),
     "spatial_relationship": (0.2, 0.2, 1),
     "scene": (0.4111, 0.5, 1),
-    "appearance_style": (0.2286, 0.8, 1),
+    "appearance_style": (0.22858, 0.8, 1),
     "temporal_style": (0.182, 0.5, 1),
     "overall_consistency": (0.273, 0.75, 1),
 }
@@ -308,7 +308,7 @@ def test_a_tiny_video_model_is_judged_exported_and_its_official_results_come_bac
 @pytest.mark.parametrize(
     ("suite", "judge", "words"),
     [
-        ("vbench", "aesthetic", "reward 'aesthetic' judges images, and the model makes videos"),
+        ("vbench", "shapes", "reward 'shapes' judges images, and the model makes videos"),
         ("vbench", None, "no judge of its own here"),
         ("geneval", "motion", "reward 'motion' judges videos, and the model makes images"),
     ],
