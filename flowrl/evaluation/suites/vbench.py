@@ -84,6 +84,8 @@ SEMANTIC = {
 }
 DIMENSIONS = QUALITY | SEMANTIC
 QUALITY_WEIGHT, SEMANTIC_WEIGHT = 4.0, 1.0
+OFFICIAL = "vbench_"
+"""Before a dimension's name in the scores of a video: rewards have outputs of the same names (motion_smoothness)."""
 MAY_LACK = ("color", "temporal_flickering")
 """Dimensions whose tools leave videos out by rule: without the object in them, and, after the filter, that move."""
 _NOT_SHARES = ("aesthetic_quality", "appearance_style", "temporal_style", "overall_consistency")
@@ -136,7 +138,7 @@ def items(path: Path | None) -> list[Item]:
 
 def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
     """Each dimension, then the weighted scores of those that were judged; of another judge its mean by dimension."""
-    if not set(outputs_of(rows)) & set(DIMENSIONS):
+    if not any(output.startswith(OFFICIAL) for output in outputs_of(rows)):
         return _of_another_judge(rows, items)
     groups = _judged(rows, items)
     parts = {name: _normalised(name, own) for name, own in groups.items()}
@@ -156,7 +158,7 @@ def compat(rows: Sequence[Row], items: Sequence[Item]) -> Table:
 def _judged(rows: Sequence[Row], items: Sequence[Item]) -> dict[str, list[Row]]:
     """Dimension -> the rows of its prompts, of the dimensions that have a result."""
     groups = by_tag(rows, items, list(DIMENSIONS))
-    return {name: own for name, own in groups.items() if any(row.scores.get(name) is not None for row in own)}
+    return {name: own for name, own in groups.items() if any(_known(row, name) for row in own)}
 
 
 def _table(groups: dict[str, list[Row]], parts: dict[str, Part], named: Callable[[str, int, int], str]) -> Table:
@@ -176,7 +178,7 @@ def _table(groups: dict[str, list[Row]], parts: dict[str, Part], named: Callable
             continue
         every = [each for half in both for each in half]
         videos = {(row.id, row.k): row for each in every for row in groups.get(each, ())}
-        scored = sum(any(row.scores.get(each) is not None for each in every) for row in videos.values())
+        scored = sum(any(_known(row, each) for each in every) for row in videos.values())
         title = named(name, len(weighted), len(every))
         lines.append(mean_of_parts(title, weighted, len(videos), scored))
     return Table(tuple(lines), lines[-1].name if lines else "")
@@ -184,7 +186,11 @@ def _table(groups: dict[str, list[Row]], parts: dict[str, Part], named: Callable
 
 def _line(name: str, rows: Sequence[Row]) -> Line:
     bounds = None if name in _NOT_SHARES else (0.0, 1.0)
-    return line(name, [rows], score(name), output=name, bounds=bounds)
+    return line(name, [rows], score(OFFICIAL + name), output=OFFICIAL + name, bounds=bounds)
+
+
+def _known(row: Row, name: str) -> bool:
+    return row.scores.get(OFFICIAL + name) is not None
 
 
 def _scaled(name: str, value: float) -> float:
@@ -196,7 +202,7 @@ def _normalised(name: str, rows: Sequence[Row]) -> Part:
     """The normalised scores of a dimension by prompt, with its weight."""
 
     def value(row: Row) -> float:
-        own = row.scores.get(name)
+        own = row.scores.get(OFFICIAL + name)
         return math.nan if own is None else _scaled(name, own)
 
     return part(rows, value, DIMENSIONS[name][2])
@@ -260,8 +266,8 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
                     "dimension; give the results of the folder that --export wrote, unchanged"
                 )
             value = value / 100 if dimension == _OUT_OF_100 else value
-            keep_once(own, (item.id, int(match[2])), {dimension: value}, f"{file}, {dimension}")
-        _compare(file, dimension, mean, [float(one[dimension] or 0.0) for one in own.values()])
+            keep_once(own, (item.id, int(match[2])), {OFFICIAL + dimension: value}, f"{file}, {dimension}")
+        _compare(file, dimension, mean, [float(one[OFFICIAL + dimension] or 0.0) for one in own.values()])
     return _joined(path, items, found)
 
 
@@ -281,7 +287,8 @@ def _joined(
                 f"{item.id!r} ({item.text[:60]!r}), sample {k}; run the tool of {dimension} on the whole folder again"
             )
         for item, k in wanted:
-            result.setdefault((item.id, k), {})[dimension] = own.get((item.id, k), {}).get(dimension)
+            score_of = OFFICIAL + dimension
+            result.setdefault((item.id, k), {})[score_of] = own.get((item.id, k), {}).get(score_of)
     return result
 
 

@@ -51,7 +51,12 @@ def items(tmp_path: Path) -> list[Item]:
 def scored(items: list[Item], values: dict[str, float], samples: int = 2) -> list[Row]:
     """Rows whose mean in a dimension is its value: the two samples of a prompt lie as far below as above."""
     return [
-        Row(item.id, item.text, k, scores={tag: values[tag] + (k - 0.5) / 50 for tag in item.tags if tag in values})
+        Row(
+            item.id,
+            item.text,
+            k,
+            scores={f"vbench_{tag}": values[tag] + (k - 0.5) / 50 for tag in item.tags if tag in values},
+        )
         for item in items
         for k in range(samples)
     ]
@@ -138,7 +143,8 @@ def test_a_prompts_dimensions_are_drawn_together(items):
     """Three dimensions of the same videos move together: as if apart, the interval would be too narrow."""
     many = [Item(f"{k}", f"prompt {k}", {"auxiliary_info": {}}, tuple(tiny.MOVING)) for k in range(8)]
     rows = [
-        Row(item.id, item.text, 0, scores=dict.fromkeys(tiny.MOVING, 0.8 + 0.02 * k)) for k, item in enumerate(many)
+        Row(item.id, item.text, 0, scores={f"vbench_{tag}": 0.8 + 0.02 * k for tag in tiny.MOVING})
+        for k, item in enumerate(many)
     ]
     line = vbench.aggregate(rows, many).lines[-1]
     assert line.name == "quality of 3 of 7 dimensions"
@@ -149,7 +155,8 @@ def test_a_prompts_dimensions_are_drawn_together(items):
 
 
 def test_another_judge_has_its_mean_by_dimension_and_no_official_score(items):
-    rows = [Row(item.id, item.text, 0, scores={"motion": 0.5}) for item in items]
+    # The reward of that name has an output with the name of a dimension.
+    rows = [Row(item.id, item.text, 0, scores={"motion": 0.5, "motion_smoothness": 0.9}) for item in items]
     table = vbench.aggregate(rows, items)
     assert table.headline == "motion"
     assert {line.name for line in table.lines} >= {"motion", "motion: color", "motion: subject_consistency"}
@@ -171,12 +178,12 @@ def test_the_tools_results_find_their_video_again(tmp_path, items, caplog):
     ship = next(item for item in items if item.text.startswith("a ship"))
     value = float(tiny.value(ship, 1, "overall_consistency"))
     assert found[ship.id, 1] == {
-        "aesthetic_quality": pytest.approx(value),
-        "imaging_quality": pytest.approx(value),
-        "overall_consistency": pytest.approx(value),
+        "vbench_aesthetic_quality": pytest.approx(value),
+        "vbench_imaging_quality": pytest.approx(value),
+        "vbench_overall_consistency": pytest.approx(value),
     }
-    assert found[items[0].id, 0]["dynamic_degree"] == 1
-    assert found[items[0].id, 1]["dynamic_degree"] == 0
+    assert found[items[0].id, 0]["vbench_dynamic_degree"] == 1
+    assert found[items[0].id, 1]["vbench_dynamic_degree"] == 0
 
 
 def results_file(folder: Path, dimension: str) -> Path:
@@ -218,7 +225,7 @@ def test_videos_that_a_tool_leaves_out_by_rule_are_not_scored(tmp_path, items):
     found = vbench.read_results(out, items)
     require_each_once(found, items, 2, "--results")
     car = next(item for item in items if item.text == "a red car")
-    assert found[car.id, 1] == {"color": None}
+    assert found[car.id, 1] == {"vbench_color": None}
     rows = [Row(key, "", k, scores=scores) for (key, k), scores in found.items()]
     line = next(line for line in vbench.aggregate(rows, items).lines if line.name == "color")
     assert (line.n_images, line.n_scored) == (2, 1)
