@@ -119,7 +119,7 @@ class EvalTree:
             "sheet": {"columns": columns, "width": width, "height": height},
             "note": note,
         }
-        media.write(sheet, folder / f"tree-{tag}")
+        media.write(sheet, folder / f"tree-{tag}", fps=sampling.adapter.fps)
         write_atomically(folder / f"tree-{tag}.json", json.dumps(record))
 
     def _roll_out(self, plan: StepPlan, tag: str, stop: Stop) -> Rollout:

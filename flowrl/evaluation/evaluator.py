@@ -214,4 +214,4 @@ class Evaluator:
         count = self.options.save_images
         for i, image in zip(ids, images.levels, strict=True):
             if count is None or i.slot < count:
-                media.write(image, folder / f"{i.slot:05d}-{i.sample}")
+                media.write(image, folder / f"{i.slot:05d}-{i.sample}", fps=self.sampling.adapter.fps)

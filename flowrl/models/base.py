@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError as ModelError
+from flowrl.core.media import FPS
 from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.core.types import Condition
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process
@@ -145,6 +146,8 @@ class ModelAdapter:
     """Width of an image in pixels."""
     num_frames: int = 1
     """Frames of a decoded video; 1: images."""
+    fps: float = FPS
+    """Frames a second of a decoded video."""
     channel_axis: int = 1
     """Axis of the latents [B, ...] that holds the channels: 2 for packed ones [B, tokens, C]."""
     autocasts: bool = False

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor  # there is no public name
 
 from flowrl.core.errors import ModelError
+from flowrl.core.media import FPS
+from flowrl.core.mp4 import require_rate
 from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
@@ -35,6 +37,8 @@ LEVEL = "tested"
 class Config(FlowConfig):
     num_frames: int = 81
     """Frames of a video: one more than a multiple of 4. 1 makes images."""
+    fps: float = FPS
+    """Frames a second of the videos that are saved and shown. 16 is Wan 2.1's and 2.2-A14B's, 24 that of TI2V-5B."""
     guidance_scale_2: float | None = None
     """CFG scale of the second expert (Wan 2.2), wherever there is guidance; null: that of the first."""
     negative_prompt: str = ""
@@ -46,6 +50,7 @@ class Config(FlowConfig):
 
     def __post_init__(self) -> None:
         FlowConfig.__post_init__(self)
+        require_rate(self.fps, "model.fps")
         if self.guidance_scale_2 is not None and self.guidance_scale_2 < 1:
             raise ValueError(f"guidance_scale_2={self.guidance_scale_2} must be at least 1, which means none")
 
@@ -68,7 +73,7 @@ class Wan(Native):
         if any(part is None for part in experts.values()):
             raise ModelError("this Wan model leaves out one of its transformers; give a complete pipeline folder")
         Native.__init__(self, pipeline, config, nn.ModuleDict(experts) if len(experts) > 1 else None)
-        self.num_frames = config.num_frames
+        self.num_frames, self.fps = config.num_frames, config.fps
         self._check_frames()
 
     def sides(self) -> tuple[tuple[int, int], int, int | None]:

@@ -203,6 +203,7 @@ def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[S
         `model`, `prompts`, and `score NAME` for each output. The folders of files do not matter.
     """
     model = {k: v for k, v in asdict(resolved.model.config).items() if k not in _ROUNDED}
+    model.pop("fps", None)  # decides no pixel
     # As in records of versions before these options, whose VAE had the arithmetic of today's default.
     model["memory"] = {k: v for k, v in model["memory"].items() if k != "vae_channels_last"}
     if model["vae_precision"] == "tf32":

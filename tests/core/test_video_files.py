@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -113,6 +116,17 @@ def test_a_cut_off_mp4_and_one_without_video_say_so(tmp_path: Path):
 def test_a_frame_rate_of_0_is_refused_by_both(tmp_path: Path, suffix: str, fps: float):
     with pytest.raises(ConfigError, match="a frame rate must be above 0"):
         media.encode_video(tmp_path / f"a{suffix}", plain_frames(), fps)
+
+
+def test_a_file_without_a_frame_rate_is_refused(tmp_path: Path, monkeypatch):
+    import av
+
+    stream = SimpleNamespace(average_rate=None, guessed_rate=Fraction(0), frames=9)
+    container = SimpleNamespace(streams=SimpleNamespace(video=[stream]))
+    monkeypatch.setattr(av, "open", lambda name: nullcontext(container))
+    for reads in (mp4.facts, media.decode_video):
+        with pytest.raises(ValueError, match="its frame rate is 0; write it again"):
+            reads(tmp_path / "a.mp4")
 
 
 def test_what_cannot_be_written_says_what_can(tmp_path: Path):

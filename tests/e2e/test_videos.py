@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from flowrl.core import media
+from flowrl.core.errors import ConfigError
 from flowrl.models import generic
 from tests import tiny_pipelines as tiny
 from tests.e2e.conftest import train
@@ -24,7 +25,7 @@ def score(videos, prompts, metadata):
     assert videos.shape[1:] == (5, 3, 16, 16), videos.shape
     return videos.diff(dim=1).abs().mean(dim=(1, 2, 3, 4))
 """
-WAN = f"{{path: ./wan, height: 16, width: 16, num_frames: 5, max_sequence_length: {tiny.TOKENS}, "
+WAN = f"{{path: ./wan, height: 16, width: 16, num_frames: 5, fps: 8, max_sequence_length: {tiny.TOKENS}, "
 RUN = (
     f"model={WAN}lora: {{rank: 2, alpha: 4}}}}",
     "rewards=[{path: motion.py}]",
@@ -50,6 +51,7 @@ def test_a_run_on_clips_saves_and_shows_them(clips: Path, monkeypatch, capsys):
     saved = sorted(Path("runs/run/eval").glob("*/*"))
     assert [file.name for file in saved] == ["00000-0.webp", "00001-0.webp"] * 2
     assert media.read(saved[0]).shape == (5, 3, 16, 16)
+    assert media.facts(saved[0]) == (5, 8), "model.fps"
     record = json.loads(Path("runs/run/eval/base.json").read_text())
     # What was scored is what was saved, to the 8 bits of a file.
     frames = media.read(saved[0])
@@ -58,14 +60,17 @@ def test_a_run_on_clips_saves_and_shows_them(clips: Path, monkeypatch, capsys):
     page = Path("runs/run/gallery/index.html").read_text()
     embedded = re.findall(r"data:image/webp;base64,([^\"]+)", page)
     shown: list[Any] = [Image.open(io.BytesIO(base64.b64decode(data))) for data in embedded]
-    assert len(shown) >= 4
-    assert {image.n_frames for image in shown} == {5}
+    assert len(shown) == page.count('class="reel" data-frames="5"') >= 4
+    assert {image.size for image in shown} == {(5 * 18, 18)}, "frames side by side, 2 pixels apart"
+    assert "Videos of 5 frames, 8 a second" in page
     assert "no image saved" not in page
 
     # The run's weights draw clips, and any reward scores the files.
     code, printed = command(monkeypatch, capsys, "sample", "runs/run", "a red circle", "--out", "drawn")
     assert code == 0, printed
-    assert media.read(next(Path("drawn").glob("*.webp"))).shape == (5, 3, 16, 16)
+    (file,) = Path("drawn").glob("*.webp")
+    assert media.read(file).shape == (5, 3, 16, 16)
+    assert media.facts(file) == (5, 8), "the run's rate"
     code, printed = command(monkeypatch, capsys, "score", "drawn", "--reward", "motion.py")
     assert code == 0
     assert json.loads(printed.splitlines()[0])["motion"] > 0
@@ -94,6 +99,20 @@ def test_a_reward_for_videos_is_refused_for_pictures_before_any_weights_are_load
         assert "reward 'video_align' judges videos, and the model makes images" in printed
         assert "use a video model with more than one frame" in printed
     assert not Path("runs/run/eval").exists()
+
+
+def test_a_frame_rate_of_0_is_refused_before_training(clips, monkeypatch, capsys):
+    code, printed = command(monkeypatch, capsys, "plan", "run.yaml", *RUN, "model.fps=0")
+    assert code == 2, printed
+    assert "a frame rate must be above 0, in frames a second" in printed
+
+
+def test_the_rate_of_any_pipeline_is_that_of_its_call():
+    assert generic.Config(path="x").rate == 16
+    assert generic.Config(path="x", call={"frame_rate": 25}).rate == 25
+    assert generic.Config(path="x", call={"frame_rate": 25}, fps=12).rate == 12
+    with pytest.raises(ConfigError, match=r"model\.fps=-1: a frame rate must be above 0"):
+        generic.Config(path="x", call={"frame_rate": -1})
 
 
 def test_one_frame_is_a_picture_for_every_adapter(clips: Path):

@@ -37,6 +37,8 @@ class ResultsFolder:
     path: Path
     videos: bool = False
     """The samples are videos."""
+    fps: float = media.FPS
+    """Frames a second of videos that are written."""
 
     @property
     def header(self) -> dict[str, Any]:
@@ -179,7 +181,7 @@ class ResultsFolder:
     def keep(self, image: Tensor, item: Item, k: int, note: Mapping[str, Any]) -> None:
         """Save an image [3, H, W] or a video [F, 3, H, W] in [0, 1], each value rounded to one of 256 levels."""
         target = self.image(item, k)
-        part = media.write(image, target.with_name(f".{target.stem}-part"), note)
+        part = media.write(image, target.with_name(f".{target.stem}-part"), note, fps=self.fps)
         with writing(target):
             if self.videos:  # its note is a file of its own
                 os.replace(part.with_suffix(".json"), target.with_suffix(".json"))

@@ -100,7 +100,7 @@ class Pairing:
         scorer, _ = build_scorers(resolved.rewards, (), prompts, ("data.prompts", ()))
         assert scorer is not None  # a method that draws samples has rewards
         adapter = resolved.model.build()
-        self.suffix = ".webp" if adapter.num_frames > 1 else ".png"
+        self.suffix, self.fps = (".webp" if adapter.num_frames > 1 else ".png"), adapter.fps
         require_fit(adapter, scorer, listed)
         freeze(adapter, options, derive(config.seed, "lora"))
         adapter.to(world.device)
@@ -190,7 +190,7 @@ class Pairing:
 
     def _keep(self, folder: PairFolder, number: int, group: Group, images: Tensor) -> None:
         for image, name in zip(images, self._names(number, group), strict=True):
-            fsync(media.write(image, folder.path / name.removesuffix(self.suffix)))
+            fsync(media.write(image, folder.path / name.removesuffix(self.suffix), fps=self.fps))
         fsync(folder.path / IMAGES)
 
     def _names(self, number: int, group: Group) -> tuple[str, str]:
