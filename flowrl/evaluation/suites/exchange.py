@@ -43,7 +43,7 @@ def export(task: Task, folder: ResultsFolder, out: Path) -> int:
             target = out / place
             target.parent.mkdir(parents=True, exist_ok=True)
             if len(samples) == 1:
-                _copy(folder.image(*samples[0]), target)
+                _copy(folder, samples[0], target)
             else:
                 _grid(folder, samples, target)
         for place, text in (suite.extras(task.items) if suite.extras else {}).items():
@@ -52,12 +52,13 @@ def export(task: Task, folder: ResultsFolder, out: Path) -> int:
     return len(files)
 
 
-def _copy(file: Path, target: Path) -> None:
-    """Copy an image or a video, the latter in the form of the target's suffix at the same frame rate."""
-    if file.suffix == target.suffix:
-        shutil.copyfile(file, target)
-    else:
+def _copy(folder: ResultsFolder, sample: Sample, target: Path) -> None:
+    """Copy an image as it is, or a video in the form of the target's suffix at the same frame rate."""
+    file = folder.image(*sample)
+    if folder.videos and file.suffix != target.suffix:
         media.encode_video(target, *media.decode_video(file))
+    else:
+        shutil.copyfile(file, target)
 
 
 def _grid(folder: ResultsFolder, samples: list[Sample], target: Path) -> None:
