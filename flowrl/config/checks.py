@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flowrl.config.resolved import Resolved
 from flowrl.config.watched import check_guard
+from flowrl.core import mp4
 from flowrl.core.errors import ConfigError
 from flowrl.diffusion.plan import StepPlan
 from flowrl.models.base import ModelAdapter
@@ -52,11 +53,13 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
         Notes about a checkpoint distilled to few steps; none about others.
 
     Raises:
-        ConfigError: a KL divisor that does not fit the process, a guidance scale without an effect, one that a
-            distilled checkpoint does not take, or a branch of guidance without gradient where updates have none.
+        ConfigError: videos that cannot be saved as asked, a KL divisor that does not fit the process, a guidance scale
+            without an effect, one that a distilled checkpoint does not take, or a branch of guidance without gradient
+            where updates have none.
     """
     if adapter is None:
         return []
+    _check_videos(resolved, adapter)
     with checking(resolved.algorithm.name):
         resolved.algorithm.config.check_process(adapter.process)
     how, run, method = adapter.distilled, resolved.run, resolved.algorithm
@@ -83,6 +86,18 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
             "methods with log-probs (flow_grpo with rollout.sampler ddim or cps) do not"
         )
     return notes
+
+
+def _check_videos(resolved: Resolved, adapter: ModelAdapter) -> None:
+    """Refuse `eval.videos=mp4` where no such file can be written."""
+    if resolved.run.eval.videos == "webp" or adapter.num_frames == 1:
+        return
+    mp4.library(f"eval.videos={resolved.run.eval.videos}")
+    if adapter.height % 2 or adapter.width % 2:
+        raise ConfigError(
+            f"eval.videos=mp4: H.264 needs an even height and width, and the model makes {adapter.height} x "
+            f"{adapter.width}; use webp"
+        )
 
 
 def _check_gradient(resolved: Resolved, adapter: ModelAdapter) -> None:

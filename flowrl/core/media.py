@@ -160,13 +160,21 @@ def facts(path: Path) -> tuple[int, float | None]:
         ConfigError (a ValueError): a file that needs the extra `video`, which is not installed.
     """
     if is_video_file(path):
-        return mp4.facts(path)
+        return mp4.facts(path)[:2]
     with opened(path) as image:
         marked = _marked(image)
         if marked is not None or getattr(image, "n_frames", 1) == 1:
             return marked or (1, None)
     frames, rate = _frames(path)  # of another program: its times are beside its frames
     return len(frames), rate
+
+
+def size(path: Path) -> tuple[int, int]:
+    """(width, height) of a file, without its pixels; raises as `facts` does."""
+    if is_video_file(path):
+        return mp4.facts(path)[2]
+    with opened(path) as image:
+        return image.size
 
 
 def _frame_ms(fps: float) -> int:

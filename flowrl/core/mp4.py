@@ -59,8 +59,8 @@ def library(file: str | Path) -> Any:
     return av
 
 
-def facts(file: Path) -> tuple[int, float]:
-    """(number of frames, frames a second) by the header alone; 0 frames where it does not say.
+def facts(file: Path) -> tuple[int, float, tuple[int, int]]:
+    """(number of frames, frames a second, (width, height)) by the header alone; 0 frames where it does not say.
 
     Raises:
         ConfigError: PyAV is not installed.
@@ -70,7 +70,7 @@ def facts(file: Path) -> tuple[int, float]:
     av = library(file)
     with _opened(av, file) as container:
         stream = _stream(container)
-        return stream.frames, _rate(stream)
+        return stream.frames, _rate(stream), (stream.width, stream.height)
 
 
 def read(file: Path) -> tuple[Tensor, float]:

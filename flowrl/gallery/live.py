@@ -84,12 +84,7 @@ def _shape(path: Path, mark: int) -> tuple[tuple[int, int], images.Reel | None]:
     Raises:
         UNREADABLE of core/media.py.
     """
-    frames, fps = media.facts(path)
-    if media.is_video_file(path):
-        size = media.read_frames(path)[0].size
-    else:
-        with media.opened(path) as opened:
-            size = opened.size
+    (frames, fps), size = media.facts(path), media.size(path)
     return size, None if fps is None else images.Reel.of(frames, fps, size)
 
 

@@ -36,6 +36,7 @@ def test_frames_and_rate_come_back(tmp_path: Path, suffix: str, fps: float):
     found, rate = media.decode_video(file)
     assert (found.dtype, found.shape, rate) == (torch.uint8, frames.shape, pytest.approx(fps))
     assert media.facts(file) == (len(frames), pytest.approx(fps))
+    assert media.size(file) == (48, 32)
     # Limited range has 219 levels for 256, and the matrix rounds once more: 2 levels a channel.
     assert int((found.int() - frames.int()).abs().max()) <= (0 if suffix == ".webp" else 3)
     assert torch.equal(media.read_levels(file), found)
@@ -121,7 +122,7 @@ def test_a_frame_rate_of_0_is_refused_by_both(tmp_path: Path, suffix: str, fps: 
 def test_a_file_without_a_frame_rate_is_refused(tmp_path: Path, monkeypatch):
     import av
 
-    stream = SimpleNamespace(average_rate=None, guessed_rate=Fraction(0), frames=9)
+    stream = SimpleNamespace(average_rate=None, guessed_rate=Fraction(0), frames=9, width=32, height=32)
     container = SimpleNamespace(streams=SimpleNamespace(video=[stream]))
     monkeypatch.setattr(av, "open", lambda name: nullcontext(container))
     for reads in (mp4.facts, media.decode_video):

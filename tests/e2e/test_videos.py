@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,20 @@ def test_a_reward_for_videos_is_refused_for_pictures_before_any_weights_are_load
         assert "reward 'video_align' judges videos, and the model makes images" in printed
         assert "use a video model with more than one frame" in printed
     assert not Path("runs/run/eval").exists()
+
+
+def test_evaluations_may_save_mp4(clips: Path, monkeypatch, capsys):
+    pytest.importorskip("av", reason="needs the extra video")
+    assert train("iterations=1", *RUN, "eval.videos=mp4")["status"] == "finished"
+    saved = sorted(Path("runs/run/eval").glob("*/*"))
+    assert [file.name for file in saved] == ["00000-0.mp4", "00001-0.mp4"] * 2
+    assert media.facts(saved[0]) == (5, 8)
+    assert Path("runs/run/gallery/index.html").read_text().count('class="reel" data-frames="5"') >= 4
+    monkeypatch.setitem(sys.modules, "av", None)
+    code, printed = command(monkeypatch, capsys, "train", "run.yaml", *RUN, "eval.videos=mp4", "name=other")
+    assert code == 2, printed
+    assert "eval.videos=mp4 needs a package that is not installed (av): run pip install 'flowrl[video]'" in printed
+    assert not Path("runs/other/eval").exists()
 
 
 def test_a_frame_rate_of_0_is_refused_before_training(clips, monkeypatch, capsys):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import base64
 import hashlib
+import importlib.util
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -363,8 +365,9 @@ def test_a_small_video_is_exact_and_a_frozen_one_is_a_video(tmp_path):
 
 
 def test_a_served_page_shows_a_video_as_a_page_on_disk_does(tmp_path):
-    for name, size, frames in (("small", (20, 30), 7), ("large", (144, 256), 33)):
-        file = media.write(torch.rand(frames, 3, *size), tmp_path / name, fps=24)
+    forms = ["webp", *(["mp4"] if importlib.util.find_spec("av") else [])]
+    for (name, size, frames), form in itertools.product((("small", (20, 30), 7), ("large", (144, 256), 33)), forms):
+        file = media.write(torch.rand(frames, 3, *size), tmp_path / name, fps=24, form=form)
         served, embedded = Served([tmp_path]).picture(file, 384), images.embed(file, 384, tmp_path)
         assert served is not None
         assert embedded is not None

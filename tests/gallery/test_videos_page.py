@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from flowrl.gallery import build
 from tests.gallery.browser import launched, opened, violations
 from tests.gallery.test_browser import PHONE, WIDE, fits
 from tests.gallery.test_gallery import make_run
+from tests.gallery.test_live_page import watching
 from tests.gallery.test_previews import add_previews
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -161,3 +163,22 @@ def test_on_paper_and_without_a_script_all_frames_are_there(browser, file):
     with opened(browser, file, viewport=WIDE, java_script_enabled=False) as page:
         assert page.locator("#run-0-pairs .reel img:visible").count() == 2 * 3
         assert page.evaluate(AT, ["#run-0-pairs .reel img", "opacity"]) == "1"
+
+
+def test_a_live_page_and_a_comparison_play_them_too(browser, file, tmp_path):
+    folder = file.parents[1]
+    with watching(browser, folder, viewport=WIDE) as page:
+        card = page.locator("#run-0-pairs .card").first
+        card.scroll_into_view_if_needed()
+        image = card.locator("img").first
+        assert image.evaluate("i => i.decode().then(() => [i.naturalWidth, i.naturalHeight])") == [198, 150]
+        card.locator(".scrub").press("End")
+        assert pixels(card) == [colour(8, "base"), colour(8, "tuned")]
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    with opened(browser, build([folder, other], tmp_path / "both"), "#compare-images", viewport=PHONE) as page:
+        row = page.locator(".wall tbody tr").first
+        row.locator(".scrub").press("End")
+        assert pixels(row) == [colour(8, "base"), colour(8, "tuned"), colour(8, "tuned")]
+        assert fits(page)
+        page.get_by_role("button", name="Pause every video").first.click()
+        assert violations(page) == []

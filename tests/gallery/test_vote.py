@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from flowrl.core import media
 from flowrl.core.errors import ConfigError
 from flowrl.core.votes import LOG, Vote, VoteBook
 from flowrl.data.preferences import PreferenceOptions, load_preferences
@@ -224,6 +226,22 @@ def test_voters_share_the_pairs_and_meet_at_every_fourth(folder):
         found = result(server.ballot.of_present_images())
         assert found.voters == {"ann": 4, "bob": 4}
         assert (found.compared, found.agreed) == (2, 0)
+
+
+def test_a_video_in_mp4_is_shown_as_a_webp_of_the_same_frames(folder):
+    pytest.importorskip("av", reason="needs the extra video")
+    frames = torch.arange(5, dtype=torch.uint8).mul(40).view(5, 1, 1, 1).expand(5, 3, 16, 16).contiguous()
+    for file in folder.glob("eval/*/*.png"):
+        media.write(frames, file.with_suffix(""), fps=8, form="mp4")
+        file.unlink()
+    with voting(folder) as server:
+        page = Page(server)
+        status, data, headers = page.ask("GET", "/" + page.state()["pair"]["left"])
+    assert (status, headers["Content-Type"]) == (200, "image/webp")
+    (folder / "shown.webp").write_bytes(data)
+    shown, fps = media.decode_video(folder / "shown.webp")
+    assert (len(shown), fps) == (5, 8)
+    assert int((shown.int() - frames.int()).abs().max()) <= 3, "H.264's rounding"
 
 
 def test_an_image_that_cannot_be_read_is_left_out_and_said(folder):

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import secrets
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,6 +142,11 @@ class Ballot:
         file = self._images.get(token)
         if file is None:
             return None
+        if media.is_video_file(file):  # an <img> shows no MP4
+            frames, rate = media.decode_video(file)
+            with tempfile.TemporaryDirectory() as folder:
+                media.encode_video(Path(folder, "video.webp"), frames, rate)
+                return Path(folder, "video.webp").read_bytes(), "webp"
         if file.suffix != ".png":  # the note of a video is a file of its own
             return file.read_bytes(), file.suffix[1:]
         buffer = io.BytesIO()
