@@ -130,6 +130,7 @@ def test_wans_latents_are_those_of_its_own_video_to_video_call_and_decode_undoes
     expected = own.prepare_latents(
         video, 2, 16, *TALL, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0)
     )
+    assert expected is not None
     found = model.encode_images(given)
     assert found.shape == (2, *model.latent_shape())
     assert (found.dtype, found.requires_grad) == (torch.float32, False)
