@@ -165,7 +165,7 @@ def _check_source(resolved: Resolved) -> None:
 
 
 def _check_rewards(resolved: Resolved) -> None:
-    """Refuse an entry that repeats another; several entries may share a component."""
+    """Refuse an entry that repeats another, and people where none are asked; several entries may share a component."""
     plans = [(f"rewards.{i}", plan) for i, plan in enumerate(resolved.rewards)]
     plans += [(f"eval.rewards.{i}", plan) for i, plan in enumerate(resolved.eval_rewards)]
     for place, (key, plan) in enumerate(plans):
@@ -174,6 +174,36 @@ def _check_rewards(resolved: Resolved) -> None:
                 why = "training rewards are evaluated anyway" if key.startswith("eval") else "raise its weight instead"
                 raise ConfigError(f"{key} repeats {earlier} ({plan.name}): name each value once; {why}")
     check_plans(plans)
+    _check_people(resolved)
+
+
+def _check_people(resolved: Resolved) -> None:
+    """Refuse what cannot be had of a reward that people judge."""
+    for place, plan in enumerate(resolved.eval_rewards):
+        if plan.by_people:
+            raise ConfigError(
+                f"eval.rewards.{place}: {plan.name} asks people about every sample, and evaluations do not wait for "
+                "them: leave it out; when the run has finished, `flowrl vote RUN` lets people compare base and tuned"
+            )
+    people = next((plan for plan in resolved.rewards if plan.by_people), None)
+    if people is None:
+        return
+    run, judged = resolved.run, len(resolved.eval_rewards) + sum(not plan.by_people for plan in resolved.rewards)
+    if run.rollout.exploration is not None:
+        raise ConfigError(
+            f"rollout.exploration looks at more candidates than are trained on, and {people.name} would ask people "
+            "about all of them; leave one of the two out"
+        )
+    if resolved.group_size < 2:
+        raise ConfigError(
+            f"rollout.group_size={resolved.group_size}: {people.name} compares the samples of a prompt; set it to 2 or "
+            "more"
+        )
+    if run.eval.best_guidance and not judged:
+        raise ConfigError(
+            f"eval.best_guidance: evaluations do not ask people ({people.name}), so there is no reward to compare by; "
+            "give eval.rewards, or leave it out"
+        )
 
 
 def _check_modality(resolved: Resolved) -> None:

@@ -97,6 +97,12 @@ class Pairing:
         config, options = resolved.run, resolved.model.config
         self.config, self.prompts, self.wanted, self.world = config, prompts, wanted, world
         listed = ("data.prompts", prompts)
+        people = next((plan for plan in resolved.rewards if plan.by_people), None)
+        if people is not None:
+            raise ConfigError(
+                f"rewards: {people.name} asks people in a training alone; give another reward, or let people choose "
+                "from a run's images: `flowrl vote RUN` makes pairs of their votes"
+            )
         scorer, _ = build_scorers(resolved.rewards, (), prompts, ("data.prompts", ()))
         assert scorer is not None  # a method that draws samples has rewards
         adapter = resolved.model.build()
