@@ -52,6 +52,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pixels(part: Any) -> list[list[int]]:
+    """Colours of the frames that are seen, once the images are there."""
+    drawn = "b => [...b.querySelectorAll('.reel img')].every(i => i.complete && i.naturalWidth)"
+    part.page.wait_for_function(drawn, arg=part.element_handle())
+    part.page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done)))")
     return part.locator("canvas").evaluate_all(f"cs => cs.map(c => ({PIXEL})(c, 32, 24))")
 
 
