@@ -9,6 +9,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.diffusion.plan import StepPlan
 from flowrl.models.base import ModelAdapter
 from flowrl.rollout.outputs import is_cfg
+from flowrl.scoring.build import require_modality
 from flowrl.scoring.entries import check_plans
 from flowrl.training.base import checking
 
@@ -21,6 +22,7 @@ def check(resolved: Resolved) -> None:
     """
     _check_source(resolved)
     _check_rewards(resolved)
+    _check_modality(resolved)
     check_guard(resolved)
     _check_credit(resolved)
     _check_optimizer(resolved)
@@ -202,6 +204,19 @@ def _check_people(resolved: Resolved) -> None:
             f"eval.best_guidance: evaluations do not ask people ({people.name}), so there is no reward to compare by; "
             "give eval.rewards, or leave it out"
         )
+
+
+def _check_modality(resolved: Resolved) -> None:
+    """Refuse rewards for the other kind of samples by their cards, before a model's or a reward's weights are loaded.
+
+    Those without a card are tried on what the model makes, and so are all where a generic pipeline decides its frames.
+    """
+    frames = resolved.model.config.frames
+    if frames == 1 and resolved.model.name == "generic":
+        return
+    for plan in (*resolved.rewards, *resolved.eval_rewards):
+        if plan.card is not None:
+            require_modality(plan.name, plan.card, videos=frames > 1)
 
 
 def _check_credit(resolved: Resolved) -> None:

@@ -21,9 +21,9 @@ from flowrl.core.mp4 import require_rate
 from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
-from flowrl.models._native import Family, FlowConfig, Native, Part, decoded_frames
+from flowrl.models._native import Family, FlowConfig, Native, Part, decoded_frames, encoded_frames
 from flowrl.models._schedulers import path_of, schedule_of
-from flowrl.models.base import ModelAdapter, autocast
+from flowrl.models.base import autocast, require_image_size
 from flowrl.models.guidance import guided
 from flowrl.models.weights import component_names
 
@@ -177,7 +177,19 @@ class Wan(Native):
         frames = decoded_frames(self.pipeline.vae, latents, self.config.vae_precision)
         return frames[:, 0] if self.num_frames == 1 else frames
 
-    encode_images = ModelAdapter.encode_images
+    @torch.no_grad()
+    def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        require_image_size(images, self.height, self.width, self.num_frames)
+        frames = images[:, None] if self.num_frames == 1 else images
+        latents = encoded_frames(self.pipeline.vae, frames.to(self.device), self.config.vae_precision, noise)
+        if latents.shape[1:] != self.latent_shape():
+            # Its encoder reads 4 frames at a time after the first, whatever its factor in time.
+            raise ModelError(
+                f"model.num_frames={self.num_frames}: the VAE makes latents {list(latents.shape[1:])} of so many given "
+                f"frames, and the denoiser takes {list(self.latent_shape())}; use "
+                f"{max(round((self.num_frames - 1) / 4), 1) * 4 + 1}"
+            )
+        return latents
 
 
 def _any_grid(part: Part) -> bool:

@@ -92,6 +92,16 @@ def test_a_reward_for_pictures_is_refused_for_clips_before_training(clips, monke
     assert not list(Path("runs/run/eval").glob("*"))
 
 
+def test_a_reward_for_videos_is_refused_for_pictures_before_any_weights_are_loaded(place, monkeypatch, capsys):
+    for key in ("rewards", "eval.rewards"):
+        words = (f"{key}=[{{name: video_align, outputs: {{video_align_vq: 1.0}}}}]", "model.path=tiny-sd3")
+        code, printed = command(monkeypatch, capsys, "train", "run.yaml", *words)
+        assert code == 2, printed
+        assert "reward 'video_align' judges videos, and the model makes images" in printed
+        assert "use a video model with more than one frame" in printed
+    assert not Path("runs/run/eval").exists()
+
+
 def test_evaluations_may_save_mp4(clips: Path, monkeypatch, capsys):
     pytest.importorskip("av", reason="needs the extra video")
     assert train("iterations=1", *RUN, "eval.videos=mp4")["status"] == "finished"
@@ -125,3 +135,63 @@ def test_one_frame_is_a_picture_for_every_adapter(clips: Path):
     model = generic.build(generic.Config(path="wan", height=16, width=16, call=call))
     assert model.num_frames == 1
     assert model.decode(torch.zeros(2, *model.latent_shape())).shape == (2, 3, 16, 16)
+
+
+# ---- preference sets of videos
+
+DPO = (
+    f"model={WAN}lora: {{rank: 2, alpha: 4}}}}",
+    "algorithm={name: diffusion_dpo, beta: 50, times: {name: discrete, count: 2, fraction: 1}}",
+    "rollout={num_inference_steps: 4, batch_size: 2}",
+    "rewards=[]",
+    "eval={}",
+    "optim={learning_rate: 1.0e-3, batch_size: 2, updates_per_iteration: 1}",
+)
+
+
+def test_pairs_are_made_from_a_video_run_and_two_iterations_of_dpo_learn_from_them(clips, monkeypatch, capsys):
+    words = (*RUN, "rollout.sampler=null", "data.max_prompts=2")
+    code, printed = command(monkeypatch, capsys, "pairs", "run.yaml", *words, "--out", "set", "--count", "3")
+    assert code == 0, printed
+    assert "3 pairs" in printed
+    made = [json.loads(line) for line in Path("set/pairs.jsonl").read_text().splitlines()]
+    assert len(made) == 3
+    for line in made:
+        for side in ("chosen", "rejected"):
+            frames = media.read(Path("set") / line[side])
+            assert frames.shape == (5, 3, 16, 16)
+            # The file is what was scored: small videos are kept without loss.
+            assert float(frames.diff(dim=0).abs().mean()) == pytest.approx(line[f"{side}_scores"]["motion"], rel=1e-5)
+        assert line["chosen_scores"]["motion"] > line["rejected_scores"]["motion"]
+    data = "data={pairs: {path: set, eval: set, per_iteration: 2, flip: false, posterior: mean}}"
+    summary = train("name=dpo", "iterations=2", *DPO, data)
+    assert summary["status"] == "finished"
+    rows = [json.loads(line) for line in Path("runs/dpo/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    assert all(row["pairs/unreadable"] == 0 and row["grad/norm"] > 0 for row in rows)
+    assert rows[0]["policy/margin"] == pytest.approx(0, abs=1e-6)
+    assert rows[1]["policy/margin"] != 0
+    assert summary["implicit_accuracy"]["n"] == 3
+    assert Path("runs/dpo/gallery/index.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda videos: videos[:3], ["skipped 1, frame", "has 3 frames", "model.num_frames=5", "give longer videos"]),
+        (lambda videos: videos[:0], ["skipped 1, unreadable video", "b.webp"]),
+    ],
+)
+def test_a_pair_that_does_not_fit_is_refused_before_the_model_is_loaded(clips, monkeypatch, capsys, change, words):
+    frames = torch.randint(0, 256, (5, 3, 16, 16)).to(torch.uint8)
+    media.encode_video(clips / "a.webp", frames, 16)
+    other = change(frames)
+    if len(other):
+        media.encode_video(clips / "b.webp", other, 16)
+    else:
+        (clips / "b.webp").write_bytes(b"cut off")
+    (clips / "pairs.jsonl").write_text(json.dumps({"prompt": "x", "chosen": "a.webp", "rejected": "b.webp"}))
+    next((clips / "wan" / "transformer").glob("*.safetensors")).unlink()  # the set is read first
+    code, printed = command(monkeypatch, capsys, "train", "run.yaml", *DPO, "data={pairs: {path: pairs.jsonl}}")
+    assert code == 2, printed
+    assert not [word for word in words if word not in printed], printed
