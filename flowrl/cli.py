@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from flowrl.commands._arguments import Command
 from flowrl.core.startup import own_process
 from flowrl.core.subprocesses import watch_launcher
 
@@ -37,6 +38,8 @@ PAGES = {
     "bench": "docs/performance.md",
 }
 """Command -> the page that shows it at work."""
+REFERENCE = "docs/reference/commands.md"
+"""The page with the whole texts of all options."""
 COMMANDS = tuple(PAGES)
 GROUPS = ("bench",)
 """Commands with sub-commands."""
@@ -44,7 +47,7 @@ GROUPS = ("bench",)
 app = typer.Typer(
     name="flowrl",
     help="Align diffusion and flow-matching generators with rewards.",
-    epilog=f"Start: {PAGES['train']}, your own reward in ten minutes. Any command: flowrl COMMAND --help.",
+    epilog=f"Start: {PAGES['train']}, your own reward in ten minutes. In full: {REFERENCE}",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -78,11 +81,13 @@ def options(
 def _register() -> None:
     for name in COMMANDS:
         module = importlib.import_module(f"flowrl.commands.{name.replace('-', '_')}")
-        epilog = f"Page: {PAGES[name]}"
+        epilog = f"Page: {PAGES[name]}. Every word in full: {REFERENCE}"
         if name in GROUPS:
+            for below in module.app.registered_commands:
+                below.cls, below.epilog = Command, epilog
             app.add_typer(module.app, name=name, epilog=epilog)
         else:
-            app.command(name=name, epilog=epilog)(module.command)
+            app.command(name=name, cls=Command, epilog=epilog)(module.command)
 
 
 def _fail(text: str, code: int, *, of_one_process: bool = False) -> NoReturn:
