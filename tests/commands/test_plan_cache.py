@@ -17,6 +17,7 @@ from flowrl.commands.plan import command
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # torch sets it where it is not
 
 
 def test_a_kept_answer_is_printed_before_torch_is_imported():
