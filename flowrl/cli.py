@@ -6,11 +6,11 @@ import importlib
 import os
 import sys
 import traceback
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
-from flowrl.commands._arguments import Command
 from flowrl.core.startup import own_process
 from flowrl.core.subprocesses import watch_launcher
 
@@ -54,6 +54,23 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain text: panels need half as many lines again
     context_settings={"max_content_width": 100},
 )
+
+
+class Command(TyperCommand):
+    """A command whose `--help` puts the options of a group under a heading of their own."""
+
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:
+        """Write the arguments, the options, and each group of them in the order of the first of it."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for one in self.get_params(ctx):
+            record = one.get_help_record(ctx)
+            if record is not None:
+                heading = "Arguments" if one.param_type_name == "argument" else vars(one).get("rich_help_panel")
+                sections.setdefault(heading or "Options", []).append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
 
 def _version(asked: bool) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from flowrl.core.display import Display
@@ -56,23 +55,6 @@ def _noted(what: str, change: str) -> str:
 def in_full(text: str) -> str:
     """The whole text of an option or argument, from the sentence that `--help` shows."""
     return f"{text} {_MORE.get(text, '')}".rstrip()
-
-
-class Command(TyperCommand):
-    """A command whose `--help` puts the options of a group under a heading of their own."""
-
-    def format_options(self, ctx: typer.Context, formatter: Any) -> None:
-        """Write the arguments, the options, and each group of them in the order of the first of it."""
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        for one in self.get_params(ctx):
-            record = one.get_help_record(ctx)
-            if record is not None:
-                heading = "Arguments" if one.param_type_name == "argument" else vars(one).get("rich_help_panel")
-                sections.setdefault(heading or "Options", []).append(record)
-        for heading, records in sections.items():
-            if records:
-                with formatter.section(heading):
-                    formatter.write_dl(records)
 
 
 Config = Annotated[

@@ -8,7 +8,9 @@ import pytest
 
 from flowrl.core import registry
 from flowrl.core.option_texts import OptionText, option_texts
-from scripts import option_tables
+from tests import tiny_sd3
+
+option_tables = tiny_sd3.script("option_tables")
 
 
 def test_every_table_is_what_its_script_writes():
