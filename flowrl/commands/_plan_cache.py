@@ -22,6 +22,7 @@ import stat
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ KEPT = 64
 _FILES = 5000
 """Most files of a folder that a configuration names; with more the answer is not kept."""
 _ABSENT = "absent"
+_COARSE = 20_000_000
+"""Nanoseconds by which a file system's clock may be behind."""
 # Of the shell and the session: nothing that flowrl or a library reads.
 _OF_THE_SHELL = ("_", "OLDPWD", "PWD", "SHLVL", "WINDOWID", "LS_COLORS", "PROMPT_COMMAND")
 _OF_THE_SESSION = ("SSH_", "XDG_SESSION", "TMUX", "VSCODE_", "COV_CORE", "PYTEST_")
@@ -108,10 +111,17 @@ def find(asked: dict[str, Any]) -> str | None:
     return str(kept["text"])
 
 
-def keep(asked: dict[str, Any], text: str, paths: set[str]) -> None:
-    """Keep an answer with the state of all that it came from; a folder that cannot be written keeps nothing."""
+def keep(asked: dict[str, Any], text: str, paths: set[str], since: int | None = None) -> None:
+    """Keep an answer with the state of all that it came from; a folder that cannot be written keeps nothing.
+
+    Args:
+        asked: the question.
+        text: the answer.
+        paths: files and folders that it came from; with a bar at its end, the names in a folder.
+        since: start of the measuring, in ns; what has changed after it was perhaps read before, so nothing is kept.
+    """
     states = {path: _state(path) for path in sorted(paths)}
-    if None in states.values():
+    if None in states.values() or (since is not None and any(_changed(path, since) for path in states)):
         return
     file = _file(asked)
     try:
@@ -163,6 +173,14 @@ def _state(path: str) -> str | None:
     return result.hexdigest()
 
 
+def _changed(path: str, since: int) -> bool:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):  # as for `_state`: it is not there
+        return False
+    return max(found.st_mtime_ns, found.st_ctime_ns) >= since - _COARSE
+
+
 def _times(found: os.stat_result) -> str:
     return f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
 
@@ -173,6 +191,7 @@ class Reads:
 
     paths: set[str] = field(default_factory=set)
     active: bool = False
+    since: int = field(default_factory=time.time_ns)
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.active or event not in ("open", "os.listdir", "os.scandir"):

@@ -51,7 +51,7 @@ def command(config: Config, overrides: Overrides = None, fresh: Fresh = False) -
     console = Console(file=cast("TextIO", screen), soft_wrap=True, width=None if screen.isatty() else 120)
     with kept.reading() as reads:
         places = _answer(console, config, overrides)
-    kept.keep(asked, screen.text(), reads.paths | places)
+    kept.keep(asked, screen.text(), reads.paths | places, reads.since)
 
 
 def _answer(console: Console, config: str, overrides: list[str] | None) -> set[str]:

@@ -71,6 +71,16 @@ def test_a_file_or_folder_that_changed_is_not_answered_from_before(change, tmp_p
     assert kept.find(asked) is None
 
 
+def test_what_changes_while_it_is_measured_is_not_kept(tmp_path):
+    file, asked = tmp_path / "recipe.yaml", kept.question(["recipe.yaml"])
+    file.write_text("seed: 0", encoding="ascii")
+    changed = file.stat().st_mtime_ns
+    kept.keep(asked, "text", {str(file)}, since=changed)
+    assert kept.find(asked) is None, "it may have been read before the change"
+    kept.keep(asked, "text", {str(file)}, since=changed + 10**9)
+    assert kept.find(asked) == "text"
+
+
 def test_another_version_other_words_other_environment_or_other_code_are_other_questions(tmp_path, monkeypatch):
     asked = kept.question(["recipe.yaml"])
     answered(asked)
