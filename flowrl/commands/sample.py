@@ -16,23 +16,21 @@ if TYPE_CHECKING:
     from flowrl.rollout.learned_noise import LearnedNoise
 
 
-Model = Annotated[
-    str, argument("MODEL", "Run folder, model folder, hub id, single .safetensors, or embedded asset (tiny-sd3).")
-]
+Model = Annotated[str, argument("MODEL", "Run or model folder, hub id, .safetensors, or embedded asset (tiny-sd3).")]
 Prompts = Annotated[
-    list[str], argument("PROMPT", "Prompts, or files of prompts (.txt, .jsonl, .json, .csv, .tsv, .parquet).")
+    list[str], argument("PROMPT", "Prompts, or files of prompts.", "Of .txt, .jsonl, .json, .csv, .tsv or .parquet.")
 ]
 Images = Annotated[
     list[Path] | None,
     option(
-        "Image that every prompt edits or begins with; may be given again for a model that takes several.",
-        "A .jsonl of prompts may name images of its own instead.",
+        "Image that every prompt edits or begins with.",
+        "May be given again for a model that takes several. A .jsonl of prompts may name images of its own instead.",
         name="--image",
     ),
 ]
-Out = Annotated[Path, option("Folder for the results; only an equal call overwrites a file in it.")]
+Out = Annotated[Path, option("Folder for the results.", "Only an equal call overwrites a file in it.")]
 Count = Annotated[int, option("Samples of each prompt.", least=1)]
-Seed = Annotated[int, option("Seed of the initial noise; sample k of a prompt takes seed + k.")]
+Seed = Annotated[int, option("Seed of the initial noise.", "Sample k of a prompt takes seed + k.")]
 Steps = Annotated[int | None, option("Denoising steps.", "Default: the run's; for a model its pipeline's.", least=1)]
 Guidance = Annotated[
     float | None,
@@ -51,7 +49,9 @@ Fps = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    option("Argument of the pipeline's call, key=value, such as num_frames=33; may be given again.", name="--set"),
+    option(
+        "Argument of the pipeline's call, such as num_frames=33.", "As key=value; may be given again.", name="--set"
+    ),
 ]
 
 
