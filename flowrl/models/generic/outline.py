@@ -205,8 +205,9 @@ class Tokens:
     def tokenize(self, text: str) -> list[str]:
         return re.findall(r"\S{1,4}", text)
 
-    def apply_chat_template(self, messages: Any, **_: Any) -> str:
-        return str(messages)
+    def apply_chat_template(self, messages: Any, *, return_dict: bool = False, **rest: Any) -> Any:
+        """The text of one conversation; with `return_dict` the tokens of several."""
+        return self([str(one) for one in messages], **rest) if return_dict else str(messages)
 
     def batch_decode(self, ids: Tensor, **_: Any) -> list[str]:
         return [""] * len(ids)
