@@ -62,6 +62,6 @@ def _skeleton(path: str) -> Any:
 def adapter(run: Resolved) -> Any:
     """The run's adapter on the meta device; recipes of one model share its pipeline."""
     first = _skeleton(run.model.config.path)
-    family = vars(run.model.module).get("FAMILY")  # the generic adapter has none
-    make = type(first) if family is None else family.adapter
-    return make(first.pipeline, run.model.config)
+    family = vars(run.model.module).get("FAMILY")
+    # The generic adapter has none; of its models there is one recipe each.
+    return first if family is None else family.adapter(first.pipeline, run.model.config)
