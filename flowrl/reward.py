@@ -72,7 +72,9 @@ class Card:
     def __post_init__(self) -> None:
         unknown = sorted(set(self.less_is_better) - set(self.outputs))
         if unknown:
-            raise ValueError(f"less_is_better names {unknown[0]!r}, which is not among the outputs {list(self.outputs)}")
+            raise ValueError(
+                f"less_is_better names {unknown[0]!r}, which is not among the outputs {list(self.outputs)}"
+            )
 
     def prefers_more(self, output: str) -> bool:
         """Whether more of an output is better."""

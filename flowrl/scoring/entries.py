@@ -71,8 +71,8 @@ class RewardEntry:
         for output, share in self.outputs.items():
             if not share >= 0:
                 raise ValueError(
-                    f"outputs.{output}={share:g} must not be below 0, which would train towards what is worse: an output "
-                    "of which less is better is negated already (its card's less_is_better)"
+                    f"outputs.{output}={share:g} must not be below 0, which would train towards what is worse: an "
+                    "output of which less is better is negated already (its card's less_is_better)"
                 )
         if self.clip is not None and (len(self.clip) != 2 or self.clip[0] >= self.clip[1]):
             raise ValueError(f"clip={self.clip} must be [low, high]")
