@@ -23,6 +23,7 @@ from flowrl.models._loading import meta_pipeline
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.encoding import LONG
 from flowrl.models.generic.entrance import PROBE_STEPS
+from flowrl.models.generic.full_masks import FullMasks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -115,7 +116,8 @@ class Outline(Generic):
     def _measurable(self) -> Iterator[None]:
         self.reentry.forget()
         try:
-            yield
+            with FullMasks():
+                yield
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise Unmeasurable(f"{self.kind} on tensors without values: {type(error).__name__}: {reason}") from error
