@@ -40,6 +40,8 @@ class Card:
     high: float = math.inf
     """Range of the raw values; a finite value outside it stops the run."""
     higher_is_better: bool = True
+    less_is_better: tuple[str, ...] = ()
+    """Outputs of which less is better where `higher_is_better` says more of the others."""
     transform: tuple[float, float] = (1.0, 0.0)
     """(scale, offset) of the training value where the entry of the configuration sets none."""
     modality: str = "image"
@@ -69,6 +71,22 @@ class Card:
     licence: str = "unknown"
     source: str = ""
 
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.less_is_better) - set(self.outputs))
+        if unknown:
+            raise ValueError(
+                f"less_is_better names {unknown[0]!r}, which is not among the outputs {list(self.outputs)}"
+            )
+
+    def prefers_more(self, output: str) -> bool:
+        """Whether more of an output is better."""
+        return self.higher_is_better and output not in self.less_is_better
+
+    @property
+    def lower(self) -> tuple[str, ...]:
+        """Outputs of which less is better."""
+        return tuple(name for name in self.outputs if not self.prefers_more(name))
+
 
 @dataclass(frozen=True, slots=True)
 class Reward:
@@ -89,7 +107,10 @@ class Reward:
             result = self.score(images, prompts, metadata)
             return {f"{prefix}_{k}": v for k, v in result.items()} if isinstance(result, Mapping) else result
 
-        card = replace(self.card, outputs=tuple(f"{prefix}_{name}" for name in self.card.outputs))
+        outputs, lower = (
+            tuple(f"{prefix}_{name}" for name in names) for names in (self.card.outputs, self.card.less_is_better)
+        )
+        card = replace(self.card, outputs=outputs, less_is_better=lower)
         return Reward(renamed, card, self.answers, self.compare)
 
 

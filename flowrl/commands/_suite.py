@@ -327,7 +327,7 @@ def _report(
     tables: dict[str, Table] = {name: aggregate(rows_of(task, folder), task.items) for name, folder in folders.items()}
     headers = {name: folder.header for name, folder in folders.items()}
     judges = headers["model"]["judged_by"].values()
-    lower = {output for judge in judges if not judge.get("higher_is_better", True) for output in judge["outputs"]}
+    lower = {output for judge in judges for output in _lower(judge)}
     changes = compare(tables["base"], tables["model"], lower) if "base" in tables else []
     note = _note(options, task, listed, headers["model"]) + _unlike(headers)
     named = {f"{name}: {options.models()[name]}": table for name, table in tables.items()}
@@ -358,6 +358,11 @@ def _require_scores(tables: dict[str, Table], rows: dict[str, list[Row]]) -> Non
         print(f"{name}: none of {len(rows[name])} samples is scored: {reason}", file=sys.stderr)
     if empty:
         raise SystemExit(1)
+
+
+def _lower(judge: dict[str, Any]) -> list[str]:
+    """Outputs of a judge of which less is better; a judgement of an earlier version knows one direction."""
+    return judge.get("less_is_better", [] if judge.get("higher_is_better", True) else judge["outputs"])
 
 
 def _note(options: Options, task: Task, listed: int, header: dict[str, Any]) -> str:

@@ -272,7 +272,7 @@ def _against(base: Evaluation, tuned: Evaluation, parts: Parts) -> None:
     from flowrl.run.report import format_win_rate
 
     cards = [] if parts.scorers.watched is None else [entry.reward.card for entry in parts.scorers.watched.distinct]
-    higher = {name: card.higher_is_better for card in cards for name in card.outputs}
+    higher = {name: card.prefers_more(name) for card in cards for name in card.outputs}
     for name in (name for name in tuned.scores if name in base.scores):
         unlike = tuned.unlike(base, name)
         if unlike:

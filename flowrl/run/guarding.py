@@ -111,7 +111,7 @@ class Guarding:
                 )
             return None, True
         cards = [entry.reward.card for entry in scorers.watched.distinct]
-        lower = {name for card in cards if not card.higher_is_better for name in card.outputs}
+        lower = {name for card in cards for name in card.lower}
         return metric, metric not in lower
 
     @property

@@ -115,7 +115,7 @@ class Report:
                 options = {"limit": _GUIDANCE_PROMPTS, "save": "images", "tree": False}
                 trials[wish] = self._of_base(f"base-guidance-{wish:g}", wish, **options)
                 means[wish] = float(trials[wish].scores[metric].mean())
-        better = entry.reward.card.higher_is_better
+        better = entry.reward.card.prefers_more(metric)
         scale = (max if better else min)(means, key=lambda s: means[s])
         log.info("base by CFG%s: %s", self.prompts.on, ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items())))
         for other in trials.keys() - {scale} if world.main else ():
@@ -155,7 +155,7 @@ class Report:
         if (rows := self.guard.judged) is not None:
             base, best, tuned = base.of(rows), best and best.of(rows), tuned and tuned.of(rows)
         watched = () if self.watched is None else self.watched.distinct
-        lower = [e.reward.card.outputs for e in watched if not e.reward.card.higher_is_better]
+        lower = [e.reward.card.lower for e in watched]
         result: dict[str, Any] = {
             "status": status,
             "iterations": self.guard.ended or self.session.iteration,

@@ -43,7 +43,8 @@ class RewardEntry:
     weight: float = 1.0
     """Share in the training value; 0 only looks at it."""
     outputs: dict[str, float] = field(default_factory=dict)
-    """Share of each output in the training value, by name; empty: the first output alone."""
+    """Share of each output in the training value, by name, never below 0: an output of which less is better counts
+    negated. Empty: the first output alone."""
     scale: float | None = None
     """The training value is clip(scale * raw + offset); raw is what is logged. Both null: the transform of the card."""
     offset: float | None = None
@@ -67,6 +68,12 @@ class RewardEntry:
     def __post_init__(self) -> None:
         if (self.name is None) == (self.path is None):
             raise ValueError("give either name or path")
+        for output, share in self.outputs.items():
+            if not share >= 0:
+                raise ValueError(
+                    f"outputs.{output}={share:g} must not be below 0, which would train towards what is worse: an "
+                    "output of which less is better is negated already (its card's less_is_better)"
+                )
         if self.clip is not None and (len(self.clip) != 2 or self.clip[0] >= self.clip[1]):
             raise ValueError(f"clip={self.clip} must be [low, high]")
         if self.retries is not None and self.retries < 0:

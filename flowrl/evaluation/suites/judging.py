@@ -64,6 +64,7 @@ class RewardJudge:
                 "fingerprint": plan.fingerprint(entry.reward.card),
                 "outputs": list(entry.reward.card.outputs),
                 "higher_is_better": entry.reward.card.higher_is_better,
+                "less_is_better": list(entry.reward.card.lower),
                 "source": entry.reward.card.source,
                 "options": None if plan.config is None else dataclasses.asdict(plan.config),
             }
