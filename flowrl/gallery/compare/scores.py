@@ -96,7 +96,8 @@ def recipe(shared: Shared, of: SharedMetric, runs: tuple[int, ...]) -> Recipe:
     tables = [(shared.table(i, of.metric, base=True), shared.table(i, of.metric, base=False)) for i in runs]
     tuned = np.stack([prompt_means(after) for _, after in tables])
     gain = np.stack([prompt_means(after - before) for before, after in tables])
-    return Recipe(runs, over_seeds(tuned, shared.groups), over_seeds(gain, shared.groups))
+    level, change = ((0.0, 1.0), (-1.0, 1.0)) if of.metric.percent else (None, None)
+    return Recipe(runs, over_seeds(tuned, shared.groups, level), over_seeds(gain, shared.groups, change))
 
 
 def _estimate(entry: dict[str, float]) -> Estimate:
