@@ -179,14 +179,17 @@ def weights_of(count: int, seed: int) -> Iterator[np.ndarray]:
 def of_few(sample: Clusters, mean: float, seed: int, bounds: Bounds | None) -> tuple[float, float]:
     """(low, high) of the mean of a few groups (`Clusters.few`); `interval` has the arguments.
 
-    Where all values are equal, the sample says nothing of their spread. With bounds the interval is then the score
-    interval of none of n: Wilson's at an end of the bounds, Tango's (1998) of n pairs without a difference between
-    them. Without bounds it has no width.
+    Groups of one size that are all at one bound or the other are n passes and failures: Wilson's interval. Where all
+    values are equal, the sample says nothing of their spread. With bounds between which they lie the interval is then
+    the score interval of none of n, Tango's (1998) of n pairs without a difference. Without bounds it has no width.
     """
     n, error, count = len(sample), sample.error, sample.count.astype(np.float64)
     if n < 2:
         return math.nan, math.nan
     each = sample.total / count
+    if bounds is not None and np.ptp(count) == 0 and np.isin(each, bounds).all():
+        ends = wilson(int((each == bounds[1]).sum()), n)
+        return bounds[0] + ends[0] * (bounds[1] - bounds[0]), bounds[0] + ends[1] * (bounds[1] - bounds[0])
     if float(np.ptp(each)) == 0.0 or error == 0.0:
         reach = wilson(0, n)[1] if bounds is not None and bounds[0] <= mean <= bounds[1] else 0.0
         least, largest = bounds or (mean, mean)
@@ -295,4 +298,5 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     share, spread = successes / n, z * z / n
     centre = (share + spread / 2) / (1 + spread)
     half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # Exactly 0 or 1 where none or all succeed, whatever the rounding.
+    return (centre - half if successes > 0 else 0.0), (centre + half if successes < n else 1.0)

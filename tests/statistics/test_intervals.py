@@ -153,8 +153,10 @@ def test_a_share_stays_between_its_bounds_and_is_not_certain_where_all_pass():
         passed = interval(np.ones(n), bounds=(0.0, 1.0))
         assert (passed["low"], passed["high"]) == (pytest.approx(wilson(n, n)[0]), 1.0)
     most = interval(np.asarray([1.0] * 9 + [0.0]), bounds=(0.0, 1.0))
-    assert most["high"] == 1.0
-    assert most["low"] < 0.75
+    assert (most["low"], most["high"]) == wilson(9, 10)
+    twice = interval(np.asarray([1.0] * 9 + [0.5]), bounds=(0.0, 1.0))
+    assert twice["high"] == 1.0
+    assert twice["low"] < 0.9
 
 
 @pytest.mark.parametrize("n", [20, 80])
