@@ -618,6 +618,20 @@ def test_a_warning_tells_of_fewer_prompts_that_differ_than_any_test_needs():
     assert sign_test(np.ones(certainty.LEAST - 1)) > 0.05 > sign_test(np.ones(certainty.LEAST))
 
 
+def test_reports_of_few_prompts_that_differ_say_so(tmp_path):
+    runs = [make_run(tmp_path / name, name=name, num_prompts=8, iterations=20) for name in ("one", "two")]
+    for run, differ in zip(runs, (3, 7), strict=True):
+        scores = json.loads((run / "eval" / "base.json").read_text())["scores"]
+        strict = [[1.0 - row[0], *row[1:]] if p < differ else row for p, row in enumerate(scores["shapes_strict"])]
+        change(run / "eval" / "tuned.json", scores={"shapes_strict": strict})
+    told = "By strict accuracy base and tuned differ on 3 of 8 prompts"
+    one, two = (build([run]).read_text(encoding="utf-8") for run in runs)
+    assert told in one
+    assert "a t interval and the bootstrap-t" in one
+    assert "base and tuned differ on" not in two
+    assert "3 of 8 prompts differ" in build(runs, tmp_path / "both").read_text(encoding="utf-8")
+
+
 def test_the_gallery_loads_no_model_library():
     for path in Path(builder.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
