@@ -33,8 +33,8 @@ def method(samples: Iterable[Clusters]) -> str:
     if True not in few:
         return "95 % intervals from a bootstrap over prompts"
     if few == {True}:
-        return "95 % intervals over few prompts, the wider of a t interval and the bootstrap-t"
+        return "95 % intervals made for few prompts (t, bootstrap-t or score intervals)"
     return (
-        "95 % intervals over prompts, from a bootstrap or, where few prompts differ, the wider of a t interval and the "
-        "bootstrap-t"
+        "95 % intervals over prompts, from a bootstrap or, where few prompts differ, made for few (t, bootstrap-t or "
+        "score intervals)"
     )
