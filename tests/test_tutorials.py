@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tutorials import FOLDER, PAGES, ROOT, Block, blocks, faults, replaced
+from scripts.tutorials import FOLDER, PAGES, ROOT, TIMES, Block, blocks, faults, program, replaced
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -48,13 +48,25 @@ def test_a_stand_in_is_added_to_commands_with_a_configuration_alone():
     ]
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if TIMES.search(page.read_text(encoding="ascii"))], ids=lambda page: page.stem
+)
+def test_the_times_of_a_page_are_those_of_its_commands(page: Path):
+    text = page.read_text(encoding="ascii")
+    found = TIMES.search(text)
+    assert found is not None
+    timed = [row.split("`")[1] for row in found.group().splitlines()[2:]]
+    written = [line for block in blocks(text) if block.as_written and block.test != "serves" for line in block.commands]
+    assert timed == [line for line in written if program(line) == "flowrl"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_of_a_page_runs(page: Path, tmp_path: Path):
     places = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": places, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.tutorials", str(page)],
+        [sys.executable, "-m", "scripts.tutorials", str(page)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

@@ -1,4 +1,7 @@
-"""Reads the pages of docs/tutorials and runs their commands: `python -m tests.tutorials PAGE` in an empty folder.
+"""Run the commands of a tutorial (docs/tutorials), in the working directory, which should be an empty folder.
+
+    python -m scripts.tutorials PAGE.md          small runs, as the tests do it
+    python -m scripts.tutorials PAGE.md --full   the commands as they stand; their times go onto the page
 
 A block ```bash holds commands, any other block with a title (```python title="warm.py") is a file that the reader
 writes. A comment before a block says what a test runs in place of it: `<!-- test: WORDS -->`, with WORDS one of
@@ -8,11 +11,18 @@ writes. A comment before a block says what a test runs in place of it: `<!-- tes
     instead COMMAND     the command of the block needs weights, a cluster or a program of it; COMMAND stands in for it.
     installs            the command makes or enters the environment that the test is in already: INSTALLS.
     serves              the command stays up until the page ends; the test goes on once it answers.
+
+With `--full` options that only make a run small are left out. A block whose model or command was replaced stays
+replaced: it is no part of the page's times. A page that keeps times has a line `<!-- times -->`, a table, and a line
+`<!-- end of times -->`.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -42,6 +52,8 @@ SMALL = re.compile(
     r"|optim\.(batch_size|updates_per_iteration)|data\.pairs\.(path|eval|per_iteration|max_eval|crop)"
 )
 """Options that a test may set: the size of a run, and what would need a download."""
+TIMES = re.compile(r"(?<=<!-- times -->\n\n).*?(?=\n\n<!-- end of times -->)", flags=re.S)
+"""The table of a page's times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,14 @@ class Block:
     text: str
     test: str
     """What the comment before it says; "" without one."""
+
+    @property
+    def as_written(self) -> bool:
+        """Whether a full run executes its commands unchanged, so that their times are the page's."""
+        kept = self.test in ("", "serves") or not (
+            self.test.startswith(("instead ", "model=")) or self.test == "installs"
+        )
+        return not self.title and kept
 
     @property
     def commands(self) -> list[str]:
@@ -121,13 +141,21 @@ def replaced(block: Block, line: str) -> str:
     return shlex.join(words)
 
 
-def run(page: Path) -> None:
+def run(page: Path, *, full: bool = False) -> list[tuple[str, float, float]]:
     """Do what the page says, in the working directory.
+
+    Args:
+        page: a file of docs/tutorials.
+        full: the commands as they stand, each in a process of its own; else as small as the page's comments say.
+
+    Returns:
+        Command, seconds and CPU seconds of each command of the page that ran unchanged; servers left out.
 
     Raises:
         SystemExit: a command failed, or a block is not as the tests want it.
     """
     servers: list[subprocess.Popen[bytes]] = []
+    result: list[tuple[str, float, float]] = []
     try:
         for block in blocks(page.read_text(encoding="ascii")):
             if wrong := faults(block):
@@ -138,20 +166,29 @@ def run(page: Path) -> None:
                 servers += [_served(line) for line in block.commands]
             elif block.test != "installs":
                 for line in block.commands:
-                    _one(replaced(block, line))
+                    written = full and block.as_written
+                    took = _one(line if written else replaced(block, line), apart=full)
+                    result += [(line, *took)] if written or replaced(block, line) == line else []
     finally:
         for server in servers:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
+    return result
 
 
-def _one(line: str) -> None:
+def table(times: list[tuple[str, float, float]]) -> str:
+    """Rows of a page: flowrl's commands, seconds and CPU seconds. Others take no time worth a row."""
+    rows = [f"| `{line}` | {took:.0f} | {cpu:.0f} |" for line, took, cpu in times if program(line) == "flowrl"]
+    return "\n".join(["| command | seconds | CPU seconds |", "|---|---|---|", *rows])
+
+
+def _one(line: str, *, apart: bool) -> tuple[float, float]:
+    """Run a command. flowrl runs in this process unless `apart`, so that the libraries are loaded once a page."""
     from flowrl.cli import main
 
     print(f"$ {line}", flush=True)
-    words, began = shlex.split(line, comments=True), time.monotonic()
-    # flowrl runs in this process, so that the libraries are loaded once a page.
-    if words[0] == "flowrl" and not {"|", ">", "&&"} & set(words):
+    words, began, before = shlex.split(line, comments=True), time.monotonic(), _cpu()
+    if words[0] == "flowrl" and not apart and not {"|", ">", "&&"} & set(words):
         sys.argv = words
         try:
             main()
@@ -160,9 +197,17 @@ def _one(line: str) -> None:
             code = ended.code
     else:
         code = subprocess.run(["bash", "-c", line], check=False).returncode
-    print(f"({time.monotonic() - began:.1f} s)", flush=True)
+    result = time.monotonic() - began, _cpu() - before
+    print(f"({result[0]:.1f} s)", flush=True)
     if code:
         raise SystemExit(f"{line}: exit code {code}")
+    return result
+
+
+def _cpu() -> float:
+    """CPU seconds of this process and of those that it waited for."""
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(item.ru_utime + item.ru_stime for item in spent)
 
 
 def _served(line: str) -> subprocess.Popen[bytes]:
@@ -181,5 +226,27 @@ def _served(line: str) -> subprocess.Popen[bytes]:
     raise SystemExit(f"{line}: no answer in 60 s")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n\n")[0] if __doc__ else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("page", type=Path, help="a file of docs/tutorials")
+    parser.add_argument("--full", action="store_true", help="the commands as they stand; write their times to the page")
+    options = parser.parse_args()
+    text = options.page.read_text(encoding="ascii")
+    if options.full and not TIMES.search(text):
+        raise SystemExit(
+            f"{options.page}: no lines <!-- times --> and <!-- end of times --> to write the times between"
+        )
+    if os.listdir():
+        raise SystemExit(f"{Path.cwd()} is not empty; a page's first command begins in an empty folder")
+    page = options.page.resolve()
+    times = run(page, full=options.full)
+    if options.full:
+        page.write_text(TIMES.sub(lambda _: table(times), text), encoding="ascii")
+        print(table(times))
+
+
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    main()
