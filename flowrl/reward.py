@@ -56,6 +56,8 @@ class Card:
     """True where gradients reach the images: no inference mode, cache, PIL or network on the way."""
     needs_groups: bool = False
     """True where a score depends on the other samples of the prompt."""
+    by_people: bool = False
+    """True where people judge (`core.polls.OCCASION`): asked by the rollouts of training, and by nothing else."""
     overlap: bool = False
     """True where scoring leaves the sampling device alone (a server, a reader on the CPU): finished batches are then
     scored in a thread while the next ones are sampled, or read from files."""

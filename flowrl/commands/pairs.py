@@ -102,7 +102,7 @@ def _pairs(
     done = make(resolved, wanted, out)
     if os.environ.get("RANK", "0") == "0":
         print(f"{out}: {done}")
-        _read_back(out, done.pairs)
+        _read_back(out, done.pairs, resolved.model.config.frames)
     if not done.pairs or (count is not None and done.pairs < count):
         raise SystemExit(_short(done.pairs, count, margin))
 
@@ -123,12 +123,13 @@ def _launch(out: Path, processes: int) -> int:
         folder.unlock()
 
 
-def _read_back(out: Path, pairs: int) -> None:
-    """The set as a training would load it."""
+def _read_back(out: Path, pairs: int, frames: int) -> None:
+    """The set as a training would load it; `frames` of the model's videos, 1: images."""
     from flowrl.data.preferences import load_preferences
+    from flowrl.data.stored_videos import Frames
 
     if pairs:
-        load_preferences(str(out), "data.pairs.path")
+        load_preferences(str(out), "data.pairs.path", videos=Frames(frames) if frames > 1 else None)
 
 
 def _short(pairs: int, count: int | None, margin: float) -> int:

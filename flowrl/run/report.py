@@ -41,9 +41,10 @@ class Report:
         self.prompts, self.watched = session.parts.data.prompts, session.parts.scorers.watched
 
     def _heaviest(self) -> WeightedReward | None:
-        """The reward with the largest weight: a trained one, else one of `eval.rewards`; None without any."""
-        scorer = self.session.rewards or self.watched
-        return None if scorer is None else max(scorer.entries, key=lambda e: abs(e.weight))
+        """The evaluated reward with the largest weight: a trained one, else of `eval.rewards`; None without any."""
+        trained, watched = self.session.rewards, self.watched
+        entries = (trained and trained.evaluated) or (watched.entries if watched is not None else ())
+        return max(entries, key=lambda e: abs(e.weight), default=None)
 
     @property
     def metric(self) -> str | None:

@@ -110,6 +110,11 @@ class RewardPlan:
         return getattr(self.module, "CARD", None)
 
     @property
+    def by_people(self) -> bool:
+        """Whether people judge, so that only the rollouts of training ask for scores."""
+        return self.card is not None and self.card.by_people
+
+    @property
     def outputs(self) -> tuple[str, ...]:
         """Names of its values, with the prefix; none where only the built reward knows them."""
         bare = () if hasattr(self.module, "build") else (self.name,)
@@ -160,7 +165,7 @@ class RewardPlan:
         """The component, named and timed as the entry says.
 
         Raises:
-            RewardError: its outputs are not those that were declared.
+            RewardError: its outputs, or who judges, are not as declared; or people have a `timeout`.
         """
         reward = self._component()
         if not self.entry.overlap:
@@ -171,6 +176,16 @@ class RewardPlan:
             raise RewardError(
                 f"reward {self.name!r} has the outputs {list(reward.card.outputs)}, but declared {list(declared)}; "
                 "where options change them, define card_of(config) beside CARD, so that they are known beforehand"
+            )
+        if reward.card.by_people != self.by_people:
+            raise RewardError(
+                f"reward {self.name!r} has by_people={reward.card.by_people}, and its CARD says {self.by_people}; "
+                "define card_of(config) beside CARD, so that it is known beforehand"
+            )
+        if self.by_people and self.entry.timeout is not None:
+            raise RewardError(
+                f"reward {self.name!r}: timeout={self.entry.timeout:g} ends a call that hangs, and people take their "
+                "time; leave it out, and set its own time_limit"
             )
         if self.entry.timeout is not None:
             reward = dataclasses.replace(reward, score=TimeLimit(reward.score, self.entry.timeout))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import base64
 import hashlib
+import importlib.util
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -22,6 +24,7 @@ from PIL import Image
 from flowrl import shapes
 from flowrl.core import media
 from flowrl.gallery import build, builder, certainty, charts, images, results
+from flowrl.gallery.live import Served
 from flowrl.gallery.results import Metric
 from flowrl.gallery.runs import load_run
 from flowrl.statistics.intervals import clusters
@@ -331,21 +334,48 @@ def test_small_pictures_are_exact_and_large_ones_thumbnails_that_link_to_the_fil
     assert all((folder / "gallery" / link).is_file() for link in files)
 
 
-def test_clips_play_small_on_the_page_and_link_to_the_file(tmp_path):
-    frames = [Image.new("RGB", (256, 144), (10 * k, 255 - 10 * k, 5 * k)) for k in range(24)]
-    media.write_video(frames, tmp_path / "clip.webp", quality=90)
-    shown = images.embed(tmp_path / "clip.webp", images.PAIR_PX, tmp_path / "gallery")
+def test_a_video_is_one_small_image_of_its_frames_and_links_to_the_file(tmp_path):
+    ramp = torch.linspace(0, 1, 33).view(33, 1, 1, 1).expand(33, 3, 144, 256)
+    shown = images.embed(media.write(ramp, tmp_path / "clip", fps=24), images.PAIR_PX, tmp_path / "gallery")
     assert shown is not None
     assert (shown["width"], shown["height"], shown["pixelated"]) == (192, 108, False)
     assert shown["link"] == "../clip.webp"
+    reel = shown["reel"]
+    assert (reel.frames, reel.columns, reel.rows) == (images.VIDEO_FRAMES, 4, 6)
+    assert reel.frames * reel.frame_ms == pytest.approx(1000 * 33 / 24, abs=0.1), "as fast as the file"
     page: Any = Image.open(io.BytesIO(base64.b64decode(shown["src"].removeprefix("data:image/webp;base64,"))))
-    assert (page.n_frames, page.size) == (images.VIDEO_FRAMES, (192, 108))
-    page.seek(1)
-    page.load()
-    assert page.info["duration"] == pytest.approx(media.FRAME_MS * 24 / images.VIDEO_FRAMES)  # as fast as the file
-    whole = images.embed(media.write(torch.rand(4, 3, 16, 16), tmp_path / "small"), 384, tmp_path)
-    assert whole is not None
-    assert (whole["pixelated"], whole["link"]) == (True, None)
+    across, down = reel.cell(192), reel.cell(108)
+    assert page.size == (4 * across, 6 * down) == (4 * 208, 6 * 112)
+    chosen = np.linspace(0, 32, 24).round()
+    for number in range(24):
+        level = page.convert("RGB").getpixel((number % 4 * across + 96, number // 4 * down + 54))[0]
+        assert level == pytest.approx(255 * chosen[number] / 32, abs=6), "quality 60"
+
+
+def test_a_small_video_is_exact_and_a_frozen_one_is_a_video(tmp_path):
+    video = torch.rand(5, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+    video[2] = video[1]
+    shown = images.encoded(media.write(video, tmp_path / "small"), 384)
+    assert (shown.pixelated, shown.whole, shown.reel) == (True, True, images.Reel(5, 5, 62.5, True))
+    page = np.asarray(Image.open(io.BytesIO(shown.data)).convert("RGB"))
+    for number, frame in enumerate(video):
+        cut = page[:16, 26 * number : 26 * number + 24].transpose(2, 0, 1)
+        np.testing.assert_array_equal(cut, (frame * 255).round())
+    still = images.encoded(media.write(video[:1].repeat(9, 1, 1, 1), tmp_path / "frozen"), 384)
+    assert still.reel == images.Reel(9, 3, 62.5, True)
+    assert images.encoded(media.write(video, tmp_path / "sheet"), 384, cells=2).reel is None, "trees show one frame"
+
+
+def test_a_served_page_shows_a_video_as_a_page_on_disk_does(tmp_path):
+    forms = ["webp", *(["mp4"] if importlib.util.find_spec("av") else [])]
+    for (name, size, frames), form in itertools.product((("small", (20, 30), 7), ("large", (144, 256), 33)), forms):
+        file = media.write(torch.rand(frames, 3, *size), tmp_path / name, fps=24, form=form)
+        served, embedded = Served([tmp_path]).picture(file, 384), images.embed(file, 384, tmp_path)
+        assert served is not None
+        assert embedded is not None
+        for key in ("width", "height", "pixelated", "reel"):
+            assert served[key] == embedded[key]
+        assert "px=384" in served["src"], "the server makes the same image"
 
 
 def test_the_film_runs_from_base_to_tuned(page):
