@@ -40,6 +40,8 @@ class Card:
     high: float = math.inf
     """Range of the raw values; a finite value outside it stops the run."""
     higher_is_better: bool = True
+    less_is_better: tuple[str, ...] = ()
+    """Outputs of which less is better where `higher_is_better` says more of the others."""
     transform: tuple[float, float] = (1.0, 0.0)
     """(scale, offset) of the training value where the entry of the configuration sets none."""
     modality: str = "image"
@@ -56,6 +58,8 @@ class Card:
     """True where gradients reach the images: no inference mode, cache, PIL or network on the way."""
     needs_groups: bool = False
     """True where a score depends on the other samples of the prompt."""
+    by_people: bool = False
+    """True where people judge (`core.polls.OCCASION`): asked by the rollouts of training, and by nothing else."""
     overlap: bool = False
     """True where scoring leaves the sampling device alone (a server, a reader on the CPU): finished batches are then
     scored in a thread while the next ones are sampled, or read from files."""
@@ -66,6 +70,22 @@ class Card:
     """"tested" (a CPU test scores with it), "verified" (real weights, with numbers), "experimental"."""
     licence: str = "unknown"
     source: str = ""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.less_is_better) - set(self.outputs))
+        if unknown:
+            raise ValueError(
+                f"less_is_better names {unknown[0]!r}, which is not among the outputs {list(self.outputs)}"
+            )
+
+    def prefers_more(self, output: str) -> bool:
+        """Whether more of an output is better."""
+        return self.higher_is_better and output not in self.less_is_better
+
+    @property
+    def lower(self) -> tuple[str, ...]:
+        """Outputs of which less is better."""
+        return tuple(name for name in self.outputs if not self.prefers_more(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +107,10 @@ class Reward:
             result = self.score(images, prompts, metadata)
             return {f"{prefix}_{k}": v for k, v in result.items()} if isinstance(result, Mapping) else result
 
-        card = replace(self.card, outputs=tuple(f"{prefix}_{name}" for name in self.card.outputs))
+        outputs, lower = (
+            tuple(f"{prefix}_{name}" for name in names) for names in (self.card.outputs, self.card.less_is_better)
+        )
+        card = replace(self.card, outputs=outputs, less_is_better=lower)
         return Reward(renamed, card, self.answers, self.compare)
 
 

@@ -1,4 +1,4 @@
-"""Diversity: what an image adds to the other images of its prompt, as the gain of a determinantal point process.
+"""Diversity: what an image or video adds to the others of its prompt, as the gain of a determinantal point process.
 
 With unit embeddings E of a prompt's G images and L = E E^T + I,
 
@@ -10,6 +10,11 @@ the least where all are equal, the most for an image unlike all others. Use it b
 An image is compared with those of the same prompt and metadata in this call, that is on this process: where
 prompts are fewer than processes, a prompt's group is split and each part is judged by itself. One sample per
 prompt, as evaluations draw by default, always has ln 2.
+
+Videos are compared instant by instant: with F frames, the similarity of two videos is the mean over f of the
+similarity of their frames f, so the same frames in another order, or another motion from the same first frame, is
+another video. Of videos with different numbers of frames, and of images beside them, as many frames as the shortest
+has are compared, evenly spread from the first to the last.
 
 Source: arXiv 2511.20647 rewards prompts by this gain; here it is that of one image against its group's others.
 """
@@ -39,7 +44,7 @@ CARD = Card(
     low=0.0,
     high=math.log(2),
     modality="any",
-    resolution="8 x 8 mean colours; a network's own with `backbone`",
+    resolution="8 x 8 mean colours of each frame; a network's own with `backbone`",
     needs_groups=True,
     level=LEVEL,
     licence="Apache-2.0 (this project); a network's own",
@@ -92,6 +97,15 @@ def colour_waves(bandwidth: float) -> Embed:
     return embed
 
 
+def instants(frames: int, count: int) -> list[int]:
+    """Numbers of `count` frames of `frames`, evenly spread from the first to the last; one alone is the first.
+
+    >>> instants(9, 9) == list(range(9)), instants(9, 5), instants(9, 4), instants(9, 1)
+    (True, [0, 2, 4, 6, 8], [0, 3, 5, 8], [0])
+    """
+    return [round(place * (frames - 1) / max(count - 1, 1)) for place in range(count)]
+
+
 def groups_of(prompts: Sequence[str], metadata: Sequence[dict]) -> list[list[int]]:
     """Places of equal prompts with equal metadata, in the order of their first.
 
@@ -111,12 +125,14 @@ def build(config: Config) -> Reward:
         embed = network(config.backbone, config.device, reward="diversity", instead="'fixed', or ")
 
     def embeddings(images: Images) -> Tensor:
-        """[B, D]; that of a video is the mean over its frames. NaN where a pixel is not finite."""
-        videos = [list(image) if image.ndim == 4 else [image] for image in images]
-        frames = [frame for video in videos for frame in video]
+        """[B, D]; that of a video has those of its frames side by side. NaN where a pixel is not finite."""
+        videos = [image if image.ndim == 4 else image[None] for image in images]
+        count = min(map(len, videos))
+        frames = [frame for video in videos for frame in video[instants(len(video), count)]]
         unit = F.normalize(embed([frame.detach().nan_to_num(0.0, 0.0, 0.0) for frame in frames]), dim=1)
         unit[[not bool(frame.isfinite().all()) for frame in frames]] = math.nan
-        return torch.stack([part.mean(dim=0) for part in unit.split([len(video) for video in videos])])
+        # Unit frames side by side: the cosine similarity of two videos is the mean of their frames' similarities.
+        return unit.reshape(len(videos), -1)
 
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
         features, groups = embeddings(images), groups_of(prompts, metadata)

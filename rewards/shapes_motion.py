@@ -38,6 +38,7 @@ CARD = Card(
     outputs=("shapes_motion_strict", "shapes_motion_partial", "shapes_motion_flicker"),
     low=0.0,
     high=1.0,
+    less_is_better=("shapes_motion_flicker",),
     modality="video",
     resolution="every frame, averaged to 32 x 32 cells, what is finer counts as energy; every pixel for flicker",
     level=LEVEL,

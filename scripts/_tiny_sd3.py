@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from _tiny_text import CLIP_LENGTH, clip_config, clip_tokenizer, t5_tokenizer
+from _tiny_text import CLIP_LENGTH, clip_config, clip_tokenizer, t5_sizes, t5_tokenizer
 from _tiny_training import Model, Settings, caption_rows, draw
 from torch import Tensor
 
@@ -26,18 +26,7 @@ def _clip(tokenizer):
 def _t5(tokenizer):
     from transformers import T5Config, T5EncoderModel
 
-    config = T5Config(
-        vocab_size=len(tokenizer),
-        d_model=128,
-        d_kv=32,
-        d_ff=192,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return T5EncoderModel(config)
+    return T5EncoderModel(T5Config(**t5_sizes(tokenizer)))
 
 
 def tiny_vae():

@@ -36,6 +36,13 @@ def t5_tokenizer(known: list[str] | None = None):
     return tokenizer
 
 
+def t5_sizes(tokenizer) -> dict[str, int | float]:
+    """Options of the T5Config of tiny-sd3 and of the UMT5Config of tiny-wan: one size of text encoder."""
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos")}
+    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 192, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    return {"vocab_size": len(tokenizer), **sizes, **ids}
+
+
 def clip_tokenizer():
     """Every word of the world is one token; other words fall back to their characters."""
     from transformers import CLIPTokenizer

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from _tiny_text import t5_tokenizer
+from _tiny_text import t5_sizes, t5_tokenizer
 from _tiny_training import PROMPT_DROPOUT, Model
 from torch import Tensor, nn
 
@@ -160,18 +160,7 @@ def start_as_images(vae: nn.Module) -> None:
 def _text_encoder(tokenizer):
     from transformers import UMT5Config, UMT5EncoderModel
 
-    config = UMT5Config(
-        vocab_size=len(tokenizer),
-        d_model=128,
-        d_kv=32,
-        d_ff=192,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return UMT5EncoderModel(config)
+    return UMT5EncoderModel(UMT5Config(**t5_sizes(tokenizer)))
 
 
 def _transformer(tokens: int):

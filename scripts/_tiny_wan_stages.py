@@ -246,6 +246,7 @@ def record(folder: Path, settings: Settings | None = None, count: int = 505) -> 
         print(f"{name}: {_row(strict[name])}", flush=True)
     facts = {
         "settings": kept,
+        "captions": count,
         "vae_strict": vae_strict(pipe.vae, kept["seed"], count),
         "strict": strict,
         "fingerprint": {**FINGERPRINT, "blocks": fingerprint(pipe)},

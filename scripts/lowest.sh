@@ -23,7 +23,7 @@ PY
 if [ ! -f "$folder/versions" ] || ! diff -q <(lowest) "$folder/versions" >/dev/null; then
     "$python" -m venv --clear "$folder"
     "$folder/bin/python" -m pip install --quiet --upgrade pip
-    "$folder/bin/python" -m pip install --quiet --constraint <(lowest) --editable '.[data,ocr,serve,vlm]' \
+    "$folder/bin/python" -m pip install --quiet --constraint <(lowest) --editable '.[data,ocr,serve,video,vlm]' \
         "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6" "hatchling>=1.25"
     lowest > "$folder/versions"
 fi

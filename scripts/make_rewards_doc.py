@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from flowrl.commands.list import about, span
+from flowrl.commands.list import about, direction, span
 from flowrl.core import registry
 from flowrl.reward import Card
 
@@ -67,7 +67,7 @@ def line(*cells: str) -> str:
 
 
 def overview(name: str, what: str, card: Card) -> str:
-    better = f"{span(card)}, {'more' if card.higher_is_better else 'less'}"
+    better = f"{span(card)}, {direction(card)}"
     sees = SEES[card.modality] + (", whole groups" if card.needs_groups else "")
     outputs = ", ".join(f"`{output}`" for output in card.outputs)
     return line(f"`{name}`", what, outputs, better, sees, "yes" if card.differentiable else "", card.level)

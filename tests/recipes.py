@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from flowrl.config.extends import KEY
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
 from flowrl.planning import memory
@@ -19,7 +19,7 @@ PROVENANCE = yaml.safe_load((Path(__file__).parent / "config" / "provenance.yaml
 _ALL = sorted(
     f"{file.parent.name}/{file.stem}" for file in FOLDER.glob("*/*.yaml") if file.parent.name not in ("lab", "proxy")
 )
-CARDS = [name for name in _ALL if KEY in yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="ascii"))]
+CARDS = [name for name in _ALL if re.search(r"-\d+gb$", name)]
 """`<recipe>-<n>gb`: what extends a recipe for one card of n GB; its values are those of the recipe."""
 EVERY = [name for name in _ALL if name not in CARDS]
 PAIRED = [name for name in EVERY if "pairs:" in (FOLDER / f"{name}.yaml").read_text(encoding="ascii")]
@@ -62,6 +62,6 @@ def _skeleton(path: str) -> Any:
 def adapter(run: Resolved) -> Any:
     """The run's adapter on the meta device; recipes of one model share its pipeline."""
     first = _skeleton(run.model.config.path)
-    family = vars(run.model.module).get("FAMILY")  # the generic adapter has none
-    make = type(first) if family is None else family.adapter
-    return make(first.pipeline, run.model.config)
+    family = vars(run.model.module).get("FAMILY")
+    # The generic adapter has none; of its models there is one recipe each.
+    return first if family is None else family.adapter(first.pipeline, run.model.config)

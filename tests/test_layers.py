@@ -24,7 +24,10 @@ PURE = ("statistics", "diffusion", "losses", "credit")
 """Packages of mathematics."""
 SEE_PROCESSES = ("training", "evaluation", "planning", "run", "contracts", "commands", "cli")
 """Packages that know of ranks and of the number of processes."""
-FOR_REWARDS = ("flowrl.core", "flowrl.reward", "flowrl.rewards", "flowrl.shapes", "flowrl.moving_shapes")
+FOR_REWARDS = (
+    *("flowrl.core", "flowrl.reward", "flowrl.rewards", "flowrl.shapes", "flowrl.moving_shapes"),
+    "flowrl.statistics",  # arrays alone
+)
 
 
 def files(folder: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""`flowrl pairs --check`: a preference set as training would see it, with every image opened."""
+"""`flowrl pairs --check`: a preference set as training would see it, with every image or video opened."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class Look:
     """The first few of those."""
     sizes: set[tuple[int, int]] = field(default_factory=set)
     """(width, height) of the images, in pixels."""
+    frames: set[int] = field(default_factory=set)
+    """Numbers of frames of the images (1) and videos."""
 
 
 def look(source: str, words: Sequence[str]) -> bool:
@@ -43,13 +45,15 @@ def look(source: str, words: Sequence[str]) -> bool:
     from flowrl.core.console import set_up_logging
     from flowrl.core.strict import overridden, validate
     from flowrl.data.preferences import PreferenceOptions, load_preferences
+    from flowrl.data.stored_videos import Frames
 
     options = validate(PreferenceOptions, overridden({}, words), "")
     set_up_logging(None, main=True)
     # The whole set is read before the verdict, whatever its share of broken records.
-    pairs = load_preferences(source, "SOURCE", dataclasses.replace(options, max_broken=1.0), paired=False)
+    every = dataclasses.replace(options, max_broken=1.0)
+    pairs = load_preferences(source, "SOURCE", every, paired=False, videos=Frames(None))
     result = _opened(pairs)
-    print(f"{result.pairs} of {len(pairs)} records have readable images, of {_sizes(result.sizes)}")
+    print(f"{result.pairs} of {len(pairs)} records have readable {_kind(result.frames)}, of {_sizes(result.sizes)}")
     print(f"{sum(1 for _ in pairs.captions())} distinct prompts")
     for count, shown, what in (
         (result.broken, result.unreadable, "records with an image that cannot be read"),
@@ -75,13 +79,16 @@ def _verdict(who: str, good: int, left_out: int, usable: int, rows: int, allowed
 def _opened(pairs: PreferenceSet) -> Look:
     from flowrl.core.display import Progress
     from flowrl.data.preference_records import EXAMPLES, Unreadable
+    from flowrl.data.stored_videos import may_be_video
 
     result, bar = Look(), Progress(len(pairs), "opening", show=True)
     for index in range(len(pairs)):
         try:
             pair = pairs.read(index)
             for count, image in enumerate(_images(pair)):
-                result.sizes.add(image.open().size)
+                frames = image.frames(None) if may_be_video(image.source) else [image.open()]
+                result.sizes.add(frames[0].size)
+                result.frames.add(len(frames))
                 result.winners += count == 0
         except Unreadable as error:
             result.broken += 1
@@ -89,7 +96,7 @@ def _opened(pairs: PreferenceSet) -> Look:
         else:
             result.pairs += 1
             result.alone += pair.rejected is None
-            if pair.rejected is not None and _bytes(pair.chosen) == _bytes(pair.rejected):
+            if pair.rejected is not None and pair.chosen.content() == pair.rejected.content():
                 result.equal += 1
                 result.alike += [pair.key] if len(result.alike) < EXAMPLES else []
         bar.update(1)
@@ -103,10 +110,12 @@ def _images(pair: Preference) -> Iterator[StoredImage]:
         yield pair.rejected
 
 
-def _bytes(image: StoredImage) -> bytes:
-    """Bytes of its file."""
-    assert image.source is not None
-    return image.source if isinstance(image.source, bytes) else image.source.read_bytes()
+def _kind(frames: set[int]) -> str:
+    """What the records hold, in words, by the numbers of frames."""
+    if max(frames, default=1) == 1:
+        return "images"
+    few, many = min(frames), max(frames)
+    return f"videos of {few} frames" if few == many else f"videos of {few} to {many} frames"
 
 
 def _sizes(sizes: set[tuple[int, int]]) -> str:

@@ -65,9 +65,8 @@ def data_here(resolved: Resolved) -> Data:
         count = None
         lines.append("number of pairs: not known")
     elif data.pairs is not None:
-        given = Given(
-            replace(data.pairs, eval=None) if "pairs.eval" in remote else data.pairs, resolved.method, run.seed
-        )
+        here = replace(data.pairs, eval=None) if "pairs.eval" in remote else data.pairs
+        given = Given(here, resolved.method, run.seed, resolved.model.config.frames)
         count = len(given.records)
         texts |= {(text, ()) for text in given.captions()} if data.caches_text else set()
         lines += [f"{given.pairs.report}", f"{len(given.held_out_numbers)} held-out pairs"]

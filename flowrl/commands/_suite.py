@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,6 +95,7 @@ def evaluate(options: Options) -> None:
     from flowrl.evaluation.suites import base
     from flowrl.evaluation.suites.runner import Task, limited
     from flowrl.run.judged import require_model
+    from flowrl.scoring.build import require_modality
 
     suite = base.load_suite(options.suite)
     if options.judging.compat and suite.compat is None:
@@ -103,6 +104,8 @@ def evaluate(options: Options) -> None:
     if options.judging.results and len(options.judging.results) != len(options.models()):
         raise ConfigError("--results: give one file for MODEL, and with --base a second one, of the base")
     pair = pair_plan(options.judging.pair_name, options.judging.pair_settings, options.base)
+    if pair is not None and pair.card is not None:
+        require_modality(pair.name, pair.card, videos=suite.facts.videos)
     if not options.judging.results:
         for model in options.models().values():
             require_model(model)
@@ -114,7 +117,7 @@ def evaluate(options: Options) -> None:
         base_seed=options.making.seed,
         batch_size=options.making.batch_size,
     )
-    folders = _folders(options)
+    folders = _folders(options, videos=suite.facts.videos)
     if options.judging.results:
         _take_results(options, task, folders)
     else:
@@ -129,10 +132,10 @@ def evaluate(options: Options) -> None:
     _report(options, task, len(every), folders, pairs)
 
 
-def _folders(options: Options) -> dict[str, ResultsFolder]:
+def _folders(options: Options, *, videos: bool) -> dict[str, ResultsFolder]:
     from flowrl.evaluation.suites.folder import ResultsFolder
 
-    return {name: ResultsFolder(options.folder / name) for name in options.models()}
+    return {name: ResultsFolder(options.folder / name, videos) for name in options.models()}
 
 
 def _launch(options: Options) -> int:
@@ -179,11 +182,12 @@ def _make(options: Options, task: Task, every: Sequence[Item], folders: dict[str
                 )
             world.barrier()
             with phase("sampling", "; a smaller --batch-size takes less"):
-                fill(task, folder, ready[0], judges[0], world)
+                rate = _frame_rate(options.models()[name], ready[0].call)
+                fill(task, dataclasses.replace(folder, fps=rate), ready[0], judges[0], world)
         if world.main and options.judging.export is not None:
             for name, folder in folders.items():
                 out = options.judging.export if len(folders) == 1 else options.judging.export / name
-                print(f"{out}: {export(task, folder, out)} images for the official evaluator")
+                print(f"{out}: {export(task, folder, out)} {task.suite.facts.noun}s for the official evaluator")
         return world.main and judges[0] is not None
     finally:
         lock.unlock()
@@ -229,7 +233,7 @@ def _begin(
     from flowrl.run.launch import command_line
 
     loaded = _load(options, name)
-    drawing = _drawing(options, loaded, world)
+    drawing = _drawing(options, loaded, world, videos=folder.videos)
     made = {"suite": options.suite, "prompts": fingerprint(every), "base_seed": options.making.seed}
     made |= {
         key: value for key, value in loaded.origin(dict(drawing.call), options.making.guidance).items() if key != "run"
@@ -268,7 +272,15 @@ def _load(options: Options, name: str) -> Judged:
     return result
 
 
-def _drawing(options: Options, loaded: Judged, world: World) -> Drawing:
+def _frame_rate(model: str, call: Mapping[str, Any]) -> float:
+    """Frames a second of a model's videos: `model.fps` of a run, or what the pipeline's call is told; else 16."""
+    from flowrl.core import media
+    from flowrl.run.export import frame_rate
+
+    return float(frame_rate(Path(model)) or call.get("frame_rate") or call.get("fps") or media.FPS)
+
+
+def _drawing(options: Options, loaded: Judged, world: World, *, videos: bool) -> Drawing:
     """The pipeline on this process's device, with the arguments of its call."""
     from flowrl.commands._call import call_of
     from flowrl.evaluation.suites.drawing import Drawing
@@ -277,7 +289,7 @@ def _drawing(options: Options, loaded: Judged, world: World) -> Drawing:
     pipeline.to(world.device)
     pipeline.set_progress_bar_config(disable=True)
     call = call_of(pipeline, loaded.call, making.steps, making.guidance, making.settings)
-    drawing = Drawing(pipeline, call, making.seed)
+    drawing = Drawing(pipeline, call, making.seed, videos)
     drawing.require_text_to_image()
     return drawing
 
@@ -315,7 +327,7 @@ def _report(
     tables: dict[str, Table] = {name: aggregate(rows_of(task, folder), task.items) for name, folder in folders.items()}
     headers = {name: folder.header for name, folder in folders.items()}
     judges = headers["model"]["judged_by"].values()
-    lower = {output for judge in judges if not judge.get("higher_is_better", True) for output in judge["outputs"]}
+    lower = {output for judge in judges for output in _lower(judge)}
     changes = compare(tables["base"], tables["model"], lower) if "base" in tables else []
     note = _note(options, task, listed, headers["model"]) + _unlike(headers)
     named = {f"{name}: {options.models()[name]}": table for name, table in tables.items()}
@@ -348,6 +360,11 @@ def _require_scores(tables: dict[str, Table], rows: dict[str, list[Row]]) -> Non
         raise SystemExit(1)
 
 
+def _lower(judge: dict[str, Any]) -> list[str]:
+    """Outputs of a judge of which less is better; a judgement of an earlier version knows one direction."""
+    return judge.get("less_is_better", [] if judge.get("higher_is_better", True) else judge["outputs"])
+
+
 def _note(options: Options, task: Task, listed: int, header: dict[str, Any]) -> str:
     made, official = header["made_with"], task.suite.facts.num_prompts
     whole = f"the {official} official prompts" if listed == official else f"{listed} prompts (officially {official})"
@@ -355,7 +372,7 @@ def _note(options: Options, task: Task, listed: int, header: dict[str, Any]) -> 
     foreign = "" if own & set(header["judged_by"]) else ", which is not the suite's own: compare with nothing published"
     lora = "" if not options.loras else f", LoRA {', '.join(options.loras)}"
     return (
-        f"{len(task.items)} of {whole}, {task.samples} image{'s' if task.samples > 1 else ''} each; "
+        f"{len(task.items)} of {whole}, {task.samples} {task.suite.facts.noun}{'s' if task.samples > 1 else ''} each; "
         f"{made['pipeline']}, {made['steps']} steps, guidance {made['guidance']}, {made['dtype']}, seed "
         f"{options.making.seed}{lora}. Judge: {', '.join(header['judged_by']) or 'none'}{foreign}."
     )

@@ -158,6 +158,8 @@ def _probe(plan: RewardPlan, resolved: Resolved) -> str:
     from flowrl.scoring.one_call import score_once
     from flowrl.scoring.surroundings import Batch
 
+    if plan.by_people:
+        return "people judge, once the run asks them: flowrl vote RUN"
     result = run_prompts(resolved.run, resolved.training.own_prompts)
     prompts = (result.train or result.evaluated)[:2]  # given pairs bring no prompts
     texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]

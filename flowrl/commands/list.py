@@ -20,8 +20,8 @@ Name = Annotated[
     str | None,
     argument(
         "NAME",
-        "Component (a reward also by dotted path or .py file) whose options are shown, with defaults and meaning.",
-        "Default: a list of all.",
+        "Component whose options are shown, with defaults and meaning.",
+        "A reward also by dotted path or .py file. Default: a list of all.",
     ),
 ]
 Json = Annotated[bool, option("One JSON value on the output stream.", "For programs.", name="--json")]
@@ -112,13 +112,20 @@ def about(text: str | None) -> str:
     return (text or "").strip().splitlines()[0] if (text or "").strip() else ""
 
 
+def direction(card: Card) -> str:
+    """What is better: more or less, and of which outputs the other."""
+    if not card.higher_is_better or not card.less_is_better:
+        return "more" if card.higher_is_better else "less"
+    return f"more; less of {', '.join(card.less_is_better)}"
+
+
 def cells(card: Card) -> tuple[str, ...]:
     """Cells of a card, by COLUMNS."""
     return (
         card.level,
         ", ".join(card.outputs),
         span(card),
-        "more" if card.higher_is_better else "less",
+        direction(card),
         {"any": "images, videos by frames", "image": "images", "video": "videos", "edit": "source and result"}[
             card.modality
         ],

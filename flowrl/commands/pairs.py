@@ -21,8 +21,9 @@ Words = Annotated[
     list[str] | None,
     argument(
         "KEY=VALUE",
-        "Options that replace those of the configuration, such as rollout.num_inference_steps=20.",
-        "With --check: options of data.pairs.records, such as label=best or max_broken=0.02.",
+        "Options that replace those of the configuration.",
+        "Such as rollout.num_inference_steps=20. With --check: options of data.pairs.records, such as label=best "
+        "or max_broken=0.02.",
     ),
 ]
 Out = Annotated[Path | None, option("Folder for the pairs; required.", "The same command given again goes on there.")]
@@ -37,15 +38,16 @@ PerPrompt = Annotated[
 Margin = Annotated[
     float,
     option(
-        "Least difference in weighted reward between best and worst, from 0.",
-        "A prompt whose difference is not larger gives no pair.",
+        "Least difference in reward between best and worst.",
+        "Of weighted rewards, from 0. A prompt whose difference is not larger gives no pair.",
     ),
 ]
 Check = Annotated[
     bool,
     option(
-        "Test of a preference set: opens every image and reports what is broken.",
-        "Makes no pairs. Exit code 1 if no training would take the set.",
+        "Test of a preference set in place of making pairs.",
+        "It opens every image and reports what is broken. Makes no pairs. Exit code 1 if no training would take "
+        "the set.",
         name="--check",
     ),
 ]
@@ -102,7 +104,7 @@ def _pairs(
     done = make(resolved, wanted, out)
     if os.environ.get("RANK", "0") == "0":
         print(f"{out}: {done}")
-        _read_back(out, done.pairs)
+        _read_back(out, done.pairs, resolved.model.config.frames)
     if not done.pairs or (count is not None and done.pairs < count):
         raise SystemExit(_short(done.pairs, count, margin))
 
@@ -123,12 +125,13 @@ def _launch(out: Path, processes: int) -> int:
         folder.unlock()
 
 
-def _read_back(out: Path, pairs: int) -> None:
-    """The set as a training would load it."""
+def _read_back(out: Path, pairs: int, frames: int) -> None:
+    """The set as a training would load it; `frames` of the model's videos, 1: images."""
     from flowrl.data.preferences import load_preferences
+    from flowrl.data.stored_videos import Frames
 
     if pairs:
-        load_preferences(str(out), "data.pairs.path")
+        load_preferences(str(out), "data.pairs.path", videos=Frames(frames) if frames > 1 else None)
 
 
 def _short(pairs: int, count: int | None, margin: float) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from flowrl.commands._arguments import Base, Loras, Parts, Quiet, argument, option, showing
 
@@ -14,31 +16,42 @@ if TYPE_CHECKING:
     from flowrl.rollout.learned_noise import LearnedNoise
 
 
-Model = Annotated[
-    str, argument("MODEL", "Run folder, model folder, hub id, single .safetensors, or embedded asset (tiny-sd3).")
-]
+Model = Annotated[str, argument("MODEL", "Run or model folder, hub id, .safetensors, or embedded asset (tiny-sd3).")]
 Prompts = Annotated[
-    list[str], argument("PROMPT", "Prompts, or files of prompts (.txt, .jsonl, .json, .csv, .tsv, .parquet).")
+    list[str], argument("PROMPT", "Prompts, or files of prompts.", "Of .txt, .jsonl, .json, .csv, .tsv or .parquet.")
 ]
 Images = Annotated[
     list[Path] | None,
     option(
-        "Image that every prompt edits or begins with; may be given again for a model that takes several.",
-        "A .jsonl of prompts may name images of its own instead.",
+        "Image that every prompt edits or begins with.",
+        "May be given again for a model that takes several. A .jsonl of prompts may name images of its own instead.",
         name="--image",
     ),
 ]
-Out = Annotated[Path, option("Folder for the results; only an equal call overwrites a file in it.")]
+Out = Annotated[Path, option("Folder for the results.", "Only an equal call overwrites a file in it.")]
 Count = Annotated[int, option("Samples of each prompt.", least=1)]
-Seed = Annotated[int, option("Seed of the initial noise; sample k of a prompt takes seed + k.")]
+Seed = Annotated[int, option("Seed of the initial noise.", "Sample k of a prompt takes seed + k.")]
 Steps = Annotated[int | None, option("Denoising steps.", "Default: the run's; for a model its pipeline's.", least=1)]
 Guidance = Annotated[
     float | None,
     option("Guidance scale in the pipeline's own units.", "Default: the run's; for a model its pipeline's."),
 ]
+VideoFormat = Annotated[
+    Literal["webp", "mp4"],
+    option("Files of videos: animated WebP, or MP4 (H.264), which needs the extra video.", name="--format"),
+]
+Fps = Annotated[
+    float | None,
+    option(
+        "Frames a second of videos.",
+        "Default: model.fps of a run, the frame_rate or fps of the pipeline's call, else 16.",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
-    option("Argument of the pipeline's call, key=value, such as num_frames=33; may be given again.", name="--set"),
+    option(
+        "Argument of the pipeline's call, such as num_frames=33.", "As key=value; may be given again.", name="--set"
+    ),
 ]
 
 
@@ -55,14 +68,40 @@ def command(
     lora: Loras = None,
     base: Base = False,
     config: Parts = None,
+    form: VideoFormat = "webp",
+    fps: Fps = None,
     quiet: Quiet = False,
 ) -> None:
-    """Sample images or videos from a model or a run. They are PNG or animated WebP, by the pipeline's own call.
+    """Sample images or videos from a model or a run. They are PNG, animated WebP or MP4, by the pipeline's own call.
 
-    Each file holds its prompt, seed and settings.
+    Each file holds its prompt, seed and settings, those of a video in a .json next to it.
     """
+    from flowrl.core import mp4
+
+    if fps is not None:
+        mp4.require_rate(fps, "--fps")
+    if form == "mp4":
+        mp4.library("--format mp4")
+    video, images, loras = Video(form, fps), image or [], lora or []
     with showing(quiet):
-        _sample(model, prompts, image or [], out, count, seed, steps, guidance, options or [], lora or [], base, config)
+        _sample(model, prompts, images, out, count, seed, steps, guidance, options or [], loras, base, config, video)
+
+
+@dataclass(frozen=True)
+class Video:
+    """How videos are written."""
+
+    form: str
+    fps: float | None
+    """Frames a second; None: nobody said."""
+
+    def of(self, model: str, call: Mapping[str, Any]) -> Video:
+        """With the rate of a run folder, or of a pipeline's call, where the command does not say."""
+        from flowrl.core import media
+        from flowrl.run.export import frame_rate
+
+        rate = self.fps or frame_rate(Path(model)) or call.get("frame_rate") or call.get("fps") or media.FPS
+        return replace(self, fps=float(rate))
 
 
 def _sample(
@@ -78,6 +117,7 @@ def _sample(
     lora: list[str],
     base: bool,
     config: str | None,
+    video: Video,
 ) -> None:
     import torch
 
@@ -103,7 +143,7 @@ def _sample(
     pipeline.set_progress_bar_config(disable=True)
     made = loaded.origin(call, guidance)
     with phase("sampling", "; smaller images (--set height=512 --set width=512) and videos of fewer frames take less"):
-        _draw(pipeline, call, records, made, distributions, out, count, seed)
+        _draw(pipeline, call, records, made, distributions, out, count, seed, video.of(model, call))
 
 
 def _draw(
@@ -115,6 +155,7 @@ def _draw(
     out: Path,
     count: int,
     seed: int,
+    video: Video,
 ) -> None:
     """Write `count` samples of each prompt into the folder `out` and print their files; `made` is `_drawn.origin`'s."""
     import torch
@@ -122,6 +163,7 @@ def _draw(
     from flowrl.commands._drawn import provenance, stem
     from flowrl.core import media
     from flowrl.core.display import Progress
+    from flowrl.core.eight_bits import eight_bit
     from flowrl.core.errors import ConfigError
 
     bar = Progress(len(records) * count, "sampling", show=True)
@@ -138,7 +180,10 @@ def _draw(
             except ValueError as error:  # how pipelines refuse what they are called with
                 raise ConfigError(f"{type(pipeline).__name__}: {error}") from error
             note = provenance(made, record.text, record.images, seed + k)
-            file = media.write(drawn.float().cpu(), out / stem(i, k, note), note)
+            if drawn.ndim == 4:
+                note["fps"] = video.fps
+            levels = eight_bit(drawn).cpu()
+            file = media.write(levels, out / stem(i, k, note), note, fps=video.fps or media.FPS, form=video.form)
             bar.update(1)
             print(file)
     bar.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,37 +18,45 @@ if TYPE_CHECKING:
     from flowrl.scoring.scorer import Scorer
 
 LINES = "scores.jsonl"
-_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif"}
+_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4", ".m4v", ".mov", ".mkv", ".webm"}
+_WITH_RATE = {".webp", ".gif"}
+"""Suffixes of images that may be videos."""
 
 
 Images = Annotated[
-    Path | None, argument("IMAGES", "Folder of images or videos (.png, .jpg, .jpeg, .webp, .gif), or one file.")
+    Path | None,
+    argument(
+        "IMAGES",
+        "Folder of images or videos, or one file.",
+        "Of .png, .jpg, .jpeg, .webp or .gif; with the extra video .mp4, .m4v, .mov, .mkv or .webm.",
+    ),
 ]
 Rewards = Annotated[
     list[str] | None,
     option(
-        "Reward to score with: a name, a dotted path, or a .py file of yours; may be given again.",
-        "PREFIX=NAME puts PREFIX_ before the names of its outputs.",
+        "Reward to score with: a name, dotted path or .py file.",
+        "May be given again. PREFIX=NAME puts PREFIX_ before the names of its outputs.",
         name="--reward",
     ),
 ]
 Prompts = Annotated[
     str | None,
     option(
-        "Prompts of the files: a .txt with a line per file, in the order of file names, or records (.jsonl, .json, "
-        ".csv, .tsv, .parquet) with `prompt`, metadata and perhaps `image`, the name of the file.",
+        "Prompts of the files, as lines or records.",
+        "A .txt with a line per file, in the order of file names, or records (.jsonl, .json, .csv, .tsv, .parquet) "
+        "with `prompt`, metadata and perhaps `image`, the name of the file. "
         "Default: the prompts that `flowrl sample` wrote into its files.",
     ),
 ]
 Settings = Annotated[
     list[str] | None,
     option(
-        "Option of the reward, key=value; may be given again.",
-        "Of several rewards NAME.key=value or PREFIX.key=value.",
+        "Option of a reward, key=value.",
+        "May be given again. Of several rewards NAME.key=value or PREFIX.key=value.",
         name="--set",
     ),
 ]
-BatchSize = Annotated[int, option("Samples scored together; more of them need more memory.", least=1)]
+BatchSize = Annotated[int, option("Samples scored together.", "More of them need more memory.", least=1)]
 Out = Annotated[Path | None, option(f"Folder for the lines, as {LINES}.", "Default: they are printed.")]
 Check = Annotated[
     str | None,
@@ -147,6 +156,7 @@ def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> 
         samples = [(file, str(media.read_note(file).get("prompt", "")), {}) for file in files]
     else:
         samples = _matched(files, prompts)
+    samples = [_with_rate(*sample) for sample in samples]
     for plan in plans:
         for name in plan.card.requires if plan.card is not None else ():
             lacking = next((file for file, _, record in samples if name not in record), None)
@@ -156,6 +166,28 @@ def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> 
                     "it in the records of a .jsonl with --prompts"
                 )
     return samples
+
+
+def _with_rate(file: Path, prompt: str, record: dict) -> tuple[Path, str, dict]:
+    """A sample with the frame rate of its video in its record, for rewards that count in seconds; a given one stays.
+
+    Raises:
+        ConfigError: a video file that is empty or not one, without a frame rate, or that needs the extra `video`.
+    """
+    from flowrl.core import media
+    from flowrl.core.errors import ConfigError
+
+    if not media.is_video_file(file) and file.suffix.lower() not in _WITH_RATE:
+        return file, prompt, record
+    try:
+        fps = media.facts(file)[1]
+    except ConfigError:
+        raise
+    except media.UNREADABLE as error:
+        if media.is_video_file(file):
+            raise ConfigError(f"{file.name} cannot be read: {error}") from error
+        fps = None  # an image of many kinds of harm: it is reported when it is opened
+    return file, prompt, record if fps is None else {"fps": fps, **record}
 
 
 def _matched(files: Sequence[Path], prompts: str) -> list[tuple[Path, str, dict]]:
@@ -196,45 +228,79 @@ def _scored(scorer: Scorer, batches: Sequence[Sequence[tuple[Path, str, dict]]])
     from flowrl.scoring.overlap import Beside
 
     with Beside(scorer, torch.device("cuda" if torch.cuda.is_available() else "cpu")) as beside:
-        for samples in batches:
-            rows, images = _opened(scorer, samples)
-            kept = [samples[place] for place in rows]
-            texts, metadata = [text for _, text, _ in kept], [record for _, _, record in kept]
-            for (before, opened), scores in beside.add((samples, rows), images, texts, metadata):
-                yield from _records(scorer.outputs, before, opened, scores.raw)
+        for batch in batches:
+            for samples, rows, images in _opened(scorer, batch):
+                kept = [samples[place] for place in rows]
+                texts, metadata = [text for _, text, _ in kept], [record for _, _, record in kept]
+                for (before, opened), scores in beside.add((samples, rows), images, texts, metadata):
+                    yield from _records(scorer.outputs, before, opened, scores.raw)
         for (before, opened), scores in beside.rest():
             yield from _records(scorer.outputs, before, opened, scores.raw)
 
 
-def _opened(scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]) -> tuple[list[int], Any]:
-    """(positions of the samples that could be read, their images), in one tensor where they are of one size."""
-    import torch
+def _opened(
+    scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]
+) -> Iterator[tuple[Sequence[tuple[Path, str, dict]], list[int], Any]]:
+    """(samples, positions of those that could be read, their images) of a batch, in 8 bits where they are of one size.
 
+    Videos of several sizes are handed on size by size, unless a reward needs the whole batch: as floats, which images
+    of several sizes are, they would be four times as large.
+    """
     from flowrl.core.errors import ConfigError
     from flowrl.scoring.build import require_modality
 
-    rows: list[int] = []
-    images: list[torch.Tensor] = []
-    for place, (file, _, _) in enumerate(samples):
+    read: list[torch.Tensor | None] = []
+    for file, _, _ in samples:
         try:
-            images.append(_read(file))
+            read.append(_levels(file))
         except ConfigError as error:
             _warn(str(error))
-        else:
-            rows.append(place)
+            read.append(None)
+    kinds = {levels.ndim == 4 for levels in read if levels is not None}
     for entry in scorer.distinct:
-        for videos in {image.ndim == 4 for image in images}:
+        for videos in kinds:
             require_modality(entry.name, entry.reward.card, videos=videos)
-    return rows, torch.stack(images) if len({image.shape for image in images}) == 1 else images
+    whole = True not in kinds or any(entry.reward.card.needs_groups for entry in scorer.distinct)
+    ends = [] if whole else _changes([None if levels is None else levels.shape for levels in read])
+    for start, stop in itertools.pairwise([0, *ends, len(samples)]):
+        rows = [place for place in range(start, stop) if read[place] is not None]
+        images = [levels for levels in read[start:stop] if levels is not None]
+        yield samples[start:stop], [place - start for place in rows], _handed(images)
+        read[start:stop] = [None] * (stop - start)
 
 
-def _read(file: Path) -> torch.Tensor:
-    """The image or video of a file; ConfigError where there is none."""
+def _changes(shapes: Sequence[Any]) -> list[int]:
+    """Positions where another shape begins; None has none.
+
+    >>> _changes([None, 1, 1, None, 2, None, 1])
+    [4, 6]
+    """
+    result, now = list[int](), None
+    for place, shape in enumerate(shapes):
+        if shape is not None and shape != now:
+            result += [] if now is None else [place]
+            now = shape
+    return result
+
+
+def _handed(levels: Sequence[torch.Tensor]) -> Any:
+    """Images in 8 bits if they are of one size, else each in floats."""
+    import torch
+
+    from flowrl.core.eight_bits import EightBitImages, unit_floats
+
+    if len({image.shape for image in levels}) == 1:
+        return EightBitImages(torch.stack(list(levels)), torch.ones(len(levels), dtype=torch.bool))
+    return [unit_floats(image) for image in levels]
+
+
+def _levels(file: Path) -> torch.Tensor:
+    """The image or video of a file, uint8; ConfigError where there is none."""
     from flowrl.core import media
     from flowrl.core.errors import ConfigError
 
     try:
-        return media.read(file)
+        return media.read_levels(file)
     except media.UNREADABLE as error:
         raise ConfigError(f"{file.name} cannot be read: {error}") from error
 
@@ -261,6 +327,7 @@ def _records(
 def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts: str | None) -> bool:
     """Test the contract of a reward and print the findings; True if it holds."""
     from flowrl.contracts.rewards import COUNT, RewardTrial, trial_batch
+    from flowrl.core.eight_bits import unit_floats
     from flowrl.core.errors import ConfigError
     from flowrl.scoring.surroundings import Batch
 
@@ -275,7 +342,7 @@ def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts:
         if len(samples) < 2:
             raise ConfigError("--check compares samples with each other: give at least two images or videos")
         part = samples[:COUNT]
-        loaded: Any = [_read(file) for file, _, _ in part]
+        loaded: Any = [unit_floats(_levels(file)) for file, _, _ in part]
         if len({image.shape for image in loaded}) == 1:
             import torch
 

@@ -1,8 +1,9 @@
-"""`flowrl vote`: people choose between the base and the tuned image of a prompt."""
+"""`flowrl vote`: people choose between base and tuned of a finished run, or between samples of one that waits."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,10 +12,11 @@ from flowrl.commands._browser import Open, Port, show
 
 if TYPE_CHECKING:
     from flowrl.gallery.voting.ballot import Ballot
+    from flowrl.gallery.voting.server import VoteServer
 
-VOTES = "votes"
-"""Folder of the votes in that of the run."""
-RunArgument = Annotated[Path, argument("RUN", "Folder of a finished run, with images of base and tuned.")]
+RunArgument = Annotated[
+    Path, argument("RUN", "Folder of a finished run with images of base and tuned, or of one that waits for votes.")
+]
 Voter = Annotated[
     str | None,
     option("Name that the page begins with; another person types theirs.", "Default: the name of your account."),
@@ -22,46 +24,73 @@ Voter = Annotated[
 
 
 def command(run: RunArgument, voter: Voter = None, port: Port = None, open_page: Open = None) -> None:
-    """Let people choose between base and tuned, whose names they do not see.
+    """Let people compare base and tuned, or the samples of a run that waits.
 
     Keys: left or 1, right or 2, down for a tie, s skips, u takes back. The votes are in RUN/votes, as preference pairs
-    too. Ctrl-C ends, and prints the win rate.
+    too. Ctrl-C ends, and prints the numbers.
     """
-    from flowrl.core.votes import VoteBook
+    from flowrl.core.votes import FOLDER, VoteBook
     from flowrl.gallery.voting.ballot import Ballot, require_name
-    from flowrl.gallery.voting.pairs import load_pairs
+    from flowrl.gallery.voting.pairs import Finished, load_pairs
     from flowrl.gallery.voting.server import VoteServer
+    from flowrl.gallery.voting.waiting import Waiting, waits
 
-    name, pairs, books = require_name(voter or _account()), load_pairs(run), list[VoteBook]()
+    name, books = require_name(voter or _account()), list[VoteBook]()
+    training = waits(run)
+    paper = Waiting(run) if training else Finished(load_pairs(run))
+    tell = _print_training if training else _print
 
     def ballot(address: str) -> Ballot:
-        books.append(VoteBook(run / VOTES, address))
-        return Ballot(pairs, books[0])
+        books.append(VoteBook(run / FOLDER, address))
+        return Ballot(paper, books[0])
 
     def told(who: str) -> None:
         print(f"{who} has answered every pair. Ctrl-C ends; so far:", flush=True)
-        _print(server.ballot)
+        tell(server.ballot)
 
     with VoteServer(ballot, name, port, told) as server, books[0]:
-        print(f"{len(pairs)} pairs of {run} at {server.address} (Ctrl-C ends; the votes are kept)", flush=True)
-        show(server.address, open_page)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:  # the way to end it
-            print(flush=True)
-        _print(server.ballot)
-        print(f"votes and pairs: {run / VOTES} (train on them: data.pairs.path={run / VOTES}, docs/votes.md)")
+        what = f"the training of {run} asks" if training else f"{len(server.ballot.pairs)} pairs of {run}"
+        print(f"{what} at {server.address} (Ctrl-C ends; the votes are kept)", flush=True)
+        _serve(server, open_page)
+        tell(server.ballot)
+        print(f"votes and pairs: {run / FOLDER} (train on them: data.pairs.path={run / FOLDER}, docs/votes.md)")
+
+
+def _serve(server: VoteServer, open_page: bool | None) -> None:
+    show(server.address, open_page)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:  # the way to end it
+        print(flush=True)
+
+
+def _print_training(ballot: Ballot) -> None:
+    from flowrl.core import polls
+
+    given = [vote for vote in ballot.book.votes.values() if polls.place_of(Path(), vote.group) is not None]
+    names = ", ".join(f"{name} {count}" for name, count in Counter(vote.voter for vote in given).items())
+    print(f"votes of the training: {len(given)}{f' ({names})' if names else ''}", flush=True)
+    print(ballot.paper.progress(ballot.book.votes.values(), 0, 0)["progress"], flush=True)
+    _print_unreadable(ballot)
 
 
 def _print(ballot: Ballot) -> None:
+    from flowrl.core import polls
     from flowrl.gallery.voting.result import result
 
     votes = ballot.of_present_images()
     print("\n".join(result(votes).lines()), flush=True)
-    if others := len(ballot.book.votes) - len(votes):
+    trained = sum(polls.place_of(Path(), vote.group) is not None for vote in ballot.book.votes.values())
+    if trained:
+        print(f"{trained} votes of the training are kept, and not counted here", flush=True)
+    if others := len(ballot.book.votes) - len(votes) - trained:
         print(f"{others} votes on images of an earlier evaluation are kept, and not counted here", flush=True)
+    _print_unreadable(ballot)
+
+
+def _print_unreadable(ballot: Ballot) -> None:
     if ballot.unreadable:
-        files = ", ".join(f"{pair.base} or {pair.tuned}" for pair in list(ballot.unreadable)[:3])
+        files = ", ".join(f"{pair.first} or {pair.second}" for pair in list(ballot.unreadable)[:3])
         print(f"{len(ballot.unreadable)} pairs left out, an image cannot be read: {files}", file=sys.stderr)
 
 

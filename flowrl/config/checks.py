@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from flowrl.config.resolved import Resolved
 from flowrl.config.watched import check_guard
+from flowrl.core import mp4
 from flowrl.core.errors import ConfigError
 from flowrl.diffusion.plan import StepPlan
 from flowrl.models.base import ModelAdapter
 from flowrl.rollout.outputs import is_cfg
+from flowrl.scoring.build import require_modality
 from flowrl.scoring.entries import check_plans
 from flowrl.training.base import checking
 
@@ -20,6 +22,7 @@ def check(resolved: Resolved) -> None:
     """
     _check_source(resolved)
     _check_rewards(resolved)
+    _check_modality(resolved)
     check_guard(resolved)
     _check_credit(resolved)
     _check_optimizer(resolved)
@@ -50,11 +53,13 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
         Notes about a checkpoint distilled to few steps; none about others.
 
     Raises:
-        ConfigError: a KL divisor that does not fit the process, a guidance scale without an effect, one that a
-            distilled checkpoint does not take, or a branch of guidance without gradient where updates have none.
+        ConfigError: videos that cannot be saved as asked, a KL divisor that does not fit the process, a guidance scale
+            without an effect, one that a distilled checkpoint does not take, or a branch of guidance without gradient
+            where updates have none.
     """
     if adapter is None:
         return []
+    _check_videos(resolved, adapter)
     with checking(resolved.algorithm.name):
         resolved.algorithm.config.check_process(adapter.process)
     how, run, method = adapter.distilled, resolved.run, resolved.algorithm
@@ -81,6 +86,18 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
             "methods with log-probs (flow_grpo with rollout.sampler ddim or cps) do not"
         )
     return notes
+
+
+def _check_videos(resolved: Resolved, adapter: ModelAdapter) -> None:
+    """Refuse `eval.videos=mp4` where no such file can be written."""
+    if resolved.run.eval.videos == "webp" or adapter.num_frames == 1:
+        return
+    mp4.library(f"eval.videos={resolved.run.eval.videos}")
+    if adapter.height % 2 or adapter.width % 2:
+        raise ConfigError(
+            f"eval.videos=mp4: H.264 needs an even height and width, and the model makes {adapter.height} x "
+            f"{adapter.width}; use webp"
+        )
 
 
 def _check_gradient(resolved: Resolved, adapter: ModelAdapter) -> None:
@@ -148,7 +165,7 @@ def _check_source(resolved: Resolved) -> None:
 
 
 def _check_rewards(resolved: Resolved) -> None:
-    """Refuse an entry that repeats another; several entries may share a component."""
+    """Refuse an entry that repeats another, and people where none are asked; several entries may share a component."""
     plans = [(f"rewards.{i}", plan) for i, plan in enumerate(resolved.rewards)]
     plans += [(f"eval.rewards.{i}", plan) for i, plan in enumerate(resolved.eval_rewards)]
     for place, (key, plan) in enumerate(plans):
@@ -157,6 +174,49 @@ def _check_rewards(resolved: Resolved) -> None:
                 why = "training rewards are evaluated anyway" if key.startswith("eval") else "raise its weight instead"
                 raise ConfigError(f"{key} repeats {earlier} ({plan.name}): name each value once; {why}")
     check_plans(plans)
+    _check_people(resolved)
+
+
+def _check_people(resolved: Resolved) -> None:
+    """Refuse what cannot be had of a reward that people judge."""
+    for place, plan in enumerate(resolved.eval_rewards):
+        if plan.by_people:
+            raise ConfigError(
+                f"eval.rewards.{place}: {plan.name} asks people about every sample, and evaluations do not wait for "
+                "them: leave it out; when the run has finished, `flowrl vote RUN` lets people compare base and tuned"
+            )
+    people = next((plan for plan in resolved.rewards if plan.by_people), None)
+    if people is None:
+        return
+    run, judged = resolved.run, len(resolved.eval_rewards) + sum(not plan.by_people for plan in resolved.rewards)
+    if run.rollout.exploration is not None:
+        raise ConfigError(
+            f"rollout.exploration looks at more candidates than are trained on, and {people.name} would ask people "
+            "about all of them; leave one of the two out"
+        )
+    if resolved.group_size < 2:
+        raise ConfigError(
+            f"rollout.group_size={resolved.group_size}: {people.name} compares the samples of a prompt; set it to 2 or "
+            "more"
+        )
+    if run.eval.best_guidance and not judged:
+        raise ConfigError(
+            f"eval.best_guidance: evaluations do not ask people ({people.name}), so there is no reward to compare by; "
+            "give eval.rewards, or leave it out"
+        )
+
+
+def _check_modality(resolved: Resolved) -> None:
+    """Refuse rewards for the other kind of samples by their cards, before a model's or a reward's weights are loaded.
+
+    Those without a card are tried on what the model makes, and so are all where a generic pipeline decides its frames.
+    """
+    frames = resolved.model.config.frames
+    if frames == 1 and resolved.model.name == "generic":
+        return
+    for plan in (*resolved.rewards, *resolved.eval_rewards):
+        if plan.card is not None:
+            require_modality(plan.name, plan.card, videos=frames > 1)
 
 
 def _check_credit(resolved: Resolved) -> None:

@@ -43,6 +43,9 @@ class EvalConfig:
     """Rewards that are evaluated and not trained on; those of training are always evaluated."""
     save_images: int | None = 64
     """Number of prompts whose images are saved; null: all, and the report can show the worst regressions."""
+    videos: Literal["webp", "mp4"] = "webp"
+    """Files of saved videos. `webp` needs nothing, and below 128 px nothing is lost. `mp4` needs the extra `video`:
+    large videos are far smaller and sooner written, and all lose detail of colour."""
     preview_prompts: Annotated[list[str] | str, PROMPTS] = field(default_factory=list)
     """Prompts of your own, a list or a file as for `data.prompts`, at most 64: drawn at every evaluation on fixed noise
     for the filmstrip of the report, never scored. Empty: none."""

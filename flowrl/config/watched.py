@@ -102,5 +102,8 @@ def check_guard(resolved: Resolved) -> None:
         )
     if run.data.prompts is None and run.data.eval_prompts is None:
         raise ConfigError(f"{key}: no prompts are evaluated; give data.eval_prompts, or set guard.mode=off")
-    parts = [[Scored.of(plan) for plan in plans] for plans in (resolved.rewards, resolved.eval_rewards)]
+    # What people judge is not evaluated.
+    parts = [
+        [Scored.of(plan) for plan in plans if not plan.by_people] for plans in (resolved.rewards, resolved.eval_rewards)
+    ]
     require_watched(guard, *parts)

@@ -1,63 +1,82 @@
-"""Images and videos as files: an image is a PNG, a video an animated WebP, which every browser plays."""
+"""Images and videos as files: an image is a PNG, a video an animated WebP or an MP4 (mp4.py, the extra `video`).
+
+A video's file has its frame rate, and a WebP of `encode_video` its number of frames too: WebP joins equal neighbouring
+frames, and a video that does not move at all would be read as an image.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from flowrl.core import mp4
+from flowrl.core.errors import ConfigError
 from flowrl.core.files import is_mapping, writing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-SUFFIXES = (".png", ".webp")
+SUFFIXES = (".png", ".webp", ".mp4")
 """Suffixes of the files that `write` makes."""
+VIDEO_FORMATS = ("webp", "mp4")
+"""Kinds of video files that `write` makes; the first needs no extra."""
 SMALL_PX = 128
 """Longest side, in pixels, from which on videos are saved with loss, and embedded images too."""
-FRAME_MS = 62
-"""Time of a frame in the player, in ms: 16 a second, Wan's rate."""
+FPS = 16.0
+"""Frames a second of a video whose rate nobody says: Wan's."""
+_FRAME_MS = 62
+"""Time of a frame, in ms, in files that earlier versions of flowrl wrote, without their rate and number of frames."""
 _QUALITY = 90
 _NOTE = "flowrl"
 """Key of the note in a PNG's text."""
 
 
-def write(sample: Tensor, stem: Path, note: Mapping[str, Any] | None = None) -> Path:
-    """Save a sample as `<stem>.png` or `<stem>.webp`, and return the file.
+def write(
+    sample: Tensor,
+    stem: Path,
+    note: Mapping[str, Any] | None = None,
+    *,
+    fps: float = FPS,
+    form: str = VIDEO_FORMATS[0],
+) -> Path:
+    """Save a sample as `<stem>.png`, `<stem>.webp` or `<stem>.mp4`, and return the file.
 
-    Scoring the file repeats the logged score for images and small videos. Videos of `SMALL_PX` and more are saved with
-    loss, a tenth as large.
+    Scoring the file repeats the logged score for images and small videos in WebP. Videos of `SMALL_PX` and more are
+    saved with loss, a tenth as large; MP4 always is.
 
     Args:
         sample: image [3, H, W] or video [F, 3, H, W] in [0, 1], rounded by `eight_bit`; or in 8 bits already.
         stem: path without suffix.
-        note: plain data about the sample, for the PNG's text or for `<stem>.json` next to a WebP.
+        note: plain data about the sample, for the PNG's text or for `<stem>.json` next to a video.
+        fps: frames a second of a video.
+        form: of a video, one of `VIDEO_FORMATS`.
 
     Raises:
         WriteError: the disk is full or not writable.
+        ConfigError: an MP4 without the extra `video`, or of an odd height or width; a frame rate of 0.
     """
     from PIL import Image as Pillow
     from PIL.PngImagePlugin import PngInfo
 
     from flowrl.core.eight_bits import eight_bit
 
-    frames = sample if sample.ndim == 4 else sample[None]
-    pixels = eight_bit(frames).permute(0, 2, 3, 1).numpy()
-    images = [Pillow.fromarray(frame) for frame in pixels]
-    file = stem.with_name(f"{stem.name}.{'png' if len(images) == 1 else 'webp'}")
+    frames = eight_bit(sample if sample.ndim == 4 else sample[None])
+    file = stem.with_name(f"{stem.name}.{'png' if len(frames) == 1 else form}")
     with writing(file):
         stem.parent.mkdir(parents=True, exist_ok=True)
-        if len(images) == 1:
+        if len(frames) == 1:
             info = PngInfo()
             if note is not None:
                 info.add_text(_NOTE, json.dumps(note))
-            images[0].save(file, pnginfo=info)
+            Pillow.fromarray(frames[0].permute(1, 2, 0).numpy()).save(file, pnginfo=info)
         else:
-            write_video(images, file, quality=_QUALITY)
+            encode_video(file, frames, fps)
             if note is not None:
                 _note_file(file).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
     return file
@@ -84,10 +103,125 @@ def _note_file(video: Path) -> Path:
     return video.with_suffix(".json")
 
 
-def write_video(images: Sequence[Image], file: Path | IO[bytes], *, quality: int, frame_ms: int = FRAME_MS) -> None:
-    """Write frames of one size as an animated WebP, without loss if they are small."""
-    settings = {"lossless": True} if max(images[0].size) < SMALL_PX else {"quality": quality}
-    images[0].save(file, "WEBP", save_all=True, append_images=images[1:], duration=frame_ms, loop=0, **settings)
+def encode_video(path: Path, frames: Tensor, fps: float) -> None:
+    """Write a video as the suffix of `path` says: `.webp`, without loss where it is small, or `.mp4`.
+
+    Args:
+        path: of the file.
+        frames: [F, 3, H, W] uint8.
+        fps: frames a second; of a WebP a frame's time is a whole number of ms, and the exact rate is kept as a mark.
+
+    Raises:
+        ConfigError: another suffix, a frame rate of 0, an MP4 without the extra `video` or of an odd height or width.
+        OSError: the file cannot be written.
+    """
+    from PIL import Image as Pillow
+
+    rate, suffix = mp4.require_rate(fps, "fps"), path.suffix.lower()
+    if suffix == ".mp4":
+        mp4.write(path, frames, rate)
+    elif suffix == ".webp":
+        images = [Pillow.fromarray(frame) for frame in frames.permute(0, 2, 3, 1).contiguous().numpy()]
+        settings = {"lossless": True} if max(images[0].size) < SMALL_PX else {"quality": _QUALITY}
+        settings |= {"save_all": True, "append_images": images[1:], "loop": 0, "xmp": _mark(len(images), rate)}
+        images[0].save(path, "WEBP", duration=_frame_ms(rate), **settings)
+    else:
+        raise ConfigError(f"{path.name}: a video is written as .webp or .mp4")
+
+
+def decode_video(path: Path) -> tuple[Tensor, float]:
+    """(frames [F, 3, H, W] uint8, frames a second) of a video file: MP4 and its kin, animated WebP, GIF.
+
+    Raises:
+        UNREADABLE: as `opened`; an image; an empty or broken file; a frame rate of 0.
+        ConfigError (a ValueError): a file that needs the extra `video`, which is not installed.
+    """
+    import numpy as np
+    import torch
+
+    if is_video_file(path):
+        return mp4.read(path)
+    frames, rate = _frames(path)
+    if rate is None:
+        raise ValueError("it is an image, not a video")
+    return torch.stack([torch.as_tensor(np.array(frame)).permute(2, 0, 1) for frame in frames]), rate
+
+
+def is_video_file(path: Path) -> bool:
+    """Whether a file is of the kinds that need the extra `video`, by its suffix."""
+    return path.suffix.lower() in mp4.SUFFIXES
+
+
+def facts(path: Path) -> tuple[int, float | None]:
+    """(number of frames, frames a second; None: an image) of a file, without its pixels.
+
+    Raises:
+        UNREADABLE: as `opened`; no video in it; a frame rate of 0.
+        ConfigError (a ValueError): a file that needs the extra `video`, which is not installed.
+    """
+    if is_video_file(path):
+        return mp4.facts(path)[:2]
+    with opened(path) as image:
+        marked = _marked(image)
+        if marked is not None or getattr(image, "n_frames", 1) == 1:
+            return marked or (1, None)
+    frames, rate = _frames(path)  # of another program: its times are beside its frames
+    return len(frames), rate
+
+
+def size(path: Path) -> tuple[int, int]:
+    """(width, height) of a file, without its pixels; raises as `facts` does."""
+    if is_video_file(path):
+        return mp4.facts(path)[2]
+    with opened(path) as image:
+        return image.size
+
+
+def _frame_ms(fps: float) -> int:
+    return max(1, int(1000 / fps))
+
+
+def _mark(frames: int, fps: float) -> bytes:
+    """Number of frames and frame rate as XMP, which a WebP may hold."""
+    return (
+        f'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#">'
+        f'<rdf:Description xmlns:flowrl="flowrl:video" flowrl:frames="{frames}" flowrl:fps="{fps!r}"/>'
+        "</rdf:RDF></x:xmpmeta>"
+    ).encode()
+
+
+def _marked(image: Image) -> tuple[int, float] | None:
+    """What `_mark` wrote into a file; None: nothing."""
+    found = re.search(rb'flowrl:frames="(\d+)" flowrl:fps="([0-9.e+-]+)"', image.info.get("xmp") or b"")
+    return None if found is None else (int(found[1]), float(found[2]))
+
+
+def _frames(file: Path) -> tuple[list[Image], float | None]:
+    """(RGB frames, frames a second; None: one frame that is an image) of a file that Pillow reads.
+
+    Joined frames are split again where the file says how many there were, or was written by an earlier flowrl.
+    """
+    frames: list[Image] = []
+    times: list[int] = []
+    with opened(file) as image:
+        marked = _marked(image)
+        for number in range(getattr(image, "n_frames", 1)):
+            image.seek(number)
+            frames.append(plain(image))
+            times.append(image.info.get("duration") or 0)
+    if marked is not None:
+        count, rate = marked
+        copies = [round(time / _frame_ms(rate)) for time in times] if len(frames) > 1 else [count]
+        frames = [frame for frame, number in zip(frames, copies, strict=True) for _ in range(number)]
+        if len(frames) != count:
+            raise ValueError(f"it says that it has {count} frames, and it has {len(frames)}; write it again")
+        return frames, rate
+    if len(frames) == 1:
+        return frames, None
+    if any(not time or time % _FRAME_MS for time in times):
+        # Browsers show a frame without a time for 0.1 s.
+        return frames, len(frames) / sum((time or 100) / 1000 for time in times)
+    return [frame for frame, time in zip(frames, times, strict=True) for _ in range(round(time / _FRAME_MS))], FPS
 
 
 def contact_sheet(samples: Tensor, columns: int, limit_px: int) -> tuple[Tensor, tuple[int, int]]:
@@ -121,32 +255,31 @@ def find(stem: Path) -> Path | None:
 
 
 def read_frames(file: Path) -> list[Image]:
-    """RGB frames (`plain`) of a file, one of an image.
+    """RGB frames (`plain`) of a file, one of an image; raises as `decode_video` does, but for images."""
+    from PIL import Image as Pillow
 
-    WebP joins equal neighbouring frames; those of `write` are split again, except where all frames are equal.
+    if is_video_file(file):
+        return [Pillow.fromarray(frame) for frame in mp4.read(file)[0].permute(0, 2, 3, 1).contiguous().numpy()]
+    return _frames(file)[0]
 
-    Raises:
-        UNREADABLE (`opened`): not an image, or too many pixels.
-        ValueError: grey of an unknown range.
-    """
-    frames: list[Image] = []
-    times: list[int] = []
-    with opened(file) as image:
-        for number in range(getattr(image, "n_frames", 1)):
-            image.seek(number)
-            frames.append(plain(image))
-            times.append(image.info.get("duration") or 0)
-    if any(not time or time % FRAME_MS for time in times):
-        return frames
-    return [frame for frame, time in zip(frames, times, strict=True) for _ in range(round(time / FRAME_MS))]
+
+def read_levels(file: Path) -> Tensor:
+    """The image [3, H, W] or video [F, 3, H, W] of a file, uint8; raises as `decode_video` does, but for images."""
+    import numpy as np
+    import torch
+
+    if is_video_file(file):
+        return mp4.read(file)[0]
+    frames, rate = _frames(file)
+    levels = [torch.as_tensor(np.array(frame)).permute(2, 0, 1).contiguous() for frame in frames]
+    return levels[0] if rate is None else torch.stack(levels)
 
 
 def read(file: Path) -> Tensor:
-    """The image [3, H, W] or video [F, 3, H, W] of a file, float32 in [0, 1]; raises as `read_frames` does."""
-    import torch
+    """`read_levels` as float32 in [0, 1]."""
+    from flowrl.core.eight_bits import unit_floats
 
-    frames = [pixels(frame) for frame in read_frames(file)]
-    return frames[0] if len(frames) == 1 else torch.stack(frames)
+    return unit_floats(read_levels(file))
 
 
 def pixels(image: Image) -> Tensor:

@@ -2,6 +2,7 @@
 
     votes.jsonl    one line an event, a vote or the undoing of one
     pairs.jsonl    the decided votes as preference data (docs/preferences.md), made from the log
+    images/        the images, named by their contents
 
 One process writes a folder: it holds the lock of `VoteBook`. A last line that a kill cut off is dropped.
 """
@@ -9,6 +10,7 @@ One process writes a folder: it holds the lock of `VoteBook`. A last line that a
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import time
@@ -20,7 +22,11 @@ from typing import Any
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import fsync, is_mapping, write_atomically, writing
 
+FOLDER = "votes"
+"""Folder of the votes in that of a run."""
 LOG, PAIRS, LOCK = "votes.jsonl", "pairs.jsonl", ".lock"
+IMAGES = "images"
+"""Folder of the images that were voted on, named by their contents."""
 CHOICES = ("first", "second", "tie", "skip")
 
 
@@ -49,6 +55,29 @@ class Vote:
         chosen, rejected = (self.first, self.second) if self.choice == "first" else (self.second, self.first)
         record = {"prompt": self.prompt, "chosen": chosen, "rejected": rejected}
         return record | {"voter": self.voter, "group": self.group}
+
+
+def image_name(data: bytes, suffix: str) -> str:
+    """Name of an image in a folder of votes, by its contents."""
+    return f"{IMAGES}/{hashlib.sha256(data).hexdigest()[:24]}{suffix}"
+
+
+def keep_image(folder: Path, data: bytes, suffix: str) -> str:
+    """Write an image that is not there yet, and return its name; a part of one is never seen under it.
+
+    Raises:
+        WriteError: it could not be written.
+    """
+    name = image_name(data, suffix)
+    copy = folder / name
+    if not copy.is_file():
+        with writing(copy, "the votes before it are safe"):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            half = copy.with_name(f".{os.getpid()}-{copy.name}.tmp")
+            half.write_bytes(data)
+            fsync(half)
+            os.replace(half, copy)
+    return name
 
 
 def read_votes(folder: Path) -> tuple[dict[int, Vote], int]:
@@ -137,13 +166,21 @@ class VoteBook:
 
     def undo(self, voter: str) -> Vote | None:
         """Take back the last vote of a voter that counts, and return it; None: there is none."""
-        number = next((n for n, vote in reversed(self.votes.items()) if vote.voter == voter), None)
+        number = self._last(voter)
         if number is None:
             return None
         self._append({"undone": number, "voter": voter})
         vote = self.votes.pop(number)
         self._write_pairs()
         return vote
+
+    def last(self, voter: str) -> Vote | None:
+        """The last vote of a voter that counts, which `undo` takes back; None: there is none."""
+        number = self._last(voter)
+        return None if number is None else self.votes[number]
+
+    def _last(self, voter: str) -> int | None:
+        return next((n for n, vote in reversed(self.votes.items()) if vote.voter == voter), None)
 
     def _append(self, event: dict[str, Any]) -> int:
         assert is_mapping(event)

@@ -1,4 +1,4 @@
-"""Given images: the draw of an iteration, and their latents in its slots.
+"""Given images and videos: the draw of an iteration, and their latents in its slots.
 
 A pair is a slot of two samples, the chosen image with reward 1 and the rejected one with reward 0. A winner, or a
 single image with a label, is a slot of one sample. So a `Rollout` is the same for drawn and for given samples.
@@ -11,20 +11,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flowrl.core.console import log
 from flowrl.core.contents import Input, set_of
+from flowrl.core.eight_bits import unit_floats
 from flowrl.core.errors import Abandoned, ConfigError
-from flowrl.core.media import fitted, pixels
+from flowrl.core.media import fitted
 from flowrl.core.rng import normal, permutation, stream
 from flowrl.core.types import Member, SampleId
 from flowrl.data.labels import Labelled, LabelledSet, LabelledSource, labelled
 from flowrl.data.options import PairsConfig
 from flowrl.data.preference_records import Preference, StoredImage, Unreadable
 from flowrl.data.preferences import PreferenceSet, PreferenceSource, load_preferences
-from flowrl.models.base import ModelAdapter
+from flowrl.data.stored_videos import Frames
+from flowrl.models.base import ModelAdapter, image_shape
 
 PAIR: tuple[Member, ...] = ("chosen", "rejected")
 HELD_OUT = 500
@@ -71,6 +74,11 @@ class Look:
         across, down, coin = stream(self.seed, "look", self.iteration, slot).random(3).tolist()
         return ((down, across) if self.options.crop == "random" else (0.5, 0.5)), self.options.flip and coin < 0.5
 
+    def moment(self, slot: int) -> float:
+        """Position in time of the frames that are taken of a longer video, in [0, 1]."""
+        random = self.options.crop == "random"
+        return float(stream(self.seed, "look/moment", self.iteration, slot).random()) if random else 0.5
+
     def caption(self, slot: int, text: str) -> str:
         """The caption of a slot, "" if it is dropped."""
         dropped = stream(self.seed, "caption_dropout", self.iteration, slot).random() < self.options.caption_dropout
@@ -90,15 +98,17 @@ class Given:
         options: names of the sets.
         algorithm: the method: its members of a slot, and its options for single images.
         seed: seed of the order.
+        num_frames: frames of the model's videos; 1: images.
 
     Raises:
         ConfigError: a set that cannot be used.
     """
 
-    def __init__(self, options: PairsConfig, algorithm: Any, seed: int) -> None:
+    def __init__(self, options: PairsConfig, algorithm: Any, seed: int, num_frames: int = 1) -> None:
         self.options, self.members, self.seed = options, tuple(algorithm.members), seed
         paired = "rejected" in self.members
-        self.pairs = load_preferences(options.path, "data.pairs.path", options.records, paired=paired)
+        videos = Frames(num_frames, cut=options.frames == "cut") if num_frames > 1 else None
+        self.pairs = load_preferences(options.path, "data.pairs.path", options.records, paired=paired, videos=videos)
         self.records: PreferenceSet | LabelledSet = self.pairs
         self.source: PreferenceSource | LabelledSource
         if "labelled" in self.members:
@@ -111,7 +121,7 @@ class Given:
         """Slots that this process of the program has drawn, and those of them with an unreadable image."""
         self.held_out: PreferenceSet | None = None
         if options.eval is not None:
-            self.held_out = load_preferences(options.eval, "data.pairs.eval", options.records)
+            self.held_out = load_preferences(options.eval, "data.pairs.eval", options.records, videos=videos)
 
     @property
     def held_out_numbers(self) -> list[int]:
@@ -195,13 +205,13 @@ def latents_of(
     look: Look | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Latents:
-    """Latents of the images of B samples: opened, brought to the model's size, and encoded in batches.
+    """Latents of the images or videos of B samples: opened, brought to the model's size, and encoded in batches.
 
     Args:
         read: number of a slot -> slot.
         ids: B identities; those of a slot are adjacent.
         adapter: the model.
-        batch_size: images opened and encoded at once; no others are in memory.
+        batch_size: images opened and encoded at once; no others are in memory. They are uint8 until they are encoded.
         look: crop, mirror and the VAE's draw; None: the middle, not mirrored, at the posterior's mean.
         stop: whether to stop, called before every batch.
 
@@ -218,7 +228,8 @@ def latents_of(
         if waiting:
             rows = [row for row, _ in waiting]
             noise = None if look is None else look.posterior(x0.shape[1:], [ids[row].slot for row in rows])
-            x0[rows] = adapter.encode_images(torch.stack([image for _, image in waiting]), noise).float().cpu()
+            given = unit_floats(torch.stack([image for _, image in waiting]))
+            x0[rows] = adapter.encode_images(given, noise).float().cpu()
             waiting.clear()
 
     for row, i in enumerate(ids):
@@ -226,27 +237,35 @@ def latents_of(
             slot = read(i.slot)
             texts[i.slot] = slot.text
             place, mirror = ((0.5, 0.5), False) if look is None else look.place(i.slot)
+            moment = 0.5 if look is None else look.moment(i.slot)
         rewards[row], image = slot.rewards[i.sample], slot.images[i.sample]
         if image is None:
             continue
         try:
-            shown = fitted(image.open(), adapter.height, adapter.width, place, mirror=mirror)
+            waiting.append((row, _shown(image, adapter, moment, place, mirror)))
         except Unreadable as error:
             log.warning("%s", error)
             rewards[row] = torch.nan
             continue
-        waiting.append((row, pixels(shown)))
         if len(waiting) == batch_size:
             flush()
     flush()
     return Latents(x0, rewards, texts)
 
 
+def _shown(image: StoredImage, adapter: Any, moment: float, place: tuple[float, float], mirror: bool) -> Tensor:
+    """An image [3, H, W] or a video [F, 3, H, W] at the model's size, uint8."""
+    video = adapter.num_frames > 1
+    frames = image.frames(adapter.num_frames, moment) if video else [image.open()]
+    small = [fitted(frame, adapter.height, adapter.width, place, mirror=mirror) for frame in frames]
+    levels = torch.as_tensor(np.stack([np.asarray(frame) for frame in small])).permute(0, 3, 1, 2).contiguous()
+    return levels if video else levels[0]
+
+
 def require_encoder(adapter: ModelAdapter) -> None:
-    """Encode a grey image as a test.
+    """Encode a grey image or video as a test.
 
     Raises:
-        ModelError: the model cannot encode images.
+        ModelError: the model cannot encode images, or not so many frames.
     """
-    sides = adapter.height, adapter.width
-    adapter.encode_images(torch.full((1, 3, *sides), 0.5))
+    adapter.encode_images(torch.full((1, *image_shape(adapter)), 0.5))

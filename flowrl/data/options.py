@@ -14,7 +14,7 @@ _EVAL_SHARE = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairsConfig:
-    """Given images, as preference pairs."""
+    """Given images or videos, as preference pairs."""
 
     path: Annotated[str, PAIRS]
     """Preference set to train on (docs/preferences.md): a file, folder or pattern, or `hf:PATH:SPLIT`."""
@@ -29,7 +29,11 @@ class PairsConfig:
     caption_dropout: float = 0.2
     """Share of the pairs, 0 to 1, whose caption is replaced by the empty one, which guidance needs."""
     crop: Literal["center", "random"] = "center"
-    """Position of the crop after the image covers the model's size: the middle, or random for each pair."""
+    """Position of the crop after the image covers the model's size, and of a part of a longer video in time: the
+    middle, or random for each pair."""
+    frames: Literal["exact", "cut"] = "exact"
+    """Videos that are longer than model.num_frames: `exact` leaves their records out, `cut` takes so many of their
+    frames."""
     posterior: Literal["sample", "mean"] = "sample"
     """Latents of an image: a draw of the VAE's posterior, or its mean, for a model trained on means (tiny-sd3)."""
     flip: bool = True

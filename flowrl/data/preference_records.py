@@ -1,4 +1,4 @@
-"""Parts of a preference set: images that are not opened yet, pairs of them, and a report of skipped records."""
+"""Parts of a preference set: images and videos not opened yet, pairs of them, and a report of skipped records."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from flowrl.core.media import open_image
+from flowrl.core.media import opened, plain
 from flowrl.data.prompts import Prompt
+from flowrl.data.stored_videos import frame_files, frames_of, part_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,6 +25,7 @@ NO_RECORD, NO_CAPTION, NO_IMAGE = "not a record", "no caption", "missing picture
 NO_REJECTED, BAD_LABEL, BAD_MARGIN = "no rejected picture", "label not 0, 0.5 or 1", "margin not a number from 0"
 BY_RULE = (TIE, SAME, NO_LABEL)
 """Reasons that are no fault: pairs without a preference, of which there may be any number."""
+Result = TypeVar("Result")
 EXAMPLES = 3
 """Number of examples kept for each reason."""
 
@@ -38,10 +40,10 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """An image of a set, not opened yet."""
+    """An image or a video of a set, not opened yet."""
 
     source: Path | bytes | None
-    """File, or the bytes of one; None: not read with the record."""
+    """File, a video's folder of frames, or the bytes of a file; None: not read with the record."""
     where: str
     """Place in the set, for messages."""
     uid: str | None = None
@@ -60,12 +62,56 @@ class StoredImage:
         """The image, as `media.open_image` reads it.
 
         Raises:
-            Unreadable: it is missing or broken, or its range is not known.
+            Unreadable: it is missing or broken, its range is not known, or it is a video.
         """
+        return self._read(self._image)
+
+    def frames(self, count: int | None, place: float = 0.5) -> list[Image]:
+        """RGB frames of a video.
+
+        Args:
+            count: neighbouring frames that are taken of it; None: all.
+            place: of those in the video, in [0, 1]; 0.5 is the middle.
+
+        Raises:
+            Unreadable: it is missing, broken, or shorter.
+        """
+        return self._read(lambda: self._frames(count, place))
+
+    def files(self) -> list[Path]:
+        """Its file, or its files of frames; [] where its bytes are in a table."""
+        if not isinstance(self.source, Path):
+            return []
+        return frame_files(self.source) if self.source.is_dir() else [self.source]
+
+    def content(self) -> str:
+        """A hash of its bytes."""
+        digest = hashlib.sha256(self.source if isinstance(self.source, bytes) else b"")
+        for file in self.files():
+            digest.update(file.read_bytes())
+        return digest.hexdigest()
+
+    def _image(self) -> Image:
+        with opened(io.BytesIO(self.source) if isinstance(self.source, bytes) else self._file()) as image:
+            frames = getattr(image, "n_frames", 1)
+            if frames > 1:
+                raise ValueError(f"it is a video of {frames} frames, and the model makes images")
+            return plain(image)
+
+    def _frames(self, count: int | None, place: float) -> list[Image]:
+        frames = frames_of(self._file())
+        return frames if count is None else part_of(frames, count, place)
+
+    def _file(self) -> Path:
+        if not isinstance(self.source, Path):
+            raise ValueError("a video inside a table is not read; save it as a file and give its path")
+        return self.source
+
+    def _read(self, read: Callable[[], Result]) -> Result:
         if not self.source:
             raise Unreadable(self.where, "there are no bytes")
         try:
-            return open_image(io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source)
+            return read()
         except MemoryError:
             raise
         # Decoders raise many errors about broken bytes: OSError, SyntaxError, ValueError, struct.error, ...
@@ -75,7 +121,7 @@ class StoredImage:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """A prompt with its preferred and its rejected image."""
+    """A prompt with its preferred and its rejected image, or video."""
 
     prompt: Prompt
     """Caption, with the other values of the record as metadata."""
@@ -153,8 +199,8 @@ class Report:
         """Count a used record, with the names and sizes of its image files."""
         self.winners_only += used.rejected is None
         for image in (used.chosen, used.rejected):
-            if image is not None and isinstance(image.source, Path):
-                self.images.update(f"{image.source.name}\0{image.source.stat().st_size}\n".encode())
+            for file in () if image is None else image.files():
+                self.images.update(f"{file.name}\0{file.stat().st_size}\n".encode())
 
     def files(self) -> list[Any]:
         """Names and sizes of the files of the records, and a fingerprint of those of the images."""

@@ -1,7 +1,8 @@
-"""Preference data: pairs of images of which one is preferred, and their order in a run (docs/preferences.md).
+"""Preference data: pairs of images or videos of which one is preferred, and their order in a run (docs/preferences.md).
 
-A set is scanned once without opening an image. Records that cannot be used are skipped by a stated rule, counted by
-reason and reported with examples; an image that is unreadable when it is opened raises `Unreadable` with its place.
+A set is scanned once without opening an image; of videos the headers are read. Records that cannot be used are skipped
+by a stated rule, counted by reason and reported with examples; an image that is unreadable when it is opened raises
+`Unreadable` with its place.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from flowrl.core.console import log
 from flowrl.core.errors import ConfigError
+from flowrl.core.media import is_video_file
 from flowrl.core.registry import suggest
 from flowrl.core.rng import stream
 from flowrl.data.preference_records import (
@@ -39,6 +41,7 @@ from flowrl.data.preference_records import (
 )
 from flowrl.data.prompts import Prompt
 from flowrl.data.records import LATER, WINDOW_BYTES, Records, find_records
+from flowrl.data.stored_videos import VIDEO, Frames, Unfit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +51,7 @@ class PreferenceOptions:
     prompt: str | None = None
     """Column of the text; null: `prompt` or `caption`."""
     chosen: str = "chosen"
-    """Column of the preferred image: a path, or the file's bytes."""
+    """Column of the preferred image: a path, or the file's bytes; of a video: a path of a file or of a folder."""
     rejected: str = "rejected"
     """Column of the other image."""
     first: str = "jpg_0"
@@ -77,7 +80,12 @@ class PreferenceOptions:
 
 
 def load_preferences(
-    source: str, key: str, options: PreferenceOptions = PreferenceOptions(), *, paired: bool = True
+    source: str,
+    key: str,
+    options: PreferenceOptions = PreferenceOptions(),
+    *,
+    paired: bool = True,
+    videos: Frames | None = None,
 ) -> PreferenceSet:
     """A preference set, its report logged.
 
@@ -87,13 +95,15 @@ def load_preferences(
         key: the configuration key, for messages.
         options: columns, and the largest share of broken records.
         paired: whether records without a rejected image are skipped.
+        videos: the frames that videos must have; None: a set of images.
 
     Raises:
         ConfigError: no such source or column, no usable record, too many broken, a package that is not installed.
     """
     where = f"{key}={source!r}"
     images = (options.chosen, options.rejected, options.first, options.second)
-    result = PreferenceSet(find_records(source, images, options.subset, where), where, options, paired=paired)
+    records = find_records(source, images, options.subset, where)
+    result = PreferenceSet(records, where, options, paired=paired, videos=videos)
     log.info("%s", result.report)
     return result
 
@@ -108,8 +118,10 @@ class PreferenceSet:
     `report` has its contents; `fingerprint` is a hash of prompts, labels and places, which differs between sets.
     """
 
-    def __init__(self, records: Records, where: str, options: PreferenceOptions, *, paired: bool) -> None:
-        self.records, self.options, self.paired = records, options, paired
+    def __init__(
+        self, records: Records, where: str, options: PreferenceOptions, *, paired: bool, videos: Frames | None = None
+    ) -> None:
+        self.records, self.options, self.paired, self.videos = records, options, paired, videos
         self.report = Report(where, records.files)
         names = records.names()
         self.text = _text_column(names, options, where)
@@ -138,7 +150,7 @@ class PreferenceSet:
         for row, record in enumerate(self.records.scan()):
             self.report.rows += 1
             try:
-                result = self._preference(record, row)
+                result = self._fitting(self._preference(record, row))
             except _Skip as skipped:
                 reason, what = skipped.args
                 self.report.skip(reason, f"{self.records.place(row)}{f' ({what})' if what else ''}")
@@ -164,8 +176,8 @@ class PreferenceSet:
         row = int(self.rows[index])
         where = f"{self.report.where}, {self.records.place(row)}"
         try:
-            return self._preference(self.records.read(row), row)
-        except _Skip as skipped:  # an image inside a table, which the scan does not read
+            return self._fitting(self._preference(self.records.read(row), row))
+        except _Skip as skipped:  # an image inside a table, which the scan does not read; a file that has changed
             reason, what = skipped.args
             raise Unreadable(where, f"{reason} ({what})") from None
         except OSError as error:
@@ -248,6 +260,24 @@ class PreferenceSet:
         metadata = {name: value for name, value in record.items() if name not in apart}
         return Preference(Prompt(text, metadata), won, lost, margin, self.records.place(row))
 
+    def _fitting(self, result: Preference) -> Preference:
+        """The preference itself, where its videos fit.
+
+        Raises:
+            _Skip: they do not, or there are videos in a set of images.
+        """
+        sources = [image.source for image in (result.chosen, result.rejected) if image is not None]
+        if self.videos is None:
+            for source in sources:
+                if isinstance(source, Path) and (source.is_dir() or is_video_file(source)):
+                    raise _Skip(VIDEO, f"{source.name}; use a model of videos")
+            return result
+        try:
+            self.videos.require(*sources)
+        except Unfit as unfit:
+            raise _Skip(*unfit.args) from None
+        return result
+
     def _voted(self, record: dict[str, Any]) -> tuple[tuple[str, Any], tuple[str, Any], None]:
         """(column and name of the winner, of the loser, no margin)."""
         options = self.options
@@ -277,7 +307,7 @@ class PreferenceSet:
         if not file.is_absolute() and self.records.folder is None:
             raise _Skip(NO_IMAGE, f"{column}={value[:60]!r} is a relative path, and the set has no folder")
         file = file if self.records.folder is None else self.records.folder / file
-        if not _is_file(file):
+        if not _is_there(file):
             raise _Skip(NO_IMAGE, f"{column}={value[:60]!r}")
         return StoredImage(file.resolve(), f"{where} ({value})", name)
 
@@ -293,9 +323,10 @@ def _text_column(names: Sequence[str], options: PreferenceOptions, where: str) -
     return result
 
 
-def _is_file(path: Path) -> bool:
+def _is_there(path: Path) -> bool:
+    """Whether there is a file, or a folder of a video's frames."""
     try:
-        return path.is_file()
+        return path.is_file() or path.is_dir()
     except OSError:  # such as a name that is too long
         return False
 

@@ -60,7 +60,10 @@ LEAF_PX = 128
 
 @dataclass(frozen=True, slots=True)
 class EvalTree:
-    """Rolls out and writes the tree of an evaluation; does nothing for a method whose plan has none."""
+    """Rolls out and writes the tree of an evaluation.
+
+    Does nothing for a method whose plan has none, nor where people judge: they are asked in training alone.
+    """
 
     resolved: Resolved
     method: Method
@@ -81,6 +84,8 @@ class EvalTree:
         evaluator, sampling, seed = self.evaluator, self.evaluator.sampling, self.resolved.run.seed
         plan = self.method.plan(sampling.schedule, sampling.sampler, max(iteration, 1), seed)
         if plan.tree is None or not evaluator.prompts or evaluator.folder is None:
+            return
+        if any(entry.reward.card.by_people for entry in self.rewards):  # its credit would be that of other rewards
             return
         folder = evaluator.folder / "eval"
         drawn = self._roll_out(plan, tag, stop) if sampling.sharded else None
@@ -119,7 +124,7 @@ class EvalTree:
             "sheet": {"columns": columns, "width": width, "height": height},
             "note": note,
         }
-        media.write(sheet, folder / f"tree-{tag}")
+        media.write(sheet, folder / f"tree-{tag}", fps=sampling.adapter.fps)
         write_atomically(folder / f"tree-{tag}.json", json.dumps(record))
 
     def _roll_out(self, plan: StepPlan, tag: str, stop: Stop) -> Rollout:

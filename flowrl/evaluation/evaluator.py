@@ -211,7 +211,7 @@ class Evaluator:
         return [(slots, True) for slots in own] + [(range(1), False)] * idle
 
     def _keep(self, folder: Path, ids: Sequence[SampleId], images: EightBitImages) -> None:
-        count = self.options.save_images
+        count, rate, form = self.options.save_images, self.sampling.adapter.fps, self.options.videos
         for i, image in zip(ids, images.levels, strict=True):
             if count is None or i.slot < count:
-                media.write(image, folder / f"{i.slot:05d}-{i.sample}")
+                media.write(image, folder / f"{i.slot:05d}-{i.sample}", fps=rate, form=form)

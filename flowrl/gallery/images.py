@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
 import numpy as np
+from PIL import Image
 
 from flowrl.core import media
 from flowrl.core.errors import ConfigError
@@ -27,8 +29,12 @@ PAIR_PX, FRAME_PX = 384, 192
 """Longest side of an embedded image, in pixels."""
 SHEET_PX = 1024
 """Longest side of an embedded contact sheet, in pixels."""
-VIDEO_PX, VIDEO_FRAMES, VIDEO_QUALITY = 192, 16, 60
+VIDEO_PX, VIDEO_FRAMES, VIDEO_QUALITY = 192, 24, 60
 """Largest side of an embedded video in pixels, number of frames (evenly spaced), and quality of WebP."""
+_GAP_PX, _BLOCK_PX = 2, 16
+"""Smallest gap between the frames of a video in its image, and side of WebP's blocks, in pixels."""
+_COLUMNS = (3, 4, 5)
+"""Frames side by side in the image of a video, for more than three: what leaves the fewest places empty."""
 
 Pair = tuple[int, int]
 """(prompt index, seed index)."""
@@ -62,6 +68,34 @@ class OnDisk:
 
 
 @dataclass(frozen=True, slots=True)
+class Reel:
+    """A video as one image, its frames row by row: the page plays them, and on paper they are a filmstrip."""
+
+    frames: int
+    """Number of frames that are in it."""
+    columns: int
+    frame_ms: float
+    """Time of each, in ms: they take as long as the file."""
+    exact: bool
+    """Without loss."""
+
+    @classmethod
+    def of(cls, frames: int, fps: float, size: tuple[int, int]) -> Reel:
+        """That of a file with so many frames of (width, height) at so many a second."""
+        kept = min(frames, VIDEO_FRAMES)
+        columns = kept if kept <= _COLUMNS[0] else min(_COLUMNS, key=lambda count: (-kept % count, -count))
+        return cls(kept, columns, round(1000 * frames / fps / kept, 3), max(size) < media.SMALL_PX)
+
+    def cell(self, side: int) -> int:
+        """Pixels of a side from one frame to the next: a gap, and whole blocks of WebP, which would mix two frames."""
+        return side + _GAP_PX if self.exact else -(-(side + _GAP_PX) // _BLOCK_PX) * _BLOCK_PX
+
+    @property
+    def rows(self) -> int:
+        return -(-self.frames // self.columns)
+
+
+@dataclass(frozen=True, slots=True)
 class Encoded:
     """An image or video as a browser shows it."""
 
@@ -69,11 +103,14 @@ class Encoded:
     kind: str
     """Kind of file: png or webp."""
     width: int
+    """Of the image, or of a frame, in pixels."""
     height: int
     pixelated: bool
     """Whether the page enlarges it without smoothing."""
     whole: bool
     """Whether nothing of the file was left out."""
+    reel: Reel | None = None
+    """How the frames of a video lie in the image; None: it is an image."""
 
 
 def imaged(run: Run) -> np.ndarray:
@@ -144,6 +181,7 @@ def embed(
         "width": made.width,
         "height": made.height,
         "pixelated": made.pixelated,
+        "reel": made.reel,
         "id": None,
         "again": None,
         "link": None if made.whole else quote(Path(os.path.relpath(path, page_folder)).as_posix()),
@@ -153,34 +191,49 @@ def embed(
 def encoded(path: Path, limit_px: int, *, cells: int = 1, quality: int = 82) -> Encoded:
     """An image or video of at most `limit_px` a side.
 
-    Small images stay exact (PNG, enlarged without smoothing by the page); others become WebP of `quality`. Videos are
-    animated WebP of at most `VIDEO_PX` and `VIDEO_FRAMES` that play as long as the file. A contact sheet has `cells`
-    images along its longest side.
+    Small images stay exact (PNG, enlarged without smoothing by the page); others become WebP of `quality`. A video is
+    one WebP with its frames, `VIDEO_FRAMES` of at most `VIDEO_PX`, exact where they are small. A contact sheet has
+    `cells` images along its longest side; of one of videos it is the middle frame.
 
     Raises:
-        ConfigError: the file is not an image.
+        ConfigError: the file is not an image, or needs the extra `video`.
     """
     try:
+        fps = media.facts(path)[1]
         frames = media.read_frames(path)
+    except ConfigError:
+        raise
     except media.UNREADABLE as error:
         raise ConfigError(f"{path} is not an image ({error}); delete it: the report leaves it out") from error
-    video, full_size = len(frames) > 1, frames[0].size
-    kept = [frames[i] for i in np.linspace(0, len(frames) - 1, min(len(frames), VIDEO_FRAMES)).round().astype(int)]
+    full_size, small = frames[0].size, max(frames[0].size) < media.SMALL_PX * cells
+    reel = Reel.of(len(frames), fps, full_size) if fps is not None and cells == 1 else None
+    places = np.linspace(0, len(frames) - 1, reel.frames).round().astype(int) if reel else [len(frames) // 2]
+    kept = [frames[i] for i in places]
     for frame in kept:
-        frame.thumbnail((min(limit_px, VIDEO_PX * cells),) * 2 if video else (limit_px, limit_px))
-    small = max(full_size) < media.SMALL_PX * cells
+        limit = min(limit_px, VIDEO_PX) if reel else limit_px
+        frame.thumbnail((limit, limit))
     buffer = io.BytesIO()
-    if video:
-        frame_ms = round(media.FRAME_MS * len(frames) / len(kept))
-        media.write_video(kept, buffer, quality=min(quality, VIDEO_QUALITY), frame_ms=frame_ms)
+    if reel is not None:
+        exact = {"lossless": True} if small else {"quality": min(quality, VIDEO_QUALITY)}
+        _joined(kept, reel).save(buffer, "WEBP", method=2, **exact)
     elif small:
         kept[0].save(buffer, "PNG", optimize=True)
     else:
         # A third of the default method's time, and 5 % larger.
         kept[0].save(buffer, "WEBP", quality=quality, method=2)
     whole = kept[0].size == full_size and len(kept) == len(frames)
-    kind = "png" if small and not video else "webp"
-    return Encoded(buffer.getvalue(), kind, kept[0].width, kept[0].height, small, whole)
+    kind = "png" if small and reel is None else "webp"
+    return Encoded(buffer.getvalue(), kind, kept[0].width, kept[0].height, small, whole, reel)
+
+
+def _joined(frames: Sequence[Image.Image], reel: Reel) -> Image.Image:
+    """Frames of one size row by row; what lies between them is transparent."""
+    width, height = map(reel.cell, frames[0].size)
+    result = Image.new("RGBA", (reel.columns * width, reel.rows * height))
+    for number, frame in enumerate(frames):
+        row, column = divmod(number, reel.columns)
+        result.paste(frame, (column * width, row * height))
+    return result
 
 
 def _frames(run: Run) -> list[Evaluation]:

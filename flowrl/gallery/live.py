@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import html
 import re
@@ -12,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
-
-from PIL import Image
 
 from flowrl.core import media
 from flowrl.core.contents import require_comparable
@@ -48,13 +47,13 @@ class Served:
         if path is None or found is None:
             return None
         try:
-            with Image.open(path) as opened:
-                size = opened.size
             mark = path.stat().st_mtime_ns
-        except (*media.UNREADABLE, OSError):  # half written, or gone: the next look finds it
+            size, reel = _shape(path, mark)
+        except media.UNREADABLE:  # half written, or gone: the next look finds it
             return None
-        video = path.suffix == ".webp"
-        limit = min(limit_px, images.VIDEO_PX * cells) if video else limit_px
+        video = path.suffix != ".png"
+        reel = reel if cells == 1 else None
+        limit = min(limit_px, images.VIDEO_PX) if reel else limit_px
         scale = min(1.0, limit / max(size))
         asked = {"v": f"{mark:x}"} | ({} if scale == 1 and not video else {"px": limit_px, "cells": cells})
         return {
@@ -62,6 +61,7 @@ class Served:
             "width": max(1, round(size[0] * scale)),
             "height": max(1, round(size[1] * scale)),
             "pixelated": max(size) < media.SMALL_PX * cells,
+            "reel": reel,
             "id": None,
             "again": None,
             "link": None if scale == 1 and not video else found,
@@ -75,6 +75,17 @@ class Served:
             if path.is_relative_to(folder):
                 return f"{self.up}files/{place}/{quote(path.relative_to(folder).as_posix())}"
         return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape(path: Path, mark: int) -> tuple[tuple[int, int], images.Reel | None]:
+    """((width, height), frames of a video) of a file as it was at the time `mark`.
+
+    Raises:
+        UNREADABLE of core/media.py.
+    """
+    (frames, fps), size = media.facts(path), media.size(path)
+    return size, None if fps is None else images.Reel.of(frames, fps, size)
 
 
 @dataclass(frozen=True)

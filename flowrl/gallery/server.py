@@ -17,6 +17,8 @@ from flowrl.gallery.local import LocalHandler, LocalServer
 from flowrl.gallery.watched import Watched, require_run
 
 _SMALLEST_PX, _LARGEST_PX = 16, 4096
+_FAMILY = {"mp4": "video"}
+"""First part of the media type of a kind of file, where it is not "image"."""
 
 
 class Server(LocalServer):
@@ -86,7 +88,10 @@ class Handler(LocalHandler):
         # The address has the time of the file, so that a new file is a new image.
         keep = "private, max-age=86400, immutable" if "v" in query else "no-cache"
         self.send_data(
-            200, data, f"image/{kind}", {"Cache-Control": keep, "Content-Security-Policy": "default-src 'none'"}
+            200,
+            data,
+            f"{_FAMILY.get(kind, 'image')}/{kind}",
+            {"Cache-Control": keep, "Content-Security-Policy": "default-src 'none'"},
         )
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.core import media
 from flowrl.gallery import charts, facts, images, previews, results, treechart
-from flowrl.gallery.album import PAGE_BYTES
+from flowrl.gallery.album import PAGE_BYTES, Album
 from flowrl.gallery.images import Place
 from flowrl.gallery.pairs import Cards, Page, collect
 from flowrl.gallery.results import Metric
@@ -53,7 +54,7 @@ def view(run: Run, index: int, page: Page) -> dict[str, Any]:
         "primary": metrics[0] if metrics else None,
         "metrics": metrics,
         "table": [results.table_row(run, m, estimates[m.name]) for m in metrics],
-        "bounded": any(e["difference"].bounded for e in estimates.values()),
+        "intervals": results.method(run, metrics) if any(e["difference"].bounded for e in estimates.values()) else "",
         "guidance": results.guidance_sweep(run, metrics),
         "curves": curves,
         "more_curves": more_curves,
@@ -97,8 +98,24 @@ def _pictures(run: Run, metrics: list[Metric], index: int, page: Page) -> dict[s
         "best": best,
         "every": every,
         "embedding": cards.album.described(),
+        "video": _video(cards.album),
         "prompts": _prompt_rows(run, metrics, cards, places),
     }
+
+
+def _video(shown: Album) -> str:
+    """What the videos of a page are, and what it holds of them; "": they are images."""
+    reels = {path: picture for path, picture in shown.pictures.items() if picture["reel"]}
+    if not reels:
+        return ""
+    first = next(iter(reels))
+    frames, fps = media.facts(first)
+    text, kept = f"Videos of {frames} frames, {fps or media.FPS:g} a second", reels[first]["reel"].frames
+    if kept < frames:
+        text += f"; {kept} of them are shown, over the same time"
+    sizes = [len(picture["src"]) for picture in reels.values() if picture["src"].startswith("data:")]
+    size = f"; each takes {sum(sizes) / len(sizes) / 1000:.1f} kB" if sizes else ""
+    return f"{text}, at most {images.VIDEO_PX} pixels a side{size}. Both sides of a pair play together."
 
 
 def _num_bytes(values: Any) -> int:

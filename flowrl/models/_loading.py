@@ -129,12 +129,13 @@ def _class(library: Any, name: str) -> Any:
 
 def _part(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
     """A component without weights; None for a tokenizer or processor."""
+    from diffusers.guiders.guider_utils import BaseGuidance
     from diffusers.models.modeling_utils import ModelMixin
     from diffusers.schedulers.scheduling_utils import SchedulerMixin
     from transformers import PreTrainedModel
 
     classes = inspect.getmro(kind)
-    if SchedulerMixin in classes:
+    if SchedulerMixin in classes or BaseGuidance in classes:
         return kind.from_pretrained(folder)
     if ModelMixin in classes and torch.device(device).type != "meta":
         return _made(kind, folder, dtype, device)

@@ -319,7 +319,31 @@ class Native(ModelAdapter):
 
 def decoded_frames(vae: Any, latents: Tensor, precision: VaePrecision) -> Tensor:
     """Frames [B, F, 3, H, W] in [0, 1] of latents [B, C, T, h, w]: a VAE with a mean and a std for each channel."""
-    shape = (1, vae.config.z_dim, 1, 1, 1)
-    mean = torch.tensor(vae.config.latents_mean, device=latents.device).view(shape)
-    std = torch.tensor(vae.config.latents_std, device=latents.device).view(shape)
+    mean, std = _of_channels(vae, latents.device)
     return decoded_pixels(vae, latents * std + mean, precision).transpose(1, 2)
+
+
+def encoded_frames(vae: Any, frames: Tensor, precision: VaePrecision, noise: Tensor | None = None) -> Tensor:
+    """Latents [B, C, T, h, w] float32 of frames [B, F, 3, H, W] in [0, 1] on the VAE's device; undoes `decoded_frames`.
+
+    `noise` as in `ModelAdapter.encode_images`.
+
+    Source: diffusers:pipelines/wan/pipeline_wan_i2v.py (retrieve_latents, then the mean and 1 / std of each channel).
+    """
+    given = posterior(vae, frames.transpose(1, 2), precision)
+    mean, std = _of_channels(vae, frames.device)
+    latents = given.mean.float()
+    if noise is not None:
+        if noise.shape != latents.shape:
+            raise ValueError(f"noise {tuple(noise.shape)} must be shaped like the latents {tuple(latents.shape)}")
+        latents = latents + given.std.float() * noise.to(latents.device)
+    return (latents - mean) * (1 / std)
+
+
+def _of_channels(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(mean, std) of a VAE's latents, one a channel, [1, C, 1, 1, 1] each."""
+    shape = (1, vae.config.z_dim, 1, 1, 1)
+    mean, std = (
+        torch.tensor(each, device=device).view(shape) for each in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return mean, std

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError as ModelError
+from flowrl.core.media import FPS
 from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.core.types import Condition
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process
@@ -145,6 +146,8 @@ class ModelAdapter:
     """Width of an image in pixels."""
     num_frames: int = 1
     """Frames of a decoded video; 1: images."""
+    fps: float = FPS
+    """Frames a second of a decoded video."""
     channel_axis: int = 1
     """Axis of the latents [B, ...] that holds the channels: 2 for packed ones [B, tokens, C]."""
     autocasts: bool = False
@@ -245,19 +248,19 @@ class ModelAdapter:
         raise NotImplementedError
 
     def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Clean latents [B, ...] float32 of images, on the adapter's device: `decode` undoes it.
+        """Clean latents [B, ...] float32 of images or videos, on the adapter's device: `decode` undoes it.
 
         Args:
-            images: [B, 3, H, W] in [0, 1], of the model's size.
+            images: [B, 3, H, W] or [B, F, 3, H, W] in [0, 1], of the model's size and number of frames.
             noise: standard normal, shaped like the latents, for a draw mean + std * noise of the VAE's posterior; None:
                 its mean.
 
         Raises:
-            ModelError: the adapter has no encoder, or another image size.
+            ModelError: the adapter has no encoder, or another size or number of frames.
         """
         raise ModelError(
             f"model: {type(self).__name__} makes no latents of images, so a method that trains on given images "
-            "cannot use it; use a native adapter of an image family (docs/models.md)"
+            "cannot use it; use a native adapter of an image family, or wan for videos (docs/models.md)"
         )
 
     def to(self, device: torch.device) -> None:
@@ -279,13 +282,23 @@ def decoded(adapter: ModelAdapter, latents: Tensor, cond: Condition, rows: Tenso
     return adapter.decode(latents, cond.index(rows)) if adapter.decodes_with_cond else adapter.decode(latents)
 
 
-def require_image_size(images: Tensor, height: int, width: int) -> None:
-    """Raise ModelError unless images [B, 3, H, W] have the model's size."""
-    if images.ndim != 4 or images.shape[1:] != (3, height, width):
-        raise ModelError(
-            f"images {list(images.shape)} are not [B, 3, {height}, {width}], the model's size: resize them, or set "
-            "model.height and model.width to their size"
-        )
+def image_shape(adapter: ModelAdapter) -> tuple[int, ...]:
+    """Shape of what a model makes: an image (3, H, W), or a video (F, 3, H, W)."""
+    frames = (adapter.num_frames,) if adapter.num_frames > 1 else ()
+    return (*frames, 3, adapter.height, adapter.width)
+
+
+def require_image_size(images: Tensor, height: int, width: int, num_frames: int = 1) -> None:
+    """Raise ModelError unless images [B, 3, H, W], or videos [B, F, 3, H, W], have the model's size."""
+    frames = (num_frames,) if num_frames > 1 else ()
+    shape = (*frames, 3, height, width)
+    if images.ndim == 1 + len(shape) and images.shape[1:] == shape:
+        return
+    what, also = ("videos", ", model.num_frames") if frames else ("images", "")
+    raise ModelError(
+        f"{what} {list(images.shape)} are not [B, {', '.join(map(str, shape))}], the model's size: resize them, or set "
+        f"model.height and model.width{also} to their size"
+    )
 
 
 def packed_grid(adapter: ModelAdapter) -> tuple[int, ...] | None:

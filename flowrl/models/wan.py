@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor  # there is no public name
 
 from flowrl.core.errors import ModelError
+from flowrl.core.media import FPS
+from flowrl.core.mp4 import require_rate
 from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
-from flowrl.models._native import Family, FlowConfig, Native, Part, decoded_frames
+from flowrl.models._native import Family, FlowConfig, Native, Part, decoded_frames, encoded_frames
 from flowrl.models._schedulers import path_of, schedule_of
-from flowrl.models.base import ModelAdapter, autocast
+from flowrl.models.base import autocast, require_image_size
 from flowrl.models.guidance import guided
 from flowrl.models.weights import component_names
 
@@ -35,6 +37,8 @@ LEVEL = "tested"
 class Config(FlowConfig):
     num_frames: int = 81
     """Frames of a video: one more than a multiple of 4. 1 makes images."""
+    fps: float = FPS
+    """Frames a second of the videos that are saved and shown. 16 is Wan 2.1's and 2.2-A14B's, 24 that of TI2V-5B."""
     guidance_scale_2: float | None = None
     """CFG scale of the second expert (Wan 2.2), wherever there is guidance; null: that of the first."""
     negative_prompt: str = ""
@@ -46,6 +50,7 @@ class Config(FlowConfig):
 
     def __post_init__(self) -> None:
         FlowConfig.__post_init__(self)
+        require_rate(self.fps, "model.fps")
         if self.guidance_scale_2 is not None and self.guidance_scale_2 < 1:
             raise ValueError(f"guidance_scale_2={self.guidance_scale_2} must be at least 1, which means none")
 
@@ -68,7 +73,7 @@ class Wan(Native):
         if any(part is None for part in experts.values()):
             raise ModelError("this Wan model leaves out one of its transformers; give a complete pipeline folder")
         Native.__init__(self, pipeline, config, nn.ModuleDict(experts) if len(experts) > 1 else None)
-        self.num_frames = config.num_frames
+        self.num_frames, self.fps = config.num_frames, config.fps
         self._check_frames()
 
     def sides(self) -> tuple[tuple[int, int], int, int | None]:
@@ -172,7 +177,19 @@ class Wan(Native):
         frames = decoded_frames(self.pipeline.vae, latents, self.config.vae_precision)
         return frames[:, 0] if self.num_frames == 1 else frames
 
-    encode_images = ModelAdapter.encode_images
+    @torch.no_grad()
+    def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        require_image_size(images, self.height, self.width, self.num_frames)
+        frames = images[:, None] if self.num_frames == 1 else images
+        latents = encoded_frames(self.pipeline.vae, frames.to(self.device), self.config.vae_precision, noise)
+        if latents.shape[1:] != self.latent_shape():
+            # Its encoder reads 4 frames at a time after the first, whatever its factor in time.
+            raise ModelError(
+                f"model.num_frames={self.num_frames}: the VAE makes latents {list(latents.shape[1:])} of so many given "
+                f"frames, and the denoiser takes {list(self.latent_shape())}; use "
+                f"{max(round((self.num_frames - 1) / 4), 1) * 4 + 1}"
+            )
+        return latents
 
 
 def _any_grid(part: Part) -> bool:

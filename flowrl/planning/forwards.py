@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowrl.models.base import ModelAdapter
+from flowrl.models.base import ModelAdapter, image_shape
 
 
 def decode(adapter: ModelAdapter, batch: int) -> Any:
@@ -16,8 +16,8 @@ def decode(adapter: ModelAdapter, batch: int) -> Any:
 
 
 def latents(adapter: ModelAdapter, batch: int) -> torch.Tensor:
-    """Latents of `batch` images, as the run encodes them."""
-    return adapter.encode_images(torch.empty(batch, 3, adapter.height, adapter.width))
+    """Latents of `batch` images or videos, as the run encodes them."""
+    return adapter.encode_images(torch.empty(batch, *image_shape(adapter)))
 
 
 def predict(adapter: ModelAdapter, batch: int, guidance_scale: float) -> torch.Tensor:

@@ -233,7 +233,7 @@ def _data(resolved: Resolved, kind: Training) -> Data:
     own = previews.preview_prompts(config)
     if config.data.pairs is None:
         return Data(prompts, PromptSource(prompts.train, resolved.slots, config.seed), None, own)
-    given = Given(config.data.pairs, kind.method, config.seed)
+    given = Given(config.data.pairs, kind.method, config.seed, resolved.model.config.frames)
     return Data(prompts, given.source, given, own)
 
 

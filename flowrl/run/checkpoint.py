@@ -24,6 +24,7 @@ from torch import Tensor
 from flowrl.core.errors import CheckpointError as CheckpointError
 from flowrl.core.errors import OutOfMemory, UnwritableCheckpoint
 from flowrl.core.files import fsync, write_atomically
+from flowrl.core.votes import FOLDER
 from flowrl.training.sharding import Rows
 from flowrl.training.world import ALONE, World
 
@@ -209,10 +210,13 @@ def fingerprint(file: Path) -> dict:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed run left half written in its folder: files and folders with temporary names."""
+    """Remove what a killed run left half written in its folder: files and folders with temporary names.
+
+    Those of the votes stay: `flowrl vote` may be writing them.
+    """
     # Longest first: the folder of a checkpoint goes after what is in it.
     for path in sorted(folder.rglob(".*"), reverse=True):
-        if not _TEMPORARY.fullmatch(path.name):
+        if not _TEMPORARY.fullmatch(path.name) or path.is_relative_to(folder / FOLDER):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

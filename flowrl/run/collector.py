@@ -29,6 +29,7 @@ from flowrl.rollout.preview import Preview
 from flowrl.rollout.recorder import Recording
 from flowrl.rollout.trajectories import NoiseDraws, Rollout, Trajectories
 from flowrl.run.assembly import Parts
+from flowrl.run.people import Asking, People
 from flowrl.scoring.overlap import Ahead
 from flowrl.scoring.scorer import Scorer, Scores
 from flowrl.training.dead_groups import DeadGroups
@@ -72,6 +73,8 @@ class Wanted:
     """Samples of the process that has the most; None: all have the same number."""
     trained: bool = False
     """The weights have moved, for the advice of a failure."""
+    asking: Asking | None = None
+    """The part of the iteration in which people judge; None: no people do."""
 
 
 class Drawing:
@@ -95,7 +98,13 @@ class Drawing:
         try:
             # The forwards of a network that is split are no work of one process alone.
             drawn = self._sample() if self.sampling.sharded else None
-            return self.sampling.world.in_step(lambda: self._scored(drawn or self._sample()))
+            with_people = self.wanted.asking or nullcontext()
+
+            def scored() -> Draw:
+                with with_people:
+                    return self._scored(drawn or self._sample())
+
+            return self.sampling.world.in_step(scored)
         finally:
             self.ahead.close()
             self.bar.close()
@@ -130,6 +139,9 @@ class Drawing:
         self.health.require_finite(f"in {self.wanted.when}", self.sampling.remedy, trained=self.wanted.trained)
         with self.timer.phase("reward"):
             images = self.decoding.whole()
+            if self.wanted.asking is not None:
+                finite = zip(self.wanted.ids, images.finite.tolist(), strict=True)
+                self.wanted.asking.begin([one for one, good in finite if good])
             return Draw(drawn, images, self.ahead.scores(images))
 
 
@@ -138,6 +150,7 @@ class Collector:
 
     Raises:
         ModelError: exploration needs a copy of the network that cannot be made.
+        ConfigError: people judge, and cannot be asked.
     """
 
     def __init__(self, parts: Parts, stop: Stop = NEVER, *, training: bool = True) -> None:
@@ -149,6 +162,9 @@ class Collector:
         self.config, self.world, self.method = parts.resolved.run, parts.sampling.world, parts.learner.method
         self.evaluations = parts.sampling.counter
         self.weights = torch.tensor([e.weight for e in self.scorer.entries])
+        slots = self.config.rollout.prompts_per_iteration
+        folder = parts.evaluator.folder
+        self.people = People.of(self.scorer, folder, self.world, stop, slots) if training else None
         self.dead_groups = DeadGroups(self.scorer.entries)
         self.options = self.config.rollout.exploration
         self.explores, self.fidelity = self.options is not None, None
@@ -179,7 +195,9 @@ class Collector:
                 sums.add("nfe/explore", self.evaluations.rows - before, len(own))
                 before = self.evaluations.rows
             wanted = self._wanted(iteration, "sampling", prompts, group, plan, noise)
-            wanted = replace(wanted, recording=self.learner.training.recording(sampling.sampler))
+            asking = None if self.people is None else self.people.asking(iteration)
+            recording = self.learner.training.recording(sampling.sampler)
+            wanted = replace(wanted, recording=recording, asking=asking)
             result = Drawing(sampling, self.scorer, wanted, timer, self.stop)()
         if self.maps is not None:
             with timer.phase("maps"):

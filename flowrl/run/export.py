@@ -181,6 +181,11 @@ def load_run_pipeline(folder: Path, *, base: bool = False) -> tuple[Any, dict[st
     return adapter.pipeline, call
 
 
+def frame_rate(run: Path) -> float | None:
+    """Frames a second of a run's videos (`model.fps`); None: not a run folder, or a model of images."""
+    return run_tree(run)["model"].get("fps") if (run / "config.yaml").is_file() else None
+
+
 def learned_noise(run: Path) -> LearnedNoise | None:
     """The noise distributions of a run that learned its initial noise; None for any other run or model."""
     file = run / "adapter" / FILE

@@ -96,7 +96,7 @@ class Guarding:
         config, scorers, guard = self.session.config, self.session.parts.scorers, self.options
         if guard.mode in ("off", False) or not config.eval.every or scorers.watched is None:
             return None, True
-        own = () if scorers.trained is None else scorers.trained.entries
+        own = () if scorers.trained is None else scorers.trained.evaluated
         trained = [_scored(entry) for entry in own]
         evaluated = [_scored(entry) for entry in scorers.watched.entries[len(own) :]]
         require_watched(guard, trained, evaluated)
@@ -111,7 +111,7 @@ class Guarding:
                 )
             return None, True
         cards = [entry.reward.card for entry in scorers.watched.distinct]
-        lower = {name for card in cards if not card.higher_is_better for name in card.outputs}
+        lower = {name for card in cards for name in card.lower}
         return metric, metric not in lower
 
     @property

@@ -197,12 +197,13 @@ def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[S
     Args:
         resolved: the run.
         prompts: of its evaluations.
-        outputs: names of the outputs of each reward, those of `eval.rewards` last.
+        outputs: names of the outputs of each reward that is evaluated, those of `eval.rewards` last.
 
     Returns:
         `model`, `prompts`, and `score NAME` for each output. The folders of files do not matter.
     """
     model = {k: v for k, v in asdict(resolved.model.config).items() if k not in _ROUNDED}
+    model.pop("fps", None)  # decides no pixel
     # As in records of versions before these options, whose VAE had the arithmetic of today's default.
     model["memory"] = {k: v for k, v in model["memory"].items() if k != "vae_channels_last"}
     if model["vae_precision"] == "tf32":
@@ -210,7 +211,8 @@ def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[S
     result = {"model": fingerprint([resolved.model.name, _portable(model)])}
     result["prompts"] = fingerprint([[p.text, _portable(p.metadata)] for p in prompts])
     files = collect(resolved)
-    for (key, plan), names in zip(_rewards(resolved), outputs, strict=True):
+    evaluated = [(key, plan) for key, plan in _rewards(resolved) if not plan.by_people]
+    for (key, plan), names in zip(evaluated, outputs, strict=True):
         own = [(one.kind, one.name, one.sha256) for one in files if one.key.startswith(f"{key}.")]
         options = None if plan.config is None else _portable(asdict(plan.config))
         for name in names:

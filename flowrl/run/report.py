@@ -41,9 +41,10 @@ class Report:
         self.prompts, self.watched = session.parts.data.prompts, session.parts.scorers.watched
 
     def _heaviest(self) -> WeightedReward | None:
-        """The reward with the largest weight: a trained one, else one of `eval.rewards`; None without any."""
-        scorer = self.session.rewards or self.watched
-        return None if scorer is None else max(scorer.entries, key=lambda e: abs(e.weight))
+        """The evaluated reward with the largest weight: a trained one, else of `eval.rewards`; None without any."""
+        trained, watched = self.session.rewards, self.watched
+        entries = (trained and trained.evaluated) or (watched.entries if watched is not None else ())
+        return max(entries, key=lambda e: abs(e.weight), default=None)
 
     @property
     def metric(self) -> str | None:
@@ -114,7 +115,7 @@ class Report:
                 options = {"limit": _GUIDANCE_PROMPTS, "save": "images", "tree": False}
                 trials[wish] = self._of_base(f"base-guidance-{wish:g}", wish, **options)
                 means[wish] = float(trials[wish].scores[metric].mean())
-        better = entry.reward.card.higher_is_better
+        better = entry.reward.card.prefers_more(metric)
         scale = (max if better else min)(means, key=lambda s: means[s])
         log.info("base by CFG%s: %s", self.prompts.on, ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items())))
         for other in trials.keys() - {scale} if world.main else ():
@@ -154,7 +155,7 @@ class Report:
         if (rows := self.guard.judged) is not None:
             base, best, tuned = base.of(rows), best and best.of(rows), tuned and tuned.of(rows)
         watched = () if self.watched is None else self.watched.distinct
-        lower = [e.reward.card.outputs for e in watched if not e.reward.card.higher_is_better]
+        lower = [e.reward.card.lower for e in watched]
         result: dict[str, Any] = {
             "status": status,
             "iterations": self.guard.ended or self.session.iteration,

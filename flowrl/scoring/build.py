@@ -63,6 +63,8 @@ def build_scorers(
 ) -> tuple[Scorer | None, Scorer | None]:
     """The scorer of the training rewards, and that of these and the ones that are only looked at; None without any.
 
+    A reward that people judge is in the first alone.
+
     Args:
         rewards: trained on.
         eval_rewards: only looked at: they ask nothing of the training prompts.
@@ -81,7 +83,8 @@ def build_scorers(
     fit([plan.card for plan in both])
     entries = build_rewards(both)
     fit([entry.reward.card for entry in entries])  # a built reward may ask for more
-    return (build_scorer(entries[:count]) if rewards else None), (build_scorer(entries) if both else None)
+    looked = [entry for entry in entries if not entry.reward.card.by_people]
+    return (build_scorer(entries[:count]) if rewards else None), (build_scorer(looked) if looked else None)
 
 
 def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.Tensor:
@@ -147,6 +150,8 @@ def require_modality(name: str, card: Card, *, videos: bool) -> None:
 def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapter, known: Scorer | None = None) -> None:
     """Score noise: a broken reward ends the run here; a warning names what it changes and is put back.
 
+    People are not asked about noise.
+
     Args:
         scorer: whose rewards are tried; None: nothing is.
         prompts: of the noise.
@@ -162,12 +167,13 @@ def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapte
     given = f"{'videos' if images.ndim == 5 else 'images'} {list(images.shape)}"
     warned = [] if known is None else [entry.reward for entry in known.distinct]
     joined: dict[str, torch.Tensor] = {}
-    for entry in scorer.distinct:
+    tried = [entry for entry in scorer.distinct if not entry.reward.card.by_people]
+    for entry in tried:
         conduct = Conduct(looks_at_inputs=True)
         joined |= _probed(entry, images, prompts, conduct)
         if not any(entry.reward is reward for reward in warned):
             _warn_of_conduct(entry.name, conduct)
-    for entry in scorer.entries:
+    for entry in scorer.entries if len(tried) == len(scorer.distinct) else ():
         if entry.training_value(joined).isnan().all():
             log.warning(
                 "reward %r returned NaN for all of a probe batch of noise, %s: every sample that it cannot score "

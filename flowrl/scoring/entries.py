@@ -43,7 +43,8 @@ class RewardEntry:
     weight: float = 1.0
     """Share in the training value; 0 only looks at it."""
     outputs: dict[str, float] = field(default_factory=dict)
-    """Share of each output in the training value, by name; empty: the first output alone."""
+    """Share of each output in the training value, by name, never below 0: an output of which less is better counts
+    negated. Empty: the first output alone."""
     scale: float | None = None
     """The training value is clip(scale * raw + offset); raw is what is logged. Both null: the transform of the card."""
     offset: float | None = None
@@ -67,6 +68,12 @@ class RewardEntry:
     def __post_init__(self) -> None:
         if (self.name is None) == (self.path is None):
             raise ValueError("give either name or path")
+        for output, share in self.outputs.items():
+            if not share >= 0:
+                raise ValueError(
+                    f"outputs.{output}={share:g} must not be below 0, which would train towards what is worse: an "
+                    "output of which less is better is negated already (its card's less_is_better)"
+                )
         if self.clip is not None and (len(self.clip) != 2 or self.clip[0] >= self.clip[1]):
             raise ValueError(f"clip={self.clip} must be [low, high]")
         if self.retries is not None and self.retries < 0:
@@ -108,6 +115,11 @@ class RewardPlan:
         if hasattr(self.module, "card_of"):
             return self.module.card_of(self.config)
         return getattr(self.module, "CARD", None)
+
+    @property
+    def by_people(self) -> bool:
+        """Whether people judge, so that only the rollouts of training ask for scores."""
+        return self.card is not None and self.card.by_people
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -160,7 +172,7 @@ class RewardPlan:
         """The component, named and timed as the entry says.
 
         Raises:
-            RewardError: its outputs are not those that were declared.
+            RewardError: its outputs, or who judges, are not as declared; or people have a `timeout`.
         """
         reward = self._component()
         if not self.entry.overlap:
@@ -171,6 +183,16 @@ class RewardPlan:
             raise RewardError(
                 f"reward {self.name!r} has the outputs {list(reward.card.outputs)}, but declared {list(declared)}; "
                 "where options change them, define card_of(config) beside CARD, so that they are known beforehand"
+            )
+        if reward.card.by_people != self.by_people:
+            raise RewardError(
+                f"reward {self.name!r} has by_people={reward.card.by_people}, and its CARD says {self.by_people}; "
+                "define card_of(config) beside CARD, so that it is known beforehand"
+            )
+        if self.by_people and self.entry.timeout is not None:
+            raise RewardError(
+                f"reward {self.name!r}: timeout={self.entry.timeout:g} ends a call that hangs, and people take their "
+                "time; leave it out, and set its own time_limit"
             )
         if self.entry.timeout is not None:
             reward = dataclasses.replace(reward, score=TimeLimit(reward.score, self.entry.timeout))

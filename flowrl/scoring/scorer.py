@@ -137,6 +137,11 @@ class Scorer:
         """(reward, setting) that was reported."""
 
     @property
+    def evaluated(self) -> tuple[WeightedReward, ...]:
+        """The entries that evaluations score too: those that no people judge."""
+        return tuple(entry for entry in self.entries if not entry.reward.card.by_people)
+
+    @property
     def outputs(self) -> tuple[str, ...]:
         return tuple(name for entry in self.distinct for name in entry.reward.card.outputs)
 

@@ -46,7 +46,7 @@ class Gate:
 class WeightedReward:
     """A reward as the configuration uses it; several may hold the same `reward`, each for a value of its own.
 
-    The training value is weight * gate(sum over outputs of share * clip(scale * raw + offset)), with -raw for a reward
+    The training value is weight * gate(sum over outputs of share * clip(scale * raw + offset)), with -raw for an output
     of which less is better.
     """
 
@@ -79,10 +79,10 @@ class WeightedReward:
 
     def training_value(self, raw: Mapping[str, Tensor]) -> Tensor:
         """[B] from the raw outputs of all rewards; NaN where a used output is NaN, or the gate's."""
-        sign = 1.0 if self.reward.card.higher_is_better else -1.0
         scale, offset = self.transform()
         total = torch.zeros(())
         for output, share in self.shares().items():
+            sign = 1.0 if self.reward.card.prefers_more(output) else -1.0
             value = sign * raw[output] * scale + offset
             if self.clip is not None:
                 value = value.clamp(*self.clip)

@@ -351,7 +351,7 @@ def _card(plain: dict[str, Any], config: Config) -> Card:
     low, high = values.pop("low", None), values.pop("high", None)
     try:
         card = Card(low=-math.inf if low is None else low, high=math.inf if high is None else high, **values)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise RewardError(
             f"reward 'remote': the card of {config.reward!r} is not one of this flowrl: {error}"
         ) from None

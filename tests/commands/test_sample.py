@@ -112,7 +112,18 @@ def test_a_video_begins_with_the_image_of_the_option_and_has_its_note_beside_it(
     assert media.read(video).shape == (5, 3, 16, 16)
     assert video.with_suffix(".json").is_file()
     note = media.read_note(video)
-    assert (note["prompt"], note["seed"], note["images"][0]["file"]) == ("a", 0, "red.png")
+    assert (note["prompt"], note["seed"], note["images"][0]["file"], note["fps"]) == ("a", 0, "red.png", 16)
+    assert media.facts(video) == (5, 16)
+
+
+def test_a_video_is_written_as_mp4_at_a_rate_of_the_options(draw):
+    pytest.importorskip("av", reason="needs the extra video")
+    code, printed = draw("wan", "a", "--set", "num_frames=5", "--format", "mp4", "--fps", "24")
+    assert code == 0, printed
+    video = drawn("00000-0", "mp4")
+    frames, fps = media.decode_video(video)
+    assert (frames.shape, frames.dtype, fps) == ((5, 3, 16, 16), torch.uint8, 24)
+    assert media.read_note(video)["fps"] == 24
 
 
 @pytest.mark.parametrize(
@@ -126,6 +137,7 @@ def test_a_video_begins_with_the_image_of_the_option_and_has_its_note_beside_it(
         ("flux", ["a", "--image", "cut.png"], "--image 'cut.png' cannot be read as an image"),
         ("flux", ["a", "--steps", "0"], "--steps"),
         ("flux", ["a", "--set", "num_inference_steps=0"], "num_inference_steps=0: must be a whole number, at least 1"),
+        ("flux", ["a", "--fps", "0"], "--fps=0.0: a frame rate must be above 0, in frames a second"),
         ("flux", ["a", "--guidance", "inf"], "--guidance inf: must be a finite number"),
         ("flux", ["a", "--set", "heigth=8"], "heigth: FluxPipeline takes no such argument; did you mean 'height'?"),
         ("flux", ["a", "--set", "prompt=b"], "--set prompt: the command sets it by itself"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from flowrl.commands import score
 from flowrl.contracts.rewards import RewardTrial, trial_batch
 from flowrl.core import media
+from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.errors import ConfigError
 from flowrl.reward import Card, Reward, RewardError
 
@@ -115,6 +117,46 @@ def test_clips_are_scored_by_a_reward_that_takes_them_and_refused_by_one_that_do
     assert lines[0]["jpeg_kb"] > 0
     with pytest.raises(ConfigError, match=r"'shapes' judges images, and the model makes videos"):
         score.command(tmp_path, ["shapes"], batch_size=1)
+
+
+RATE = "def score(videos, prompts, metadata):\n    return [len(v) / r['fps'] for v, r in zip(videos, metadata)]\n"
+
+
+def test_video_files_are_scored_with_their_frame_rate_and_stay_in_8_bits(capsys, tmp_path, monkeypatch):
+    """Videos of several sizes too: a size at a time."""
+    pytest.importorskip("av", reason="needs the extra video")
+    for name, frames, side, fps, form in (("a", 8, 32, 16, "mp4"), ("b", 8, 32, 8, "webp"), ("c", 9, 48, 3, "mp4")):
+        media.write(torch.rand(frames, 3, side, side), tmp_path / name, {"prompt": name}, fps=fps, form=form)
+    held, floats = list[Any](), EightBitImages.floats
+    monkeypatch.setattr(EightBitImages, "floats", lambda self: held.append(tuple(self.levels.shape)) or floats(self))
+    lines, _ = run(capsys, tmp_path, [mine(tmp_path, RATE)])
+    assert [line["mine"] for line in lines] == [0.5, 1.0, 3.0]
+    assert [line["prompt"] for line in lines] == ["a", "b", "c"]
+    assert {(2, 8, 3, 32, 32), (1, 9, 3, 48, 48)} <= set(held)
+    (tmp_path / "records.jsonl").write_text('{"prompt": "x", "fps": 2}\n' * 3)
+    lines, _ = run(capsys, tmp_path, [mine(tmp_path, RATE)], prompts=str(tmp_path / "records.jsonl"))
+    assert [line["mine"] for line in lines] == [4.0, 4.0, 4.5], "a given rate stays"
+
+
+@pytest.mark.parametrize(
+    ("content", "installed", "words"),
+    [
+        (b"", True, "a.mp4 cannot be read: it is empty: it has 0 bytes; write it again, or leave it out"),
+        (b"no video", True, "a.mp4 cannot be read: it is not a readable video .*; write it again, or leave it out"),
+        (b"no video", False, r"a.mp4 needs a package that is not installed \(av\): run pip install 'flowrl\[video\]'"),
+    ],
+)
+def test_a_video_file_that_cannot_be_read_ends_the_command_before_anything_is_scored(
+    tmp_path, monkeypatch, content, installed, words
+):
+    if installed:
+        pytest.importorskip("av", reason="needs the extra video")
+    else:
+        monkeypatch.setitem(sys.modules, "av", None)
+    (tmp_path / "a.mp4").write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as caught:
+        score.command(tmp_path, ["jpeg"])
+    assert caught.value.exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -135,11 +135,12 @@ def test_its_geometry_is_valid_and_its_names_are_those_of_the_file(name):
         assert (run.model.name, data) == (model, "pickapic")
     else:
         assert run.run.name.endswith(data)
-        assert [entry.name for entry in run.rewards] == [REWARDS.get(data, data)]
+        assert {entry.name for entry in run.rewards} == {REWARDS.get(data, data)}
         # The same forwards in rollout and training: half precision depends on the batch.
         assert at(tree, "rollout.batch_size") == at(tree, "optim.batch_size")
     for processes in PROCESSES:
-        counts = geometry(run, plan, processes, **({"extra": 1, "terms": 1} if paired else {}))
+        terms = {"extra": 1, "terms": 1} if paired else {"terms": PROVENANCE["recipes"][name].get("terms")}
+        counts = geometry(run, plan, processes, **terms)
         assert counts.update_forwards > 0
         if paired:
             assert (counts.rollout_forwards, counts.frozen_forwards) == (0, counts.update_forwards)
@@ -265,7 +266,8 @@ def test_its_plan_prints_without_a_network(offline, capsys, monkeypatch, name):
     text = capsys.readouterr().out
     branching = "edges trained" in text  # the steps of a tree say how many
     assert branching == (recipe(name).algorithm.name == "branch_grpo")
-    assert branching or "sde, trained" in text
+    on_samples = "terms" in PROVENANCE["recipes"][name]
+    assert branching or ("sde, trained" in text) != on_samples
     doubled = model.branches(recipe(name).run.rollout.guidance_scale) > 1
     assert ("CFG: each sample twice" in text) == doubled
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from flowrl.core import media
 from flowrl.gallery import build, links
 from flowrl.gallery.runs import load_run
 from tests.gallery.browser import launched, opened, violations
@@ -103,22 +102,6 @@ def test_the_strip_of_your_prompts_fits_is_reached_by_keys_and_everyone_can_use_
             assert all(image.get_attribute("alt") for image in strip.locator("img").all())
             assert strip.get_by_text("not drawn").count() == 1
             assert violations(page, ("wcag2a", "wcag21a", "wcag2aa")) == []
-
-
-def test_clips_play_on_the_page_and_enlarged(browser, tmp_path):
-    folder = make_run(tmp_path / "run", num_prompts=2, iterations=20)
-    for image in folder.glob("eval/*/*.png"):
-        frames = [Image.new("RGB", (64, 48), (40 * k, 90, 200)) for k in range(5)]
-        media.write_video(frames, image.with_suffix(".webp"), quality=80)
-        image.unlink()
-    with opened(browser, build([folder]), viewport=WIDE) as page:
-        page.keyboard.press("j")
-        page.keyboard.press("Enter")
-        images = page.locator(".stage img")
-        assert images.count() == 2
-        for image in images.all():
-            assert image.evaluate("i => i.decode().then(() => [i.naturalWidth, i.naturalHeight])") == [64, 48]
-            assert image.get_attribute("src").startswith("data:image/webp")
 
 
 def test_the_slider_follows_pointer_touch_and_arrow_keys_and_names_itself(browser, file):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import base64
 import hashlib
+import importlib.util
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -21,9 +23,12 @@ from PIL import Image
 
 from flowrl import shapes
 from flowrl.core import media
-from flowrl.gallery import build, builder, charts, images, results
+from flowrl.gallery import build, builder, certainty, charts, images, results
+from flowrl.gallery.live import Served
 from flowrl.gallery.results import Metric
 from flowrl.gallery.runs import load_run
+from flowrl.statistics.intervals import clusters
+from flowrl.statistics.paired import sign_test
 
 NUM_PROMPTS = 40
 SEEDS = (0, 1)
@@ -329,21 +334,48 @@ def test_small_pictures_are_exact_and_large_ones_thumbnails_that_link_to_the_fil
     assert all((folder / "gallery" / link).is_file() for link in files)
 
 
-def test_clips_play_small_on_the_page_and_link_to_the_file(tmp_path):
-    frames = [Image.new("RGB", (256, 144), (10 * k, 255 - 10 * k, 5 * k)) for k in range(24)]
-    media.write_video(frames, tmp_path / "clip.webp", quality=90)
-    shown = images.embed(tmp_path / "clip.webp", images.PAIR_PX, tmp_path / "gallery")
+def test_a_video_is_one_small_image_of_its_frames_and_links_to_the_file(tmp_path):
+    ramp = torch.linspace(0, 1, 33).view(33, 1, 1, 1).expand(33, 3, 144, 256)
+    shown = images.embed(media.write(ramp, tmp_path / "clip", fps=24), images.PAIR_PX, tmp_path / "gallery")
     assert shown is not None
     assert (shown["width"], shown["height"], shown["pixelated"]) == (192, 108, False)
     assert shown["link"] == "../clip.webp"
+    reel = shown["reel"]
+    assert (reel.frames, reel.columns, reel.rows) == (images.VIDEO_FRAMES, 4, 6)
+    assert reel.frames * reel.frame_ms == pytest.approx(1000 * 33 / 24, abs=0.1), "as fast as the file"
     page: Any = Image.open(io.BytesIO(base64.b64decode(shown["src"].removeprefix("data:image/webp;base64,"))))
-    assert (page.n_frames, page.size) == (images.VIDEO_FRAMES, (192, 108))
-    page.seek(1)
-    page.load()
-    assert page.info["duration"] == pytest.approx(media.FRAME_MS * 24 / images.VIDEO_FRAMES)  # as fast as the file
-    whole = images.embed(media.write(torch.rand(4, 3, 16, 16), tmp_path / "small"), 384, tmp_path)
-    assert whole is not None
-    assert (whole["pixelated"], whole["link"]) == (True, None)
+    across, down = reel.cell(192), reel.cell(108)
+    assert page.size == (4 * across, 6 * down) == (4 * 208, 6 * 112)
+    chosen = np.linspace(0, 32, 24).round()
+    for number in range(24):
+        level = page.convert("RGB").getpixel((number % 4 * across + 96, number // 4 * down + 54))[0]
+        assert level == pytest.approx(255 * chosen[number] / 32, abs=6), "quality 60"
+
+
+def test_a_small_video_is_exact_and_a_frozen_one_is_a_video(tmp_path):
+    video = torch.rand(5, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+    video[2] = video[1]
+    shown = images.encoded(media.write(video, tmp_path / "small"), 384)
+    assert (shown.pixelated, shown.whole, shown.reel) == (True, True, images.Reel(5, 5, 62.5, True))
+    page = np.asarray(Image.open(io.BytesIO(shown.data)).convert("RGB"))
+    for number, frame in enumerate(video):
+        cut = page[:16, 26 * number : 26 * number + 24].transpose(2, 0, 1)
+        np.testing.assert_array_equal(cut, (frame * 255).round())
+    still = images.encoded(media.write(video[:1].repeat(9, 1, 1, 1), tmp_path / "frozen"), 384)
+    assert still.reel == images.Reel(9, 3, 62.5, True)
+    assert images.encoded(media.write(video, tmp_path / "sheet"), 384, cells=2).reel is None, "trees show one frame"
+
+
+def test_a_served_page_shows_a_video_as_a_page_on_disk_does(tmp_path):
+    forms = ["webp", *(["mp4"] if importlib.util.find_spec("av") else [])]
+    for (name, size, frames), form in itertools.product((("small", (20, 30), 7), ("large", (144, 256), 33)), forms):
+        file = media.write(torch.rand(frames, 3, *size), tmp_path / name, fps=24, form=form)
+        served, embedded = Served([tmp_path]).picture(file, 384), images.embed(file, 384, tmp_path)
+        assert served is not None
+        assert embedded is not None
+        for key in ("width", "height", "pixelated", "reel"):
+            assert served[key] == embedded[key]
+        assert "px=384" in served["src"], "the server makes the same image"
 
 
 def test_the_film_runs_from_base_to_tuned(page):
@@ -587,13 +619,56 @@ def test_a_gap_breaks_the_curve_a_hostile_name_stays_text_and_the_moving_mean_ke
     np.testing.assert_allclose(charts.smooth(constant), 2.0)
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([np.arange(60.0)], "a bootstrap over prompts"),
+        ([np.arange(9.0), np.zeros(9)], "made for few prompts (t, bootstrap-t or score intervals)"),
+        ([np.arange(60.0), np.r_[np.ones(20), np.zeros(40)]], "a bootstrap or, where few prompts differ"),
+    ],
+    ids=["many", "few", "many of which few differ"],
+)
+def test_the_page_says_how_its_intervals_are_made(values, words):
+    assert words in certainty.method([clusters(row) for row in values])
+
+
+def test_a_warning_tells_of_fewer_prompts_that_differ_than_any_test_needs():
+    before = np.zeros((8, 2))
+    after = before.copy()
+    after[:6, 0] = 1.0
+    groups = np.arange(8)
+    assert certainty.told_apart(before, after, groups) == (6, 8)
+    assert certainty.warning("x", 6, 8) == ""
+    after[5] = np.nan
+    told = certainty.told_apart(before, after, groups)
+    assert told == (5, 7)
+    assert certainty.warning("strict accuracy", *told).startswith("By strict accuracy base and tuned differ on 5 of 7")
+    assert "on none of 8" in certainty.warning("x", 0, 8)
+    # The reason of the number: all of five gaining is no sign at 5 %, all of six is.
+    assert sign_test(np.ones(certainty.LEAST - 1)) > 0.05 > sign_test(np.ones(certainty.LEAST))
+
+
+def test_reports_of_few_prompts_that_differ_say_so(tmp_path):
+    runs = [make_run(tmp_path / name, name=name, num_prompts=8, iterations=20) for name in ("one", "two")]
+    for run, differ in zip(runs, (3, 7), strict=True):
+        scores = json.loads((run / "eval" / "base.json").read_text())["scores"]
+        strict = [[1.0 - row[0], *row[1:]] if p < differ else row for p, row in enumerate(scores["shapes_strict"])]
+        change(run / "eval" / "tuned.json", scores={"shapes_strict": strict})
+    told = "By strict accuracy base and tuned differ on 3 of 8 prompts"
+    one, two = (build([run]).read_text(encoding="utf-8") for run in runs)
+    assert told in one
+    assert "made for few prompts" in one
+    assert "base and tuned differ on" not in two
+    assert "3 of 8 prompts differ" in build(runs, tmp_path / "both").read_text(encoding="utf-8")
+
+
 def test_the_gallery_loads_no_model_library():
     for path in Path(builder.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
             assert not {n.split(".")[0] for n in names} & {"torch", "diffusers", "transformers", "matplotlib"}
-            own = ("flowrl.gallery", "flowrl.core")
+            own = ("flowrl.gallery", "flowrl.core", "flowrl.statistics")
             assert all(n.startswith(own) for n in names if n.startswith("flowrl")), path
     code = "import sys, flowrl.gallery; print([m for m in ('torch', 'diffusers') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -17,17 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from flowrl.core import media
 from flowrl.core.errors import ConfigError
 from flowrl.core.votes import LOG, Vote, VoteBook
 from flowrl.data.preferences import PreferenceOptions, load_preferences
 from flowrl.gallery.local import HOST
 from flowrl.gallery.voting.ballot import SECOND_EVERY, Ballot, Refusal, named, require_name
-from flowrl.gallery.voting.pairs import VotePair, load_pairs
+from flowrl.gallery.voting.pairs import Finished, VotePair, load_pairs
 from flowrl.gallery.voting.result import result
 from flowrl.gallery.voting.server import LARGEST_BODY, TOKEN, VoteServer
+from flowrl.gallery.voting.waiting import Waiting, waits
 from tests.gallery.test_gallery import SEEDS, change, make_run
 
 PROMPTS = ["a red circle", "two blue squares", "a <script>alert(1)</script> sign"]
@@ -35,12 +38,12 @@ PROMPTS = ["a red circle", "two blue squares", "a <script>alert(1)</script> sign
 
 @contextmanager
 def voting(folder: Path, port: int = 0) -> Generator[VoteServer]:
-    pairs = load_pairs(folder)
+    paper = Waiting(folder) if waits(folder) else Finished(load_pairs(folder))
     books: list[VoteBook] = []
 
     def ballot(address: str) -> Ballot:
         books.append(VoteBook(folder / "votes", address))
-        return Ballot(pairs, books[0])
+        return Ballot(paper, books[0])
 
     with VoteServer(ballot, "ann", port) as server, books[0]:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
@@ -94,7 +97,7 @@ def prefer(page: Page, what: str) -> Any:
     open_one = page.server.ballot.shown(page.voter)
     assert open_one is not None
     shown = Image.open(io.BytesIO(page.ask("GET", "/" + pair["left"])[1])).tobytes()
-    left = "tuned" if shown == Image.open(open_one.tuned).tobytes() else "base"
+    left = "tuned" if shown == Image.open(open_one.second).tobytes() else "base"
     return page.vote("left" if left == what else "right")
 
 
@@ -226,9 +229,25 @@ def test_voters_share_the_pairs_and_meet_at_every_fourth(folder):
         assert (found.compared, found.agreed) == (2, 0)
 
 
+def test_a_video_in_mp4_is_shown_as_a_webp_of_the_same_frames(folder):
+    pytest.importorskip("av", reason="needs the extra video")
+    frames = torch.arange(5, dtype=torch.uint8).mul(40).view(5, 1, 1, 1).expand(5, 3, 16, 16).contiguous()
+    for file in folder.glob("eval/*/*.png"):
+        media.write(frames, file.with_suffix(""), fps=8, form="mp4")
+        file.unlink()
+    with voting(folder) as server:
+        page = Page(server)
+        status, data, headers = page.ask("GET", "/" + page.state()["pair"]["left"])
+    assert (status, headers["Content-Type"]) == (200, "image/webp")
+    (folder / "shown.webp").write_bytes(data)
+    shown, fps = media.decode_video(folder / "shown.webp")
+    assert (len(shown), fps) == (5, 8)
+    assert int((shown.int() - frames.int()).abs().max()) <= 3, "H.264's rounding"
+
+
 def test_an_image_that_cannot_be_read_is_left_out_and_said(folder):
     first = load_pairs(folder)[0]
-    first.tuned.write_bytes(b"no image")
+    first.second.write_bytes(b"no image")
     with voting(folder) as server:
         state = Page(server).state()
         assert state["total"] == len(PROMPTS) * len(SEEDS) - 1
@@ -246,17 +265,15 @@ def test_the_order_spreads_over_prompts_and_sides_are_drawn_by_identity(finished
     assert pairs == load_pairs(finished)
     other = Path(shutil.copytree(finished, tmp_path / "run"))
     change(other / "config.yaml", seed=1)
-    assert [(p.number, p.seed) for p in pairs] != [(p.number, p.seed) for p in load_pairs(other)]
+    assert [p.group for p in pairs] != [p.group for p in load_pairs(other)]
     many = load_pairs(make_run(tmp_path / "many", num_prompts=40, iterations=20, size=4))
-    left = sum(pair.tuned_left for pair in many)
+    left = sum(pair.second_left for pair in many)
     assert abs(left - len(many) / 2) < 5 * (len(many) / 4) ** 0.5, "five standard deviations of a coin"
 
 
 def test_the_win_rate_weighs_prompts_alike_and_a_tie_is_half(finished):
     def voted(number: int, choice: str, voter: str = "ann") -> Any:
-        pair = VotePair(
-            prompt="p", seed=0, number=number, distinct=number, base=Path("b"), tuned=Path("t"), tuned_left=True
-        )
+        pair = VotePair(prompt="p", group="g", distinct=number, first=Path("b"), second=Path("t"), second_left=True)
         return pair, Vote(voter=voter, group="g", prompt="p", first="b", second="t", choice=choice)
 
     votes = [voted(0, "second"), voted(0, "second", "bob"), voted(1, "first"), voted(2, "tie"), voted(3, "skip")]

@@ -13,6 +13,7 @@ from tests.gallery.browser import launched, violations
 from tests.gallery.test_browser import PHONE, WIDE, fits
 from tests.gallery.test_gallery import EVIL, SEEDS, make_run
 from tests.gallery.test_vote import voting
+from tests.gallery.test_vote_waiting import ask, close
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -54,7 +55,7 @@ def test_votes_by_keys_alone(browser, folder):
         for done, key in enumerate(("ArrowLeft", "2", "ArrowDown")):
             shown = server.ballot.shown("ann")
             assert shown is not None
-            left, right = ("second", "first") if shown.tuned_left else ("first", "second")
+            left, right = ("second", "first") if shown.second_left else ("first", "second")
             wanted.append({"ArrowLeft": left, "2": right, "ArrowDown": "tie"}[key])
             page.keyboard.press(key)
             waits(page, f"{done + 1} of {total} answered")
@@ -112,3 +113,38 @@ def test_an_answer_that_does_not_count_is_said(browser, folder):
         page.keyboard.press("1")
         page.get_by_text("this answer does not count").wait_for(timeout=5000)
         assert len(server.ballot.book.votes) == before
+
+
+def test_the_page_of_a_run_that_waits_follows_its_questions(browser, waiting_run):
+    """Pairs come and go by themselves, a name that is being typed stays, and a late vote is refused by name."""
+    with voting(waiting_run) as server, browser.new_context(viewport=WIDE) as session:
+        page = session.new_page()
+        page.goto(server.address)
+        page.locator("#waits").wait_for()
+        waits(page, "The run draws its next samples")
+        assert violations(page, ("wcag2a", "wcag21a", "wcag2aa")) == []
+        page.locator("#voter").fill("carla")
+        first = ask(waiting_run, 0.1, 0.5, 0.9)
+        page.locator("body[data-state=pair]").wait_for(timeout=5000)
+        assert page.locator("#voter").input_value() == "carla"
+        page.keyboard.press("Enter")
+        waits(page, "Iteration 1: 3 votes missing, on 1 prompt")
+        page.keyboard.press("1")
+        waits(page, "Iteration 1: 2 votes missing, on 1 prompt")
+        page.keyboard.press("u")
+        waits(page, "Iteration 1: 3 votes missing, on 1 prompt")
+        page.keyboard.press("2")
+        waits(page, "Iteration 1: 2 votes missing, on 1 prompt")
+        close(waiting_run, first)
+        page.keyboard.press("2")
+        page.get_by_text("Iteration 1 has counted the votes on its prompt 1").wait_for(timeout=5000)
+        assert page.locator("#undo").is_disabled()
+        assert page.locator("#waits").is_visible()
+        assert not page.locator("#done").is_visible()
+        ask(waiting_run, 0.2, 0.6, iteration=2)
+        page.locator("body[data-state=pair]").wait_for(timeout=5000)
+        assert not page.locator("#problem").is_visible()
+        (waiting_run / "summary.json").write_text('{"status": "finished"}')
+        page.keyboard.press("1")
+        page.get_by_text("this one does not count: it has finished").wait_for(timeout=5000)
+        assert [(vote.voter, vote.group) for vote in server.ballot.book.votes.values()] == [("carla", first.group)]

@@ -30,6 +30,9 @@ NATIVE = {
     "flux1-dev": "flux",
     "qwen-image": "qwen_image",
     "wan21-t2v-1.3b": "wan",
+    "wan21-t2v-14b": "wan",
+    "wan22-t2v-a14b": "wan",
+    "wan22-ti2v-5b": "wan",
 }
 
 

@@ -100,3 +100,81 @@ def test_images_and_noise_of_another_shape_and_an_adapter_without_an_encoder_are
     model = native.adapter(family, tiny.make(family), SIZE)
     with pytest.raises(ValueError, match=words):
         model.encode_images(torch.rand(images), None if noise is None else torch.randn(noise))
+
+
+# ---- videos
+
+TALL = (32, 16)
+
+
+def wan(frames: int = 9) -> Any:
+    model = native.adapter("wan", tiny.make("wan"), TALL, num_frames=frames)
+    # Far from 0 and 1, and different from channel to channel.
+    model.pipeline.vae.register_to_config(
+        latents_mean=[0.1 * k - 0.5 for k in range(16)], latents_std=[0.5 + 0.2 * k for k in range(16)]
+    )
+    return model
+
+
+def clip(batch: int = 2, frames: int = 9) -> torch.Tensor:
+    return torch.rand(batch, frames, 3, *TALL, generator=torch.Generator().manual_seed(0))
+
+
+def test_wans_latents_are_those_of_its_own_video_to_video_call_and_decode_undoes_them():
+    from diffusers.pipelines.wan.pipeline_wan_video2video import WanVideoToVideoPipeline
+
+    model, given = wan(), clip()
+    own = WanVideoToVideoPipeline(**{name: model.pipeline.components[name] for name in PARTS})
+    own.scheduler.add_noise = lambda latents, noise, timestep: latents
+    video = own.video_processor.preprocess_video(list(given))
+    expected = own.prepare_latents(
+        video, 2, 16, *TALL, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0)
+    )
+    assert expected is not None
+    found = model.encode_images(given)
+    assert found.shape == (2, *model.latent_shape())
+    assert (found.dtype, found.requires_grad) == (torch.float32, False)
+    # It encodes one video at a time, which sums in another order.
+    assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(model.encode_images(given[:1]), expected[:1])
+    vae = model.pipeline.vae
+    with torch.no_grad():
+        frames = vae.decode(vae.encode(2 * given.transpose(1, 2) - 1).latent_dist.mean).sample / 2 + 0.5
+    decoded = model.decode(found)
+    assert decoded.shape == (2, 9, 3, *TALL)
+    # The latents were divided by their std and multiplied again, and the decoder amplifies that rounding.
+    assert_close(decoded, frames.clamp(0, 1).transpose(1, 2), atol=1e-4, rtol=0)
+
+
+PARTS = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
+
+
+def test_wan_draws_from_the_posterior_and_takes_one_frame_as_an_image():
+    model, given = wan(), clip()
+    noise = drawn(model, 2)
+    mean, moved = model.encode_images(given), model.encode_images(given, noise)
+    once = model.encode_images(given, torch.ones_like(noise)) - mean
+    assert bool((once > 0).all())
+    assert_close((moved - mean) / once, noise, atol=1e-3, rtol=1e-3)
+    single = wan(frames=1)
+    # The encoder is causal: the first latent frame sees the first frame alone.
+    assert_close(single.encode_images(given[:, 0]), mean[:, :, :1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3, *TALL), (2, 3, *TALL), (2, 9, 3, 16, 32), (2, 3, 9, *TALL)])
+def test_videos_of_another_shape_are_refused(shape):
+    with pytest.raises(
+        ValueError, match=r"are not \[B, 9, 3, 32, 16\].*model\.height and model\.width, model\.num_frames"
+    ):
+        wan().encode_images(torch.rand(shape))
+
+
+def test_a_frame_count_that_the_encoder_cannot_divide_is_named():
+    """AutoencoderKLWan reads 4 frames at a time, whatever its factor in time: of 7 frames it drops two."""
+    model = wan()
+    model.num_frames = 7
+    model.pipeline.vae_scale_factor_temporal = 2
+    with pytest.raises(
+        ValueError, match=r"model.num_frames=7: the VAE makes latents .* of so many given frames.*use 9"
+    ):
+        model.encode_images(clip(frames=7))

@@ -358,12 +358,42 @@ REAL = {
         {"prompt_embeds": (512, 4096)},
         adapted=2 * 30 * 8,
     ),
+    "wan 14b": Real(
+        "wan21-t2v-14b",
+        {"height": 480, "width": 832},
+        {"transformer": 14_288_491_584, "vae": 126_892_531, "text_encoder": 5_680_910_336},
+        (16, 21, 60, 104),
+        {"prompt_embeds": (512, 4096)},
+        adapted=2 * 40 * 8,
+    ),
+    "wan 2.2 a14b": Real(
+        "wan22-t2v-a14b",
+        {"height": 480, "width": 832},
+        {
+            "transformer": 14_288_491_584,
+            "transformer_2": 14_288_491_584,
+            "vae": 126_892_531,
+            "text_encoder": 5_680_910_336,
+        },
+        (16, 21, 60, 104),
+        {"prompt_embeds": (512, 4096)},
+        adapted=2 * 2 * 40 * 8,
+    ),
+    "wan 2.2 ti2v": Real(
+        "wan22-ti2v-5b",
+        {"height": 704, "width": 1280, "num_frames": 121},
+        {"transformer": 4_999_787_712, "vae": 704_688_668, "text_encoder": 5_680_910_336},
+        (48, 31, 44, 80),
+        {"prompt_embeds": (512, 4096)},
+        adapted=2 * 30 * 8,
+    ),
 }
+"""Family and what tells its models apart -> the model."""
 
 
-@pytest.mark.parametrize("family", REAL)
-def test_the_real_shape_is_the_published_one(family):
-    real, module = REAL[family], registry.load("models", family)
+@pytest.mark.parametrize("name", REAL)
+def test_the_real_shape_is_the_published_one(name):
+    real, module = REAL[name], registry.load("models", name.partition(" ")[0])
     config = module.Config(path="any", dtype="bfloat16", **real.options)
     model = module.skeleton(config, ROOT / "assets" / "model_configs" / real.folder)
     parts = {name: part for name, part in model.pipeline.components.items() if isinstance(part, torch.nn.Module)}

@@ -113,6 +113,59 @@ def test_only_pictures_of_the_same_prompt_are_compared_wherever_they_stand():
     assert float(found[3]) == float(found[6]) == pytest.approx(LN2)
 
 
+# ---- videos
+
+
+def moving(steps: list[tuple[int, int]], start: tuple[int, int] = (12, 12), frames: int = 9) -> torch.Tensor:
+    """Videos of a red square of 8 pixels on grey, which moves by (down, across) pixels a frame; [B, F, 3, 32, 32]."""
+    videos = torch.full((len(steps), frames, 3, 32, 32), 0.5)
+    for video, (down, across) in zip(videos, steps, strict=True):
+        for number, frame in enumerate(video):
+            top, left = start[0] + down * number, start[1] + across * number
+            frame[:, top : top + 8, left : left + 8] = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)
+    return videos
+
+
+def test_videos_with_the_same_first_frame_and_another_motion_are_told_apart():
+    reward, least = build(Config()), math.log(5 / 4)
+    four = moving([(0, 1), (0, -1), (1, 0), (-1, 0)])
+    assert torch.equal(four[0, 0], four[3, 0])
+    same = scored(reward, moving([(0, 1)] * 4), ["a"] * 4)
+    assert_close(same, torch.full((4,), least))
+    found = scored(reward, four, ["a"] * 4)
+    assert float(found.min()) > least + 0.1, found
+    odd = scored(reward, moving([(0, 1), (0, 1), (0, 1), (0, 0)]), ["a"] * 4)
+    assert int(odd.argmax()) == 3, "the one that stays"
+    assert float(odd[3]) > float(odd[:3].max()) + 0.1
+
+
+def test_the_same_frames_in_another_order_are_another_video():
+    reward, least = build(Config()), math.log(3 / 2)
+    there = moving([(0, 1)], start=(12, 4))
+    found = scored(reward, torch.cat([there, there.flip(1)]), ["a"] * 2)
+    assert float(found.min()) > least + 0.05
+    # One frame is an image.
+    single = scored(reward, four := moving([(0, 1), (1, 1)])[:, :1], ["a"] * 2)
+    assert_close(single, scored(reward, four[:, 0], ["a"] * 2))
+
+
+def test_the_similarity_of_videos_is_the_mean_of_their_frames_and_a_broken_frame_masks_its_video():
+    reward, videos = build(Config()), torch.rand(3, 4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    unit = torch.nn.functional.normalize(colour_waves(0.2)(list(videos.flatten(0, 1))), dim=1).view(3, 4, -1)
+    kernel = torch.einsum("afd,bfd->ab", unit, unit).double() / 4 + torch.eye(3, dtype=torch.float64)
+    assert_close(scored(reward, videos, ["a"] * 3), -kernel.inverse().diagonal().log().float(), atol=1e-5, rtol=0)
+    videos[1, 3, 0, 0, 0] = math.nan
+    found = scored(reward, videos, ["a"] * 3)
+    assert found.isnan().tolist() == [False, True, False]
+    assert_close(found[[0, 2]], scored(reward, videos[[0, 2]], ["a"] * 2))
+
+
+def test_videos_of_several_lengths_are_compared_at_as_many_instants_as_the_shortest_has():
+    reward, long = build(Config()), moving([(0, 1), (1, 0)])
+    found = reward.score([long[0], long[1, ::2]], ["a"] * 2, [{}] * 2)
+    assert_close(found, scored(reward, long[:, ::2], ["a"] * 2))
+
+
 # ---- networks
 
 

@@ -400,7 +400,7 @@ def test_an_evaluation_that_is_stopped_waits_for_no_reward(tmp_path):
 
 
 def test_flowrl_score_reads_the_next_files_while_a_reward_scores(tmp_path, monkeypatch):
-    waits, read = Waits(), media.read
+    waits, read = Waits(), media.read_levels
 
     def reads(file):
         if file.name == "2.png":
@@ -411,7 +411,7 @@ def test_flowrl_score_reads_the_next_files_while_a_reward_scores(tmp_path, monke
         media.write(torch.full((3, 8, 8), number / 5), tmp_path / f"{number}")
     samples = [(file, "", {}) for file in sorted(tmp_path.iterdir())]
     plain = list(score._scored(Scorer([entry(means)]), [samples[:2], samples[2:]]))
-    monkeypatch.setattr(media, "read", reads)
+    monkeypatch.setattr(media, "read_levels", reads)
     beside = list(score._scored(Scorer([entry(waits, overlap=True)]), [samples[:2], samples[2:]]))
     assert waits.came == [True]
     assert beside == plain

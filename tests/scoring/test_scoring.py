@@ -60,6 +60,24 @@ def test_the_declared_transform_holds_until_the_entry_sets_one_and_raw_is_logged
     assert found.raw["mine"].tolist() == [0.0, 2.0, 4.0, 8.0]
 
 
+def test_an_output_of_which_less_is_better_counts_negated_whatever_the_others_do():
+    def both(images, prompts, metadata):
+        return {"strict": torch.tensor([1.0, 0.0]), "flicker": torch.tensor([0.5, 0.25])}
+
+    card = Card(outputs=("strict", "flicker"), less_is_better=("flicker",))
+    two = WeightedReward("mine", Reward(both, card).prefixed("b"), outputs={"b_strict": 1.0, "b_flicker": 2.0})
+    assert scored(two, count=2).values[0].tolist() == [0.0, -0.5]
+    assert (two.reward.card.lower, two.reward.card.prefers_more("b_strict")) == (("b_flicker",), True)
+    with pytest.raises(ValueError, match=r"less_is_better names 'x', which is not among the outputs \['a'\]"):
+        Card(outputs=("a",), less_is_better=("x",))
+
+
+@pytest.mark.parametrize("outputs", [{"shapes_motion_flicker": -1.0}, {"shapes_motion_strict": -0.5}])
+def test_a_share_below_0_would_train_towards_what_is_worse_and_is_refused(outputs):
+    with pytest.raises(ConfigError, match=r"outputs\.shapes_motion_\w+=-[\d.]+ must not be below 0.*less_is_better"):
+        reward_plan({"name": "shapes_motion", "outputs": outputs}, "rewards.0")
+
+
 @pytest.mark.parametrize(
     ("gate", "easy", "hard", "expected"),
     [

@@ -85,6 +85,13 @@ class Facts:
     level: str
     num_prompts: int
     """Prompts of the whole official list."""
+    videos: bool = False
+    """Its samples are videos."""
+
+    @property
+    def noun(self) -> str:
+        """A sample in one word."""
+        return "video" if self.videos else "image"
 
 
 @dataclass(slots=True)
@@ -120,7 +127,7 @@ class Judgement:
 
 
 class Judge(Protocol):
-    """A judge of images."""
+    """A judge of images or videos."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -133,7 +140,7 @@ class Judge(Protocol):
         ...
 
     def __call__(self, images: Sequence[Tensor], items: Sequence[Item]) -> list[Judgement]:
-        """One judgement for each image [3, H, W] in [0, 1]; what fails is a judgement with an error."""
+        """One judgement for each image [3, H, W] or video [F, 3, H, W] in [0, 1]; a failure is one with an error."""
         ...
 
 
@@ -155,6 +162,8 @@ class Line:
     """What the mean is made of, for a paired comparison; empty: it is compared with nothing (a standard deviation)."""
     output: str = ""
     """The score that it is made of, whose judge says whether more is better; "": more is."""
+    bounds: Bounds | None = None
+    """Least and largest possible value; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +257,7 @@ def line_of(
     """A line of given parts; `line` for rows."""
     mean, low, high = stratified(parts, bounds)
     prompts = len({text for one in parts for text in one.values})
-    return Line(name, mean, low, high, prompts, n_images, n_scored, parts, output)
+    return Line(name, mean, low, high, prompts, n_images, n_scored, parts, output, bounds)
 
 
 def by_tag(rows: Sequence[Row], items: Sequence[Item], tags: Sequence[str]) -> dict[str, list[Row]]:

@@ -33,6 +33,8 @@ class Drawing:
     pipeline: Any
     call: Mapping[str, Any]
     base_seed: int = 0
+    videos: bool = False
+    """The suite is of videos, not of images."""
 
     def require_text_to_image(self) -> None:
         """Raise ConfigError for a pipeline that makes no image from a text alone."""
@@ -44,10 +46,10 @@ class Drawing:
             raise ConfigError(f"{kind} needs an image to begin with; a suite needs a model that takes a text alone")
 
     def __call__(self, samples: Sequence[tuple[Item, int]]) -> Tensor:
-        """Images [B, 3, H, W], float32 on the CPU, of (prompt, k); NaN where the model made NaN.
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 on the CPU, of samples; NaN where the model made NaN.
 
         Raises:
-            ConfigError: the pipeline refuses its arguments, or makes videos.
+            ConfigError: the pipeline refuses its arguments, or makes videos for a suite of images, or the reverse.
         """
         generators = [torch.Generator().manual_seed(seed_of(self.base_seed, item.id, k)) for item, k in samples]
         # Arguments that a pipeline wants once for each prompt.
@@ -66,9 +68,11 @@ class Drawing:
         except ValueError as error:  # how pipelines refuse what they are called with
             raise ConfigError(f"{type(self.pipeline).__name__}: {error}") from error
         images = result if isinstance(result, Tensor) else torch.stack(list(result))
-        if images.ndim != 4 or len(images) != len(samples):
+        kind = "videos of two frames or more" if self.videos else "images"
+        fits = images.ndim == 5 and images.shape[1] > 1 if self.videos else images.ndim == 4
+        if not fits or len(images) != len(samples):
             raise ConfigError(
-                f"{type(self.pipeline).__name__} made {list(images.shape)} of {len(samples)} prompts; suites are for "
-                "models of images, one for each prompt"
+                f"{type(self.pipeline).__name__} made {list(images.shape)} of {len(samples)} prompts; this suite is "
+                f"for models of {kind}, one for each prompt (flowrl list suites)"
             )
         return images.detach().float().cpu()

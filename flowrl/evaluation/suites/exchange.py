@@ -17,10 +17,11 @@ from flowrl.evaluation.suites.runner import Sample, Task, rows_of
 
 
 def export(task: Task, folder: ResultsFolder, out: Path) -> int:
-    """Write all samples of a task into `out` in the official layout; returns the number of images written.
+    """Write all samples of a task into `out` in the official layout; returns the number of files written.
 
     Raises:
-        ConfigError: the suite's official evaluator reads no folder, a sample is missing, or `out` holds something else.
+        ConfigError: the suite's official evaluator reads no folder, a sample is missing, `out` holds something else, or
+            videos need the extra `video`.
     """
     suite = task.suite
     if suite.layout is None:
@@ -42,13 +43,22 @@ def export(task: Task, folder: ResultsFolder, out: Path) -> int:
             target = out / place
             target.parent.mkdir(parents=True, exist_ok=True)
             if len(samples) == 1:
-                shutil.copyfile(folder.image(*samples[0]), target)
+                _copy(folder, samples[0], target)
             else:
                 _grid(folder, samples, target)
         for place, text in (suite.extras(task.items) if suite.extras else {}).items():
             (out / place).parent.mkdir(parents=True, exist_ok=True)
             (out / place).write_text(text, encoding="utf-8")
     return len(files)
+
+
+def _copy(folder: ResultsFolder, sample: Sample, target: Path) -> None:
+    """Copy an image as it is, or a video in the form of the target's suffix at the same frame rate."""
+    file = folder.image(*sample)
+    if folder.videos and file.suffix != target.suffix:
+        media.encode_video(target, *media.decode_video(file))
+    else:
+        shutil.copyfile(file, target)
 
 
 def _grid(folder: ResultsFolder, samples: list[Sample], target: Path) -> None:

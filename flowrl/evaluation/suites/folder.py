@@ -3,7 +3,7 @@
     header.json      what made the images (`made_with`), who judged them (`judged_by`), and facts of the machine
     samples.jsonl    the lines of judged samples; samples-RANK.jsonl while processes are at work
     samples-judged-N.jsonl    the lines of the N-th of `judged_before`, set aside
-    images/          ID-K.png
+    images/          ID-K.png, or ID-K.webp of videos with ID-K.json beside it
 
 A line is written when its sample is judged, an image before that, under its last name only when it is complete. So a
 call that is killed leaves what is done, and the same call goes on.
@@ -35,6 +35,10 @@ class ResultsFolder:
     """Results of one model on one suite."""
 
     path: Path
+    videos: bool = False
+    """The samples are videos."""
+    fps: float = media.FPS
+    """Frames a second of videos that are written."""
 
     @property
     def header(self) -> dict[str, Any]:
@@ -159,10 +163,10 @@ class ResultsFolder:
     # ---- images
 
     def image(self, item: Item, k: int) -> Path:
-        return self.path / IMAGES / f"{item.id}-{k:03d}.png"
+        return self.path / IMAGES / f"{item.id}-{k:03d}{'.webp' if self.videos else '.png'}"
 
     def read(self, item: Item, k: int) -> Tensor:
-        """An image as it was saved, [3, H, W] in [0, 1].
+        """An image [3, H, W] or a video [F, 3, H, W] as it was saved, in [0, 1].
 
         Raises:
             ConfigError: it is damaged or gone.
@@ -175,10 +179,12 @@ class ResultsFolder:
             raise ConfigError(f"{file} cannot be read ({error}); {remedy}") from error
 
     def keep(self, image: Tensor, item: Item, k: int, note: Mapping[str, Any]) -> None:
-        """Save an image [3, H, W] in [0, 1], each value rounded to the nearest of 256 levels."""
+        """Save an image [3, H, W] or a video [F, 3, H, W] in [0, 1], each value rounded to one of 256 levels."""
         target = self.image(item, k)
-        part = media.write(image, target.with_name(f".{target.stem}-part"), note)
+        part = media.write(image, target.with_name(f".{target.stem}-part"), note, fps=self.fps)
         with writing(target):
+            if self.videos:  # its note is a file of its own
+                os.replace(part.with_suffix(".json"), target.with_suffix(".json"))
             os.replace(part, target)
 
 

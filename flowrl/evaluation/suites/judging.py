@@ -39,13 +39,16 @@ class RewardJudge:
     def __init__(self, plans: Sequence[RewardPlan], suite: Suite, items: Sequence[Item], batch_size: int = 16) -> None:
         prompts = [Prompt(item.text, item.metadata) for item in items]
         where = f"--suite {suite.name}"
+        for plan in plans:
+            if plan.card is not None:
+                require_modality(plan.name, plan.card, videos=suite.facts.videos)
         require_metadata(where, prompts, plans, [plan.card for plan in plans])
         self.plans, self.suite = plans, suite
         self.entries = build_rewards(plans)
         cards = [entry.reward.card for entry in self.entries]
         require_metadata(where, prompts, plans, cards)
         for plan, card in zip(plans, cards, strict=True):
-            require_modality(plan.name, card, videos=False)
+            require_modality(plan.name, card, videos=suite.facts.videos)
         self._errors: list[str] = []
         self.scorer = build_scorer(
             self.entries, batch_size=batch_size, max_failed_share=1.0, on_error=self._errors.append
@@ -61,6 +64,7 @@ class RewardJudge:
                 "fingerprint": plan.fingerprint(entry.reward.card),
                 "outputs": list(entry.reward.card.outputs),
                 "higher_is_better": entry.reward.card.higher_is_better,
+                "less_is_better": list(entry.reward.card.lower),
                 "source": entry.reward.card.source,
                 "options": None if plan.config is None else dataclasses.asdict(plan.config),
             }
@@ -68,7 +72,7 @@ class RewardJudge:
         }
 
     def __call__(self, images: Sequence[Tensor], items: Sequence[Item]) -> list[Judgement]:
-        """A judgement for each image [3, H, W] in [0, 1].
+        """A judgement for each image [3, H, W] or video [F, 3, H, W] in [0, 1].
 
         Raises:
             RewardFailure: a broken contract.

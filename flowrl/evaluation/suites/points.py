@@ -10,7 +10,7 @@ import numpy as np
 from scipy.stats import t
 
 from flowrl.evaluation.suites.base import Item, Line, Part, Row, line_of
-from flowrl.statistics.intervals import FEW
+from flowrl.statistics.intervals import FEW, Bounds
 
 _DRAWS, _AT_ONCE = 10_000, 500
 PERCENT = (0.0, 100.0)
@@ -86,40 +86,56 @@ def prompt_line(
 
 
 def mean_of_kinds(name: str, parts: Mapping[str, Part], n_images: int, n_scored: int, seed: int = 0) -> Line:
-    """The unweighted mean of the percents of parts that share their prompts: a prompt is drawn with all its points.
+    """The unweighted mean of the percents of parts that share their prompts, by `mean_of_parts`."""
+    return mean_of_parts(name, list(parts.values()), n_images, n_scored, bounds=PERCENT, seed=seed)
+
+
+def mean_of_parts(
+    name: str,
+    parts: Sequence[Part],
+    n_images: int,
+    n_scored: int,
+    *,
+    bounds: Bounds | None = None,
+    seed: int = 0,
+) -> Line:
+    """The weighted mean of the means of parts that share their prompts: a prompt is drawn with all its values.
 
     Below 50 prompts the interval is the t interval of the prompts' influences; a part of one prompt leaves none.
     """
-    line = line_of(name, tuple(parts.values()), n_images, n_scored, bounds=PERCENT)
-    prompts = list(dict.fromkeys(prompt for part in parts.values() for prompt in part.values))
+    line = line_of(name, tuple(parts), n_images, n_scored, bounds=bounds)
+    weights = np.asarray([part.weight for part in parts], dtype=np.float64)
+    prompts = list(dict.fromkeys(prompt for part in parts for prompt in part.values))
     sums, counts = (np.zeros((len(prompts), len(parts))) for _ in range(2))
     place = {prompt: number for number, prompt in enumerate(prompts)}
-    for column, part in enumerate(parts.values()):
+    for column, part in enumerate(parts):
         for prompt, total, number in part.totals():
             sums[place[prompt], column], counts[place[prompt], column] = total, number
     if math.isnan(line.mean) or ((counts > 0).sum(axis=0) < 2).any():
         return replace(line, low=math.nan, high=math.nan)
     if len(prompts) < FEW:
         means = sums.sum(axis=0) / counts.sum(axis=0)
-        influence = ((sums - means * counts) / counts.mean(axis=0)).mean(axis=1)
+        influence = ((sums - means * counts) / counts.mean(axis=0) * weights).sum(axis=1) / weights.sum()
         error = float(np.sqrt((influence**2).sum() / len(prompts) / (len(prompts) - 1)))
         reach = float(t.ppf(0.975, len(prompts) - 1)) * error
         low, high = line.mean - reach, line.mean + reach
     else:
-        low, high = _drawn(sums, counts, seed)
-    return replace(line, low=max(low, PERCENT[0]), high=min(high, PERCENT[1]), n_prompts=len(prompts))
+        low, high = _drawn(sums, counts, weights, seed)
+    if bounds is not None:
+        low, high = max(low, bounds[0]), min(high, bounds[1])
+    return replace(line, low=low, high=high, n_prompts=len(prompts))
 
 
-def _drawn(sums: np.ndarray, counts: np.ndarray, seed: int) -> tuple[float, float]:
-    """95 % percentile bootstrap of the mean over columns of sum / count, [P, kinds] each, over prompts."""
+def _drawn(sums: np.ndarray, counts: np.ndarray, weights: np.ndarray, seed: int) -> tuple[float, float]:
+    """95 % percentile bootstrap of the weighted mean over columns of sum / count, [P, kinds] each, over prompts."""
     rng, means = np.random.default_rng(seed), np.empty(_DRAWS)
     shares = np.full(len(sums), 1 / len(sums))
     for start in range(0, _DRAWS, _AT_ONCE):
         drawn = rng.multinomial(len(sums), shares, size=_AT_ONCE).astype(np.float64)
         total, number = drawn @ sums, drawn @ counts
         # A kind that was not drawn has no mean; the draw is that of the others.
-        ratios = np.divide(total, number, out=np.zeros_like(total), where=number > 0)
-        there = (number > 0).sum(axis=1)
+        ratios = np.divide(total, number, out=np.zeros_like(total), where=number > 0) * weights
+        there = ((number > 0) * weights).sum(axis=1)
         means[start : start + _AT_ONCE] = np.divide(
             ratios.sum(axis=1), there, out=np.full(_AT_ONCE, np.nan), where=there > 0
         )

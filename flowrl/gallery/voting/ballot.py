@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import os
 import secrets
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flowrl.core import media
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import fsync, writing
-from flowrl.core.votes import Vote, VoteBook
+from flowrl.core.votes import Vote, VoteBook, image_name, keep_image
 from flowrl.gallery.voting.pairs import VotePair
 
-IMAGES = "images"
-"""Folder of the copies, named by their contents."""
 SECOND_EVERY = 4
 """Every so many pairs, a voter is asked one that another voter has decided: how far people agree is measured there."""
 LONGEST_NAME = 40
@@ -29,14 +26,34 @@ class Refusal(Exception):
     """An answer that cannot be taken, in words for the voter."""
 
 
+class Paper(Protocol):
+    """What people are asked: the pairs of a finished run, or those of a run that waits."""
+
+    def pairs(self, votes: Collection[Vote]) -> Sequence[VotePair]:
+        """The pairs that may be asked now, in the order in which they are asked for."""
+        ...
+
+    def turn(self) -> AbstractContextManager[None]:
+        """In this block a vote is added or taken back, and nobody counts."""
+        ...
+
+    def refusal(self, group: str, *images: str) -> str | None:
+        """Why no vote on these images of a group, or on any, counts any more, for the voter; None: it does."""
+        ...
+
+    def progress(self, votes: Collection[Vote], answered: int, total: int) -> dict[str, Any]:
+        """`progress`, how far a voter has come, in words; `waits`: whether pairs may come by themselves."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A pair on a voter's screen."""
 
     pair: VotePair
-    base: str
+    first: str
     """Copy of the image, relative to the folder of votes."""
-    tuned: str
+    second: str
     token: str
     left: str
     """Token of the left image: paths of images name the model."""
@@ -46,13 +63,18 @@ class Asked:
 class Ballot:
     """The pairs of a run and the votes on them; its methods may be called from several threads.
 
+    Args:
+        paper: the pairs.
+        book: the votes.
+
     A vote counts for the images that were on the screen: they are copied next to the votes before they are shown, by
     their contents, so that a later evaluation changes neither the votes nor the pairs made of them. A voter who has
     answered, or skipped, is not asked again unless the images are others.
     """
 
-    def __init__(self, pairs: Sequence[VotePair], book: VoteBook) -> None:
-        self.pairs, self.book = pairs, book
+    def __init__(self, paper: Paper, book: VoteBook) -> None:
+        self.paper, self.book = paper, book
+        self.pairs = paper.pairs(book.votes.values())
         self.unreadable: set[VotePair] = set()
         """Pairs that are left out, since an image of theirs cannot be read."""
         self._lock = threading.Lock()
@@ -82,7 +104,7 @@ class Ballot:
             choice: left, right, tie or skip.
 
         Raises:
-            Refusal: another pair is open, there is no such choice, or voting has ended.
+            Refusal: another pair is open, there is no such choice, the votes on it were counted, or voting has ended.
             WriteError: the vote could not be written, and does not count.
         """
         with self._lock:
@@ -90,21 +112,22 @@ class Ballot:
             asked = self._open.get(name)
             if asked is None or asked.token != token:
                 raise Refusal("This pair was answered already, in another tab or before; the page shows the next one.")
-            sides = {"left": asked.pair.tuned_left, "right": not asked.pair.tuned_left}
+            sides = {"left": asked.pair.second_left, "right": not asked.pair.second_left}
             if choice in sides:
                 choice = "second" if sides[choice] else "first"
             elif choice not in ("tie", "skip"):
                 raise Refusal(f"choice={choice!r} must be left, right, tie or skip.")
-            self.book.add(
-                Vote(
-                    voter=name,
-                    group=asked.pair.group,
-                    prompt=asked.pair.prompt,
-                    first=asked.base,
-                    second=asked.tuned,
-                    choice=choice,
-                )
+            vote = Vote(
+                voter=name,
+                group=asked.pair.group,
+                prompt=asked.pair.prompt,
+                first=asked.first,
+                second=asked.second,
+                choice=choice,
             )
+            with self.paper.turn():
+                self._require_open(vote.group, vote.first, vote.second, voter=name)
+                self.book.add(vote)
             self._close(name)
             return self._state(name)
 
@@ -112,16 +135,19 @@ class Ballot:
         """Take back the voter's last answer, and show its pair again.
 
         Raises:
-            Refusal: there is none, or voting has ended.
+            Refusal: there is none, it was counted, or voting has ended.
             WriteError: it could not be written, and the vote still counts.
         """
         with self._lock:
             name = self._voter(voter)
-            vote = self.book.undo(name)
-            if vote is None:
-                raise Refusal("There is no vote of yours to take back.")
+            with self.paper.turn():
+                vote = self.book.last(name)
+                if vote is None:
+                    raise Refusal("There is no vote of yours to take back.")
+                self._require_open(vote.group)
+                self.book.undo(name)
             self._close(name)
-            for pair in self.pairs:
+            for pair in self.paper.pairs(self.book.votes.values()):
                 if pair.group == vote.group and self._files(pair) == (vote.first, vote.second):
                     self._show(name, pair)
             return self._state(name)
@@ -141,6 +167,11 @@ class Ballot:
         file = self._images.get(token)
         if file is None:
             return None
+        if media.is_video_file(file):  # an <img> shows no MP4
+            frames, rate = media.decode_video(file)
+            with tempfile.TemporaryDirectory() as folder:
+                media.encode_video(Path(folder, "video.webp"), frames, rate)
+                return Path(folder, "video.webp").read_bytes(), "webp"
         if file.suffix != ".png":  # the note of a video is a file of its own
             return file.read_bytes(), file.suffix[1:]
         buffer = io.BytesIO()
@@ -163,19 +194,32 @@ class Ballot:
             raise Refusal("flowrl vote has ended, and this answer does not count. Start it again, and open its page.")
         return named(voter)
 
+    def _require_open(self, group: str, *images: str, voter: str = "") -> None:
+        """Refuse a vote that counts no more, and take its pair from the voter's screen."""
+        why = self.paper.refusal(group, *images)
+        if why is not None:
+            self._close(voter)
+            raise Refusal(why)
+
     def _state(self, voter: str) -> dict[str, Any]:
+        self.pairs = self.paper.pairs(self.book.votes.values())
         answered, decided = self._answered(voter)
         asked = self._open.get(voter)
+        if asked is not None and self.paper.refusal(asked.pair.group, asked.first, asked.second) is not None:
+            self._close(voter)
+            asked = None
         if asked is None:
             while (pair := self._next(voter, answered, decided)) is not None and not self._show(voter, pair):
                 pass
             asked = self._open.get(voter)
+        total, last = len(self.pairs) - len(self.unreadable - answered), self.book.last(voter)
         state: dict[str, Any] = {
             "voter": voter,
             "answered": len(answered),
-            "total": len(self.pairs) - len(self.unreadable - answered),
-            "undoable": any(vote.voter == voter for vote in self.book.votes.values()),
+            "total": total,
+            "undoable": last is not None and self.paper.refusal(last.group) is None,
             "pair": None,
+            **self.paper.progress(self.book.votes.values(), len(answered), total),
         }
         if asked is not None:
             state["pair"] = {
@@ -216,18 +260,16 @@ class Ballot:
     def _show(self, voter: str, pair: VotePair) -> bool:
         """Put a pair on a voter's screen; False where an image of it cannot be read."""
         try:
-            for file in (pair.base, pair.tuned):
+            for file in (pair.first, pair.second):
                 media.read_frames(file)
-            contents = [(file.read_bytes(), file.suffix) for file in (pair.base, pair.tuned)]
+            contents = [(file.read_bytes(), file.suffix) for file in (pair.first, pair.second)]
         except media.UNREADABLE:
             self.unreadable.add(pair)
             return False
-        base, tuned = (_copy_of(*each) for each in contents)
-        for name, (data, _) in zip((base, tuned), contents, strict=True):
-            _keep(self.book.folder / name, data)
+        first, second = (keep_image(self.book.folder, *each) for each in contents)
         tokens = [secrets.token_urlsafe(12) for _ in range(3)]
-        shown = (tuned, base) if pair.tuned_left else (base, tuned)
-        self._open[voter] = Asked(pair, base, tuned, *tokens)
+        shown = (second, first) if pair.second_left else (first, second)
+        self._open[voter] = Asked(pair, first, second, *tokens)
         self._images |= dict(zip(tokens[1:], (self.book.folder / name for name in shown), strict=True))
         return True
 
@@ -239,11 +281,11 @@ class Ballot:
     def _files(self, pair: VotePair) -> tuple[str, str] | None:
         """Names that copies of its images have; None where they cannot be read. Read again only when they changed."""
         try:
-            known = [file.stat() for file in (pair.base, pair.tuned)]
+            known = [file.stat() for file in (pair.first, pair.second)]
             mark = tuple(part for each in known for part in (each.st_mtime_ns, each.st_size))
             if pair not in self._copied or self._copied[pair][0] != mark:
-                base, tuned = (_copy_of(file.read_bytes(), file.suffix) for file in (pair.base, pair.tuned))
-                self._copied[pair] = mark, (base, tuned)
+                first, second = (image_name(file.read_bytes(), file.suffix) for file in (pair.first, pair.second))
+                self._copied[pair] = mark, (first, second)
         except OSError:
             return None
         return self._copied[pair][1]
@@ -271,19 +313,3 @@ def require_name(voter: str) -> str:
         return named(voter)
     except Refusal as refusal:
         raise ConfigError(f"--voter: {refusal} Give another one") from None
-
-
-def _keep(copy: Path, data: bytes) -> None:
-    """Write a copy that is not there yet; a part of one is never seen under its name."""
-    if copy.is_file():
-        return
-    with writing(copy, "the votes before it are safe"):
-        copy.parent.mkdir(exist_ok=True)
-        half = copy.with_name(f".{copy.name}.tmp")
-        half.write_bytes(data)
-        fsync(half)
-        os.replace(half, copy)
-
-
-def _copy_of(data: bytes, suffix: str) -> str:
-    return f"{IMAGES}/{hashlib.sha256(data).hexdigest()[:24]}{suffix}"

@@ -8,6 +8,9 @@ const keys = { ArrowLeft: "left", 1: "left", ArrowRight: "right", 2: "right", Ar
 let voter = sessionStorage.getItem("voter") || at("voter").value;
 let pair = null;
 let undoable = false;
+// A run under way asks again by itself.
+let waits = false;
+const lookEvery = 2000;
 // One question at a time: a key that is held down must not answer the next pair unseen.
 let busy = true;
 
@@ -35,11 +38,13 @@ async function show(state) {
   voter = state.voter;
   undoable = state.undoable;
   sessionStorage.setItem("voter", voter);
-  at("voter").value = voter;
-  at("progress").textContent = `${state.answered} of ${state.total} answered`;
+  if (document.activeElement !== at("voter")) at("voter").value = voter;
+  at("progress").textContent = state.progress;
+  waits = state.waits;
   const next = state.pair;
   pair = null;
-  at("done").hidden = next !== null;
+  at("done").hidden = waits || next !== null;
+  at("waits").hidden = !waits || next !== null;
   at("pair").hidden = next === null;
   if (next === null) return;
   at("prompt").textContent = next.prompt || "(no prompt)";
@@ -98,3 +103,5 @@ at("who").addEventListener("submit", (event) => {
 });
 at("voter").value = voter;
 send("ask");
+setInterval(() => { if (waits && !pair && !busy && !document.hidden) send("ask"); }, lookEvery);
+document.addEventListener("visibilitychange", () => { if (waits && !pair && !busy && !document.hidden) send("ask"); });

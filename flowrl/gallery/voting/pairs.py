@@ -1,4 +1,4 @@
-"""The pairs that people vote on: base and tuned on one prompt and seed, in an order and on sides that are drawn.
+"""The pairs of a finished run: base and tuned on one prompt and seed, in an order and on sides that are drawn.
 
 P prompts, K evaluation seeds.
 """
@@ -7,36 +7,57 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from flowrl.core import polls
 from flowrl.core.errors import ConfigError
+from flowrl.core.votes import Vote
 from flowrl.gallery.images import imaged
 from flowrl.gallery.runs import Evaluation, Run, load_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VotePair:
-    """Two images of a prompt, by the model before and after the training."""
+    """Two images of a prompt that people compare."""
 
     prompt: str
-    seed: int
-    """Seed of the noise that both began with."""
-    number: int
-    """Number of the prompt in the evaluation."""
+    group: str
+    """Name in the stored votes of the samples that both are of."""
     distinct: int
     """Number of the distinct prompt, equal for prompts that are the same."""
-    base: Path
-    tuned: Path
-    tuned_left: bool
-    """Whether the tuned image is shown on the left."""
+    first: Path
+    """Image; of a finished run that of the base."""
+    second: Path
+    """The other; of a finished run that of the tuned model, on the same prompt and noise."""
+    second_left: bool
+    """Whether the second is shown on the left."""
 
-    @property
-    def group(self) -> str:
-        """Its name in the stored votes."""
-        return f"prompt-{self.number:05d}-seed-{self.seed}"
+
+class Finished:
+    """The pairs of a run that has ended, as a ballot takes them: they stay as they are."""
+
+    def __init__(self, pairs: Sequence[VotePair]) -> None:
+        self._pairs = pairs
+
+    def pairs(self, votes: Collection[Vote]) -> Sequence[VotePair]:
+        return self._pairs
+
+    def turn(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def refusal(self, group: str, *images: str) -> str | None:
+        if polls.place_of(Path(), group) is None:
+            return None
+        return "That vote was one of the training, which has counted it: it stays."
+
+    def progress(self, votes: Collection[Vote], answered: int, total: int) -> dict[str, Any]:
+        return {"progress": f"{answered} of {total} answered", "waits": False}
 
 
 def load_pairs(folder: Path) -> list[VotePair]:
@@ -85,12 +106,11 @@ def _drawn(run: Run, before: Evaluation, after: Evaluation) -> list[VotePair]:
         place = _draw(seed, "order", before.prompts[p], before.seeds[k], p)
         pair = VotePair(
             prompt=before.prompts[p],
-            seed=before.seeds[k],
-            number=p,
+            group=f"prompt-{p:05d}-seed-{before.seeds[k]}",
             distinct=int(numbers[p]),
-            base=files[0],
-            tuned=files[1],
-            tuned_left=int(_draw(seed, "side", before.prompts[p], before.seeds[k], p)[0], 16) < 8,
+            first=files[0],
+            second=files[1],
+            second_left=drawn_left(seed, "side", before.prompts[p], before.seeds[k], p),
         )
         queues[pair.distinct].append((place, pair))
     ranked = [
@@ -101,6 +121,11 @@ def _drawn(run: Run, before: Evaluation, after: Evaluation) -> list[VotePair]:
 
 def _first(each: tuple[str, VotePair]) -> str:
     return each[0]
+
+
+def drawn_left(*identity: object) -> bool:
+    """Whether the second of two is on the left, drawn by identity."""
+    return int(_draw(*identity)[0], 16) < 8
 
 
 def _draw(*identity: object) -> str:

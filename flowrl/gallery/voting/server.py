@@ -75,7 +75,7 @@ class VoteServer(LocalServer):
         """What becomes of a question of the page; as the methods of the ballot."""
         if question == "vote":
             state = self.ballot.vote(_text(said, "voter"), _text(said, "pair"), _text(said, "choice"))
-            if state["pair"] is None and self._told is not None:
+            if state["pair"] is None and not state["waits"] and self._told is not None:
                 self._told(state["voter"])
             return state
         return {"undo": self.ballot.undo, "ask": self.ballot.ask}[question](_text(said, "voter"))

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError
+from flowrl.core.media import FPS
+from flowrl.core.mp4 import require_rate
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models._memory import require_native, require_own_guidance, require_seen_overflow
@@ -27,7 +29,6 @@ from flowrl.models.savings import give_memory_back, place
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FirstFrame = Literal["crop", "exact"]
 PROBE_GUIDANCE = 4.0  # above every pipeline's threshold, so that both prompts are encoded
 
 
@@ -35,10 +36,12 @@ PROBE_GUIDANCE = 4.0  # above every pipeline's threshold, so that both prompts a
 class Config(ModelConfig):
     call: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's own call, such as num_frames or max_sequence_length."""
+    fps: float | None = None
+    """Frames a second of the videos that are saved and shown; null: `call.frame_rate` where there is one, else 16."""
     pipeline: str | None = None
     """Class of diffusers to load the checkpoint with, such as WanImageToVideoPipeline for Wan 2.2 TI2V-5B, whose folder
     names the class of text to video; null: the one that it names. With it `model.name` is generic."""
-    first_frame: FirstFrame = "crop"
+    first_frame: Literal["crop", "exact"] = "crop"
     """How an image becomes a frame of the video: `crop` scales it (Lanczos) until it just covers the size and cuts out
     the middle; `exact` refuses an image of another aspect ratio. Neither enlarges one more than twice."""
     final_alpha: FinalAlpha = "model"
@@ -52,10 +55,16 @@ class Config(ModelConfig):
         require_native(self.shard)
         require_own_guidance(self.guidance_gradient)
         require_seen_overflow(self.vae_precision)
+        require_rate(self.rate, "model.fps")
 
     @property
     def frames(self) -> int:
         return self.call.get("num_frames", self.call.get("frames", 1))
+
+    @property
+    def rate(self) -> Any:
+        """Frames a second, as configured."""
+        return self.call.get("frame_rate", FPS) if self.fps is None else self.fps
 
 
 class Generic(ModelAdapter):
@@ -71,6 +80,7 @@ class Generic(ModelAdapter):
         self.path, self.process, self.prediction_type = door.path, door.path.process, door.path.prediction_type
         self.size, self.height, self.width = door.size, door.size.height, door.size.width
         self.distilled, self.num_frames, self.lora_targets = door.distilled, door.num_frames, door.lora_targets()
+        self.fps = float(config.rate)
         self.channel_axis, self.unguided = self.family.channel_axis, self.family.free_at
         self.image_limits, self.frame_images = door.images.limits, self.family.frames
         self.decodes_with_cond = door.images.holds

@@ -168,7 +168,11 @@ def _default_side(
 
 
 def frames_of(pipeline: Any, given: Mapping[str, Any], parameters: Mapping, network: nn.Module) -> int:
-    """Frames of a decoded video; 1 for images. `given` are the user's arguments of the call."""
+    """Frames of a decoded video; 1 for images. `given` are the user's arguments of the call.
+
+    Raises:
+        ModelError: asked-for frames that the VAE cannot divide.
+    """
     name = next((name for name in ("num_frames", "frames") if name in parameters), None)
     if name is None:
         return 1
@@ -176,7 +180,14 @@ def frames_of(pipeline: Any, given: Mapping[str, Any], parameters: Mapping, netw
     names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
     step = int(_attribute(pipeline, *names) or 1)
     # The pipelines round down to whole latent frames after the first.
-    return (int(asked) - 1) // step * step + 1
+    whole = (int(asked) - 1) // step * step + 1
+    if given.get(name) not in (None, whole):
+        near = max(round((int(asked) - 1) / step), 0) * step + 1
+        raise ModelError(
+            f"model.call.{name}={asked} must be one more than a multiple of {step}, the VAE's factor in time; "
+            f"use {near}"
+        )
+    return whole
 
 
 class Call:

@@ -23,6 +23,7 @@ from flowrl.models._loading import meta_pipeline
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.encoding import LONG
 from flowrl.models.generic.entrance import PROBE_STEPS
+from flowrl.models.generic.full_masks import FullMasks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -122,7 +123,8 @@ class Outline(Generic):
     def _measurable(self) -> Iterator[None]:
         self.reentry.forget()
         try:
-            yield
+            with FullMasks():
+                yield
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, AssertionError) as error:
             reason = (str(error).splitlines() or [""])[0]
             raise Unmeasurable(f"{self.kind} on tensors without values: {type(error).__name__}: {reason}") from error
@@ -212,8 +214,9 @@ class Tokens:
     def tokenize(self, text: str) -> list[str]:
         return re.findall(r"\S{1,4}", text)
 
-    def apply_chat_template(self, messages: Any, **_: Any) -> str:
-        return str(messages)
+    def apply_chat_template(self, messages: Any, *, return_dict: bool = False, **rest: Any) -> Any:
+        """The text of one conversation; with `return_dict` the tokens of several."""
+        return self([str(one) for one in messages], **rest) if return_dict else str(messages)
 
     def batch_decode(self, ids: Tensor, **_: Any) -> list[str]:
         return [""] * len(ids)

@@ -97,13 +97,16 @@ class Pairing:
         config, options = resolved.run, resolved.model.config
         self.config, self.prompts, self.wanted, self.world = config, prompts, wanted, world
         listed = ("data.prompts", prompts)
+        people = next((plan for plan in resolved.rewards if plan.by_people), None)
+        if people is not None:
+            raise ConfigError(
+                f"rewards: {people.name} asks people in a training alone; give another reward, or let people choose "
+                "from a run's images: `flowrl vote RUN` makes pairs of their votes"
+            )
         scorer, _ = build_scorers(resolved.rewards, (), prompts, ("data.prompts", ()))
         assert scorer is not None  # a method that draws samples has rewards
         adapter = resolved.model.build()
-        if adapter.num_frames > 1:
-            raise ConfigError(
-                "model.num_frames: `flowrl pairs` makes pairs of images, and this model makes videos; set it to 1"
-            )
+        self.suffix, self.fps = (".webp" if adapter.num_frames > 1 else ".png"), adapter.fps
         require_fit(adapter, scorer, listed)
         freeze(adapter, options, derive(config.seed, "lora"))
         adapter.to(world.device)
@@ -155,7 +158,7 @@ class Pairing:
         folder.done = self.world.gather(folder.done)[0]
 
     def _draw(self, number: int, chosen: Sequence[int]) -> list[tuple[Group, Tensor]]:
-        """This process's prompts, each with its best and worst image [2, 3, H, W] uint8."""
+        """This process's prompts, each with its best and worst, images [2, 3, H, W] or videos [2, F, 3, H, W] uint8."""
         rank, size, group = self.world.rank, self.world.size, self.wanted.per_prompt
         own = chosen[rank * len(chosen) // size : (rank + 1) * len(chosen) // size]
         if not own:
@@ -193,13 +196,13 @@ class Pairing:
 
     def _keep(self, folder: PairFolder, number: int, group: Group, images: Tensor) -> None:
         for image, name in zip(images, self._names(number, group), strict=True):
-            fsync(media.write(image, folder.path / name.removesuffix(".png")))
+            fsync(media.write(image, folder.path / name.removesuffix(self.suffix), fps=self.fps))
         fsync(folder.path / IMAGES)
 
     def _names(self, number: int, group: Group) -> tuple[str, str]:
         """Paths of the best and the worst, relative to the folder."""
         stem = f"{IMAGES}/{number:03d}-{group.number:06d}"
-        return f"{stem}-{group.best:03d}.png", f"{stem}-{group.worst:03d}.png"
+        return f"{stem}-{group.best:03d}{self.suffix}", f"{stem}-{group.worst:03d}{self.suffix}"
 
     def _line(self, number: int, group: Group) -> dict[str, Any]:
         prompt, (chosen, rejected) = self.prompts[group.number], self._names(number, group)

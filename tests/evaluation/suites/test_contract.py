@@ -17,6 +17,7 @@ from flowrl.evaluation.suites.drawing import Drawing
 from flowrl.evaluation.suites.exchange import export, with_results
 from flowrl.evaluation.suites.folder import ResultsFolder
 from flowrl.evaluation.suites.runner import Task, fill, limited, rescored, rows_of
+from tests import tiny_pipelines as tiny
 from tests import tiny_sd3, tiny_suites
 from tests.tiny_suites import StandIn
 
@@ -24,15 +25,32 @@ NAMES = registry.names("suites")
 
 
 @pytest.fixture(scope="module")
-def draw():
+def pictures():
     pipeline = tiny_sd3.pipeline()
     pipeline.set_progress_bar_config(disable=True)
     return Drawing(pipeline, {"num_inference_steps": 1, "guidance_scale": 1.0, "height": 32, "width": 32})
 
 
+@pytest.fixture(scope="module")
+def videos():
+    pipeline = tiny.make("wan")
+    pipeline.set_progress_bar_config(disable=True)
+    size = {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": tiny.TOKENS}
+    return Drawing(pipeline, {"num_inference_steps": 1, "guidance_scale": 1.0} | size, videos=True)
+
+
 @pytest.fixture(params=NAMES)
 def suite(request):
     return base.load_suite(request.param)
+
+
+@pytest.fixture
+def draw(request, suite):
+    return request.getfixturevalue("videos" if suite.facts.videos else "pictures")
+
+
+def folder_of(suite, path):
+    return ResultsFolder(path, suite.facts.videos)
 
 
 @pytest.fixture
@@ -78,12 +96,12 @@ def test_ids_are_distinct_and_name_files(items):
 
 
 def test_a_suite_runs_end_to_end_is_interrupted_and_goes_on(suite, items, draw, tmp_path):
-    task, folder = task_of(suite, items), ResultsFolder(tmp_path / "out")
+    task, folder = task_of(suite, items), folder_of(suite, tmp_path / "out")
     folder.begin({"model": "tiny"}, StandIn(suite).facts, {})
     with pytest.raises(RewardFailure, match=r"the judge is away.*give the same command again"):
         fill(task, folder, draw, StandIn(suite, fails=range(1, 99)))
     files = {file.name: file.stat().st_mtime_ns for file in (folder.path / "images").iterdir()}
-    assert len(files) == 2
+    assert len(files) == (4 if suite.facts.videos else 2), "a video's note is a file of its own"
     judge = StandIn(suite)
     fill(task, folder, draw, judge)
     assert {file.name: file.stat().st_mtime_ns for file in (folder.path / "images").iterdir()} == files
@@ -106,7 +124,7 @@ def test_a_suite_runs_end_to_end_is_interrupted_and_goes_on(suite, items, draw, 
 
 
 def test_a_sample_without_a_score_is_missing_and_not_0(suite, items, draw, tmp_path):
-    task, folder = task_of(suite, items, count=3), ResultsFolder(tmp_path / "out")
+    task, folder = task_of(suite, items, count=3), folder_of(suite, tmp_path / "out")
     folder.begin({"model": "tiny"}, {}, {})
     fill(task, folder, draw, StandIn(suite, fails=(2,)))
     rows = rows_of(task, folder)
@@ -124,7 +142,9 @@ def test_a_sample_without_a_score_is_missing_and_not_0(suite, items, draw, tmp_p
 
 def test_the_official_folder_is_written_and_its_results_are_read_back(suite, items, draw, tmp_path):
     samples = suite.facts.images_per_prompt
-    task, folder = task_of(suite, items, samples), ResultsFolder(tmp_path / "out")
+    if suite.facts.videos:
+        pytest.importorskip("av", reason="official evaluators of videos read mp4")
+    task, folder = task_of(suite, items, samples), folder_of(suite, tmp_path / "out")
     folder.begin({"model": "tiny"}, {}, {})
     if suite.layout is None:
         assert suite.read_results is None

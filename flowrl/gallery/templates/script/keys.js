@@ -36,6 +36,8 @@ const keys = {
   j: () => step(1),
   k: () => step(-1),
   s: toggleSlider,
+  p: toggleVideos,
+  f: () => showStrips(!document.documentElement.classList.contains("strips")),
   l: () => currentCard() && copyLink(currentCard()),
   c: () => currentCard() && copyImage(currentCard()),
   "/": () => viewer.open || document.querySelector(".filter input")?.focus(),

@@ -16,7 +16,7 @@ function keyOf(element, selector) {
   return owner.id + "/" + own.indexOf(element);
 }
 
-const CONTROLS = "input, select", FOLDS = "details", BOXES = ".scroll, pre, .cards", STOPS = "a[href], button, input, select, summary, svg.chart, [tabindex]";
+const CONTROLS = "input:not(.scrub), select", FOLDS = "details", BOXES = ".scroll, pre, .cards", STOPS = "a[href], button, input, select, summary, svg.chart, [tabindex]";
 
 function collect(part, selector, value) {
   const found = new Map();

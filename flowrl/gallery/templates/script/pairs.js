@@ -3,7 +3,8 @@
 // An image that was embedded further up comes here as a copy.
 function copyImageTo(place) {
   const image = document.getElementById(place.hash.slice(1));
-  const shown = image.parentElement.tagName === "A" ? image.parentElement : image;
+  const face = image.closest(".reel") || image;
+  const shown = face.parentElement.tagName === "A" ? face.parentElement : face;
   const copy = shown.cloneNode(true);
   (copy.tagName === "IMG" ? copy : copy.querySelector("img")).removeAttribute("id");
   place.replaceWith(copy);
@@ -38,7 +39,7 @@ function makeEnlargeable(card) {
   two.append(button("\u2922", "Enlarge: " + promptOf(card) + ", " + card.querySelector(".id").textContent, () => enlarge(card)));
   two.lastChild.className = "enlarge";
   two.addEventListener("click", function (event) {
-    if (event.target.tagName !== "IMG" || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    if (!event.target.matches("img, canvas") || event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
     enlarge(card);
   });

@@ -22,8 +22,8 @@ function lines(pen, text, width) {
 // White paper in either colour scheme: the picture goes to slides and papers.
 function drawPair(card) {
   const pair = pairOf(card), margin = 24, gap = 12, font = getComputedStyle(document.body).fontFamily;
-  const side = Math.max(320, ...pair.images.map(image => image.naturalWidth));
-  const height = Math.round(Math.max(...pair.images.map(image => side * image.naturalHeight / image.naturalWidth)));
+  const faces = pair.images.map(faceOf), side = Math.max(320, ...faces.map(face => face.width));
+  const height = Math.round(Math.max(...faces.map(face => side * face.height / face.width)));
   const width = 2 * margin + 2 * side + gap, canvas = document.createElement("canvas"), pen = canvas.getContext("2d");
   const bold = "600 20px " + font, plain = "15px " + font;
   pen.font = bold;
@@ -42,9 +42,9 @@ function drawPair(card) {
   for (const line of title) { write(line, margin, "#1f2023", bold); y += 28; }
   write(pair.run + " \u00b7 " + pair.id, margin, "#66676d", plain);
   y += 14;
-  pair.images.forEach(function (image, i) {
-    pen.imageSmoothingEnabled = !image.classList.contains("pixelated");
-    pen.drawImage(image, margin + i * (side + gap), y, side, side * image.naturalHeight / image.naturalWidth);
+  faces.forEach(function (face, i) {
+    pen.imageSmoothingEnabled = !pair.images[i].classList.contains("pixelated");
+    pen.drawImage(face.source, margin + i * (side + gap), y, side, side * face.height / face.width);
   });
   y += height + 20;
   pair.labels.forEach((label, i) => write(label, margin + i * (side + gap) + side / 2, "#66676d", plain, "center"));

@@ -23,8 +23,10 @@ function fillViewer(card) {
     link.replaceWith(...link.childNodes);
     files.append(file);
   });
+  forgetVideos(viewer);
   viewer.querySelector(".stage").replaceChildren(two);
   addSlider(two, "Line between " + pair.labels.join(" and "));
+  playTogether(two, pair.prompt, controls => two.after(controls), card.querySelector(".two").player);
   viewer.querySelector(".viewer-scores").replaceChildren(card.querySelector("table").cloneNode(true));
   viewer.querySelector("[data-do=previous]").disabled = place === 0;
   viewer.querySelector("[data-do=next]").disabled = place === list.length - 1;
@@ -67,6 +69,7 @@ viewer.addEventListener("click", function (event) {
 
 // Back to the pair that was seen last, also if its page of the list has to be turned to.
 viewer.addEventListener("close", function () {
+  forgetVideos(viewer);
   document.body.append(document.querySelector(".told"));
   reveal(viewed, "nearest");
   viewed.querySelector(".enlarge").focus({ preventScroll: true });
