@@ -102,7 +102,6 @@ The published folder of TI2V-5B names the class of text to video. With a first f
 
 ```yaml
 model:
-  name: generic
   path: Wan-AI/Wan2.2-TI2V-5B-Diffusers
   pipeline: WanImageToVideoPipeline
   height: 704

@@ -101,8 +101,10 @@ def model_component(options: Options, *, offline: bool = False) -> Component:
     """
     if options.get("name") is not None:
         return component("models", options, "model")
-    from flowrl.models.classes import choose
+    from flowrl.models.classes import GENERIC, choose
 
+    if options.get("pipeline") is not None:
+        return component("models", {**options, "name": GENERIC}, "model")  # no other adapter takes a class by its name
     path, revision = options.get("path"), options.get("revision")
     if not isinstance(path, str):
         raise ConfigError("model.path is required: a hub id, a folder, or an embedded asset such as tiny-sd3")

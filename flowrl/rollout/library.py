@@ -21,7 +21,7 @@ from flowrl.data.prompts import Prompt, identity
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import solver_plan
 from flowrl.models.base import ModelAdapter, decoded
-from flowrl.models.classes import choose
+from flowrl.models.classes import GENERIC, choose
 from flowrl.models.weights import Weights, trainable
 from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.noise import Noise
@@ -145,7 +145,9 @@ def load_model(path: str, *, device: str | torch.device | None = None, seed: int
         ModelError: a model that does not exist or cannot be loaded with these options.
         ConfigError: an unknown option or a bad value.
     """
-    name = options.pop("name", None) or choose(path, options.get("revision")).name
+    name = options.pop("name", None)
+    if name is None:  # no other adapter takes a class by its name
+        name = GENERIC if options.get("pipeline") else choose(path, options.get("revision")).name
     module = registry.load("models", name)
     config = validate(module.Config, {"path": path, **options}, "model")
     adapter: ModelAdapter = module.build(config)

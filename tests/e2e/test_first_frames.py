@@ -49,7 +49,7 @@ def saved(name: str, folder: Path) -> str:
         pipeline = "pipeline: WanImageToVideoPipeline, "
     (height, width), call = SIZES[name], json.dumps(tiny.IMAGED[name].call)
     return (
-        f"model={{name: generic, path: ./model, {pipeline}height: {height}, width: {width}, "
+        f"model={{{pipeline or 'name: generic, '}path: ./model, height: {height}, width: {width}, "
         f"lora: {{rank: 2, alpha: 4}}, call: {call}}}"
     )
 

@@ -40,7 +40,7 @@ class Config(ModelConfig):
     """Frames a second of the videos that are saved and shown; null: `call.frame_rate` where there is one, else 16."""
     pipeline: str | None = None
     """Class of diffusers to load the checkpoint with, such as WanImageToVideoPipeline for Wan 2.2 TI2V-5B, whose folder
-    names the class of text to video; null: the one that it names. Set `model.name: generic` with it."""
+    names the class of text to video; null: the one that it names. With it `model.name` is generic."""
     first_frame: Literal["crop", "exact"] = "crop"
     """How an image becomes a frame of the video: `crop` scales it (Lanczos) until it just covers the size and cuts out
     the middle; `exact` refuses an image of another aspect ratio. Neither enlarges one more than twice."""
