@@ -6,9 +6,10 @@ import importlib
 import os
 import sys
 import traceback
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from flowrl.core.startup import own_process
 from flowrl.core.subprocesses import watch_launcher
@@ -37,6 +38,8 @@ PAGES = {
     "bench": "docs/performance.md",
 }
 """Command -> the page that shows it at work."""
+REFERENCE = "docs/reference/commands.md"
+"""The page with the whole texts of all options."""
 COMMANDS = tuple(PAGES)
 GROUPS = ("bench",)
 """Commands with sub-commands."""
@@ -44,13 +47,30 @@ GROUPS = ("bench",)
 app = typer.Typer(
     name="flowrl",
     help="Align diffusion and flow-matching generators with rewards.",
-    epilog=f"Start: {PAGES['train']}, your own reward in ten minutes. Any command: flowrl COMMAND --help.",
+    epilog=f"Start: {PAGES['train']}, your own reward in ten minutes. In full: {REFERENCE}",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain text: panels need half as many lines again
     context_settings={"max_content_width": 100},
 )
+
+
+class Command(TyperCommand):
+    """A command whose `--help` puts the options of a group under a heading of their own."""
+
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:
+        """Write the arguments, the options, and each group of them in the order of the first of it."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for one in self.get_params(ctx):
+            record = one.get_help_record(ctx)
+            if record is not None:
+                heading = "Arguments" if one.param_type_name == "argument" else vars(one).get("rich_help_panel")
+                sections.setdefault(heading or "Options", []).append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
 
 def _version(asked: bool) -> None:
@@ -78,11 +98,13 @@ def options(
 def _register() -> None:
     for name in COMMANDS:
         module = importlib.import_module(f"flowrl.commands.{name.replace('-', '_')}")
-        epilog = f"Page: {PAGES[name]}"
+        epilog = f"Page: {PAGES[name]}. Every word in full: {REFERENCE}"
         if name in GROUPS:
+            for below in module.app.registered_commands:
+                below.cls, below.epilog = Command, epilog
             app.add_typer(module.app, name=name, epilog=epilog)
         else:
-            app.command(name=name, epilog=epilog)(module.command)
+            app.command(name=name, cls=Command, epilog=epilog)(module.command)
 
 
 def _fail(text: str, code: int, *, of_one_process: bool = False) -> NoReturn:

@@ -3,7 +3,8 @@
 Each frame is seen as the verifier of images sees it (`_shapes/eye.py`); its objects are linked through time by
 assignment (`_shapes/tracks.py`), and every asked-for object is judged on its track: shape and colour in every frame,
 and its motion, by conditions that are each between 0 and 1. Strict is 1 where all of them are 1 and no frame has an
-object too many.
+object too many. Where the record has a first frame (`image` or the first of `images`), it is a condition that the video
+begins with it (`_shapes/kept.py`), and partial is multiplied by it.
 
     shapes_motion_strict    1 or 0, as above
     shapes_motion_partial   the same in degrees, less `surplus_penalty` for each object too many; 1 where strict is
@@ -15,15 +16,19 @@ Source: this project; `python -m scripts.shapes_motion_accuracy` measures it (do
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from flowrl.rewards._shapes.judged import Judged, judge
+from flowrl.rewards._shapes.kept import kept
 from flowrl.rewards._shapes.tracks import cell_of, tracked
 from torch import Tensor
 
+from flowrl.core.first_frame import fitted_frame
+from flowrl.core.media import UNREADABLE, open_image, pixels
 from flowrl.moving_shapes import MovingScene, parse
 from flowrl.reward import Card, Images, Reward, RewardError
 from flowrl.shapes import BACKGROUND, coverage
@@ -108,21 +113,41 @@ def wanted_scene(prompt: str) -> MovingScene:
         raise RewardError(f"reward 'shapes_motion': {error}") from None
 
 
+def first_frame(metadata: Mapping[str, Any], height: int, width: int) -> Tensor | None:
+    """The record's first frame [3, H, W], fitted to the video as models fit it; None: the record has none.
+
+    Raises:
+        RewardError: it cannot be read, or not be fitted.
+    """
+    paths = metadata.get("images")
+    if not paths:
+        return None
+    try:
+        return pixels(fitted_frame(open_image(paths[0]), height, width))
+    except UNREADABLE as error:
+        raise RewardError(f"reward 'shapes_motion': the first frame {paths[0]!r}: {error}") from error
+
+
 def check_prompt(prompt: str, metadata: dict) -> None:
     """Raise RewardError for a prompt that is no caption of this world, before anything is loaded."""
     wanted_scene(prompt)
 
 
-def score_video(scene: MovingScene, video: np.ndarray, penalty: float = 0.25) -> tuple[float, float, float]:
-    """(strict, partial, flicker) of a finite video, float32 [F, 3, H, W] in [0, 1]."""
+def score_video(
+    scene: MovingScene, video: np.ndarray, penalty: float = 0.25, begins: Tensor | None = None
+) -> tuple[float, float, float]:
+    """(strict, partial, flicker) of a finite video, float32 [F, 3, H, W] in [0, 1], that `begins` with [3, H, W]."""
     tracks, counts = tracked(video)
     judged = judge(scene, tracks, len(video))
     strict, partial = verdict(scene, judged, counts, penalty)
+    if begins is not None:
+        condition = kept(torch.from_numpy(video[0]), begins)
+        strict, partial = strict * float(condition == 1), partial * condition
     return strict, partial, flicker(judged, video)
 
 
 def build(config: Config) -> Reward:
-    def one(scene: MovingScene, given: Tensor) -> tuple[float, float, float]:
+    def one(scene: MovingScene, given: Tensor, record: Mapping[str, Any]) -> tuple[float, float, float]:
         if given.ndim != 4 or len(given) < 3:
             raise RewardError(
                 f"reward 'shapes_motion' judges videos [F, 3, H, W] of 3 frames or more, got {list(given.shape)}; for "
@@ -131,11 +156,12 @@ def build(config: Config) -> Reward:
         video = given.detach().float().cpu().numpy()
         if not np.isfinite(video).all():
             return math.nan, math.nan, math.nan
-        return score_video(scene, video, config.surplus_penalty)
+        begins = first_frame(record, *video.shape[-2:])
+        return score_video(scene, video, config.surplus_penalty, begins)
 
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         scenes = [wanted_scene(prompt) for prompt in prompts]
-        rows = [one(scene, video) for scene, video in zip(scenes, images, strict=True)]
+        rows = [one(*sample) for sample in zip(scenes, images, metadata, strict=True)]
         values = torch.tensor(rows, dtype=torch.float32).reshape(-1, 3)
         return dict(zip(CARD.outputs, values.unbind(1), strict=True))
 

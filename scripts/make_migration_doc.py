@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from flowrl.config.migration.table import Key, Tool
-from flowrl.config.migration.tools import LATER, TOOLS
+from flowrl.config.migration.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs" / "migration.md"
@@ -27,7 +27,7 @@ without a counterpart is listed at the top of the recipe and on the error stream
 {examples}
 ```
 
-`--from` offers {tools}; left out, the file's ending tells the tool. {later}
+`--from` offers {tools}; left out, the file's ending tells the tool.
 
 - **GPUs.** Other tools state batch sizes per GPU, flowrl states totals over all processes. Where the file does not say
   how many GPUs its run had, give `--gpus N`; a number that differs from the file's is refused.
@@ -50,8 +50,7 @@ def page() -> str:
 def _head() -> str:
     examples = "\n".join(EXAMPLES[name] for name in TOOLS)
     tools = ", ".join(f"`{name}`" for name in TOOLS)
-    later = f"Not done yet: {', '.join(LATER)}." if LATER else ""
-    return "\n".join(line.rstrip() for line in HEAD.format(examples=examples, tools=tools, later=later).split("\n"))
+    return "\n".join(line.rstrip() for line in HEAD.format(examples=examples, tools=tools).split("\n"))
 
 
 EXAMPLES = {

@@ -82,6 +82,35 @@ becomes 8 bits; grey of 32 bits or of floats is refused. Images from inside a da
 Images of one size go through the network together, those of different sizes do not. If the pipeline embeds the image by
 itself (Wan 2.1), only samples of the same image go together. Native adapters take text only and refuse such records, as
 do all classes without a remark on images above.
+
+## Image to video
+
+The image of a record is the video's first frame for the classes with `ImageToVideo` in their names (and the second the
+last one, where the model takes two). It may have any size: it is scaled (Lanczos) until it just covers `model.height` x
+`model.width`, and its middle is cut out, so the aspect ratio is kept. An image that would be enlarged more than twice
+is refused with its path, before training. `model.first_frame: exact` refuses also what would be cropped. An image of
+the video's aspect ratio comes out as diffusers' pipelines scale it themselves; others they would stretch. A model's
+own image encoder (Wan 2.1, HunyuanVideo) sees the fitted image too. `flowrl sample` fits images in the same way. Edit
+models (Kontext, Qwen-Image-Edit, FLUX.2) get their images as they are.
+
+Where a model holds the first frame among its latents (Wan 2.2 TI2V-5B, LTX, Sana), that part is clean, has timestep 0
+and is not flowrl's: no noise is drawn for it, and log-probs, losses, KL and their means are over the other frames'
+values alone. The other models (Wan 2.1, Wan 2.2 A14B, HunyuanVideo, CogVideoX) get the frame next to the latents, and
+all of those are trained.
+
+The published folder of TI2V-5B names the class of text to video. With a first frame it is
+
+```yaml
+model:
+  name: generic
+  path: Wan-AI/Wan2.2-TI2V-5B-Diffusers
+  pipeline: WanImageToVideoPipeline
+  height: 704
+  width: 1280
+  call: {num_frames: 121}
+```
+
+`flowrl plan` cannot estimate models that need an image: their pipelines compute with its pixels before the first step.
 """
 
 
@@ -178,8 +207,10 @@ def image_remarks(family: Family) -> Iterator[str]:
     yield f"with each prompt it {'needs' if family.needs_image else 'may have'} {many} (see below)"
     if family.holds:
         yield "the image's frame stays as it is: flowrl's latents are the other frames"
+    if family.mask is not None:
+        yield f"with `{family.mask[0]}` (Wan 2.2 TI2V-5B) the image's frame stays as it is, its tokens at timestep 0"
     if family.sized_by_image:
-        yield "its call has no size: images are cropped to `model.height` x `model.width`, one of its own sizes"
+        yield "its call has no size: `model.height` x `model.width` is one of its own sizes"
 
 
 def page() -> str:

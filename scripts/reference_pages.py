@@ -20,6 +20,7 @@ import typer.main
 import flowrl
 from flowrl.cli import COMMANDS as COMMAND_NAMES
 from flowrl.cli import GROUPS
+from flowrl.commands._arguments import in_full
 from flowrl.commands._listed import credit_rules, described
 from flowrl.config.schema import RunConfig
 from flowrl.core import registry
@@ -50,7 +51,7 @@ The keys below `algorithm.advantages`, for methods that credit a sample by an ad
 `rule`:
 """
 COMMANDS = """
-`flowrl COMMAND --help` shows the same in the terminal.
+`flowrl COMMAND --help` shows the first sentence of each in the terminal.
 
 ## Exit codes
 
@@ -168,7 +169,10 @@ def parameter(one: Any) -> str | None:
     default = facts["default"]
     plain = isinstance(default, bool | int | float | str) and default not in (False, "")
     shown = "required" if one.required else code(str(default)) if plain else ""
-    return f"| {code(words)} | {shown} | {cell(facts.get('help') or '')} |"
+    about = in_full(facts.get("help") or "")
+    if facts.get("rich_help_panel"):
+        about = f"{facts['rich_help_panel']}: {about}"
+    return f"| {code(words)} | {shown} | {cell(about)} |"
 
 
 # ---- Python API

@@ -1,10 +1,16 @@
-"""Garbage collection without the libraries: their half a million objects cost each `gc.collect` of a run 0.3 s."""
+"""Garbage collection without the libraries: their half a million objects cost each `gc.collect` of a run 0.3 s.
+
+And a cache of its own for each test, so that none is answered from what another one measured.
+"""
 
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
+
+_NUMBERS = itertools.count()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -12,3 +18,10 @@ def _imported_stays() -> None:
     """What is alive before a module's tests is not looked through again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Plans are kept, and read, in a folder of the test alone; it is made when something is written."""
+    place = tmp_path_factory.getbasetemp() / f"flowrl-cache-{next(_NUMBERS)}"
+    monkeypatch.setenv("FLOWRL_CACHE", str(place))

@@ -31,9 +31,13 @@ class LagConfig:
     """
 
     flat: int = 0
+    """Optimizer steps for which d is `start`."""
     start: float = 0.0
+    """d at the start."""
     slope: float = 0.001
+    """Rise of d with an optimizer step."""
     limit: float = 0.5
+    """Largest d."""
 
     def __post_init__(self) -> None:
         if self.flat < 0 or self.slope < 0:
@@ -60,6 +64,7 @@ class AnchorConfig:
     """A pull to another network: coef * mean over dims of the squared difference of the outputs."""
 
     coef: float
+    """Its weight in the loss; 0 evaluates no other network."""
     weight: Literal["uniform", "elbo"] = "uniform"
     """`elbo` divides by 2 s^2 with the Flow-SDE's std rate s, which favours clean times."""
 

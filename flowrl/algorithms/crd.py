@@ -45,7 +45,9 @@ class Config(DrawnOptions):
     """Null: centre by the plain mean. 0: by the mean of the good and that of the bad samples, losses averaged.
     Above 0: by softmax means at this temperature, of r and of -r."""
     old: LagConfig = field(default_factory=lambda: LagConfig(start=0.25, slope=0.005, limit=0.999))
+    """Pace of `old`, whose error the implicit reward is taken against."""
     sampling: LagConfig = field(default_factory=lambda: LagConfig(flat=75, slope=0.0075, limit=0.999))
+    """Pace of the network that draws the samples."""
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.1))
     """kappa, the pull to the untouched network."""
     least_pull: float = 1e-3

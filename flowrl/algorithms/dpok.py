@@ -77,12 +77,14 @@ class Config(Options):
     policy_steps: int = 5
     """Optimizer steps per iteration."""
     value: CriticConfig = field(default_factory=CriticConfig)
+    """V, the baseline of a reward."""
     reward_weight: float = 100.0
     """w, against the KL."""
     surrogate: Literal["clamp", "ppo"] = "clamp"
     """`clamp`: -w A clamp(ratio), as released; `ppo`: max of that and -w A ratio, which pulls back a ratio that went
     too far in the wrong direction."""
     kl: AnchorKL = field(default_factory=AnchorKL)
+    """KL to the reference."""
 
     def __post_init__(self) -> None:
         check_steps(self.sde_steps)

@@ -43,6 +43,7 @@ class Config(Options):
     baseline: Literal["value", "group"] = "value"
     """Baseline of a reward: V, or the other samples of its prompt (`advantages`)."""
     value: ValueConfig = field(default_factory=ValueConfig)
+    """V, the baseline of a reward."""
     advantages: AdvantageConfig = field(default_factory=lambda: _GROUP)
     """Rule of `baseline: group`."""
     reward_scale: float = 10.0

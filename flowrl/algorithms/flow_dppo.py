@@ -34,6 +34,7 @@ class Config(Options):
     """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: KLConfig = field(default_factory=KLConfig)
+    """KL to the reference: the network without LoRA, or a frozen copy of full weights."""
     guidance_scale: float | None = None
     """Guidance scale of the training forward; only rollout's or null is accepted."""
     old_log_prob: Literal["rollout", "recompute"] = "rollout"

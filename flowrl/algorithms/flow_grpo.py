@@ -87,6 +87,7 @@ class ClippedOptions(Options):
 
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: KLConfig = field(default_factory=KLConfig)
+    """KL to the reference: the network without LoRA, or a frozen copy of full weights."""
     guidance_scale: float | None = None
     """Guidance scale of the training forward; methods with log-probs take rollout's, so only that value or null is
     accepted."""

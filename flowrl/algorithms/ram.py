@@ -32,6 +32,7 @@ class Config(DrawnOptions):
     strength: float = 100.0
     """m; published: 100 for GenEval and OCR, 1000 for PickScore."""
     old: LagConfig = field(default_factory=lambda: LagConfig(slope=0.01, limit=0.9))
+    """Pace of `old`, which draws the samples."""
 
     def __post_init__(self) -> None:
         DrawnOptions.__post_init__(self)

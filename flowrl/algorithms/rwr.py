@@ -44,6 +44,7 @@ class Config(DrawnOptions):
     """Optimizer steps after which the samples are drawn by the policy as it then is; until then by the one before.
     0: always by the policy; null: always by the untouched one (offline)."""
     weighting: Literal["softmax", "exp", "reward", "threshold"] = "softmax"
+    """Weight of a sample: within a prompt, of each by itself, the reward, or 1 above the threshold."""
     temperature: float = 0.2
     """tau of `softmax`, in units of the weighted reward; `exp` multiplies by it instead."""
     threshold: float = 0.0

@@ -54,7 +54,9 @@ class TrustConfig:
     factor: float = 1.5
     """Factor by which lambda moves after an update."""
     min_coef: float = 1e-7
+    """Least lambda."""
     max_coef: float = 1e-5
+    """Largest lambda."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -78,6 +80,7 @@ class Config(ClippedOptions):
     equalise: bool = True
     """Weigh steps by S_i; false weighs all alike."""
     trust: TrustConfig = field(default_factory=TrustConfig)
+    """The trust region."""
     advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(std="group"))
 
 

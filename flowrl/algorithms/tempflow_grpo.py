@@ -50,6 +50,7 @@ class Config(ClippedOptions):
     scale: Scale = field(default_factory=lambda: Scale(pool="prompt", eps=1e-4, ddof=0))
     """Comparison of the nodes of a step (`flowrl/credit/tree_credit.py`)."""
     kl: KLConfig = field(default_factory=lambda: KLConfig(divisor="variance"))
+    """KL to the reference: the network without LoRA, or a frozen copy of full weights."""
 
     def __post_init__(self) -> None:
         ClippedOptions.__post_init__(self)

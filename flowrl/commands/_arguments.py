@@ -14,67 +14,84 @@ if TYPE_CHECKING:
     from flowrl.core.display import Display
 
 
+_MORE: dict[str, str] = {}
+"""First sentence of a help text -> the rest, which the reference page has and the terminal does not."""
+
+
 def option(
-    what: str, change: str = "", *, name: str | None = None, least: float | None = None, most: float | None = None
+    what: str,
+    change: str = "",
+    *,
+    name: str | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    group: str | None = None,
 ) -> Any:
     """An option of a command.
 
     Args:
-        what: first sentence of its help text: what it is.
-        change: second sentence: what it changes, and a default that is not a value.
+        what: first sentence of its help text: what it is. `--help` shows this alone.
+        change: what it changes, and a default that is not a value; on docs/reference/commands.md after the first.
         name: such as "--set"; None: that of the parameter.
         least: lower bound.
         most: upper bound.
+        group: heading of `--help` under which it stands, such as "With --suite"; None: Options.
     """
-    return typer.Option(*([name] if name else []), help=f"{what} {change}".rstrip(), min=least, max=most)
+    names = [name] if name else []
+    return typer.Option(*names, help=_noted(what, change), min=least, max=most, rich_help_panel=group)
 
 
 def argument(name: str, what: str, change: str = "") -> Any:
     """A positional argument of a command; texts as for `option`."""
-    return typer.Argument(metavar=name, help=f"{what} {change}".rstrip())
+    return typer.Argument(metavar=name, help=_noted(what, change))
+
+
+def _noted(what: str, change: str) -> str:
+    if _MORE.setdefault(what, change) != change:
+        raise ValueError(f"two options say {what!r} and go on differently; let the first sentences differ")
+    return what
+
+
+def in_full(text: str) -> str:
+    """The whole text of an option or argument, from the sentence that `--help` shows."""
+    return f"{text} {_MORE.get(text, '')}".rstrip()
 
 
 Config = Annotated[
     str,
     argument(
         "CONFIG",
-        "Configuration: a YAML file, a run folder, or the name of a recipe (flowrl list recipes).",
-        "Relative paths in a file start from its folder.",
+        "Configuration: a YAML file, a run folder, or the name of a recipe.",
+        "Recipes: flowrl list recipes. Relative paths in a file start from its folder.",
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
     argument(
         "KEY=VALUE",
-        "Options that replace those of CONFIG, such as optim.learning_rate=1e-4 or rewards.0.weight=2.",
-        "Values are YAML; relative paths start from the working directory.",
+        "Options that replace those of CONFIG, such as rewards.0.weight=2.",
+        "Another one: optim.learning_rate=1e-4. Values are YAML; relative paths start from the working directory.",
     ),
 ]
-Processes = Annotated[
-    int,
-    option(
-        "Number of processes on this machine.",
-        "They share the samples of an iteration. More of them than GPUs need the backend gloo.",
-        least=1,
-    ),
-]
-
-Loras = Annotated[
-    list[str] | None,
-    option(
-        "LoRA file or folder to add to MODEL, FILE or FILE:SCALE; may be given again.",
-        "In diffusers' layout, or one that diffusers or flowrl converts, such as kohya's.",
-        name="--lora",
-    ),
-]
+PROCESSES = (
+    "Number of processes on this machine.",
+    "They share the samples of an iteration. More of them than GPUs need the backend gloo.",
+)
+LORA = (
+    "LoRA file or folder to add to MODEL: FILE or FILE:SCALE.",
+    "May be given again. In diffusers' layout, or one that diffusers or flowrl converts, such as kohya's.",
+)
+Processes = Annotated[int, option(*PROCESSES, least=1)]
+Loras = Annotated[list[str] | None, option(*LORA, name="--lora")]
 Base = Annotated[
     bool, option("The model that a run began with.", "Without it a run folder means its tuned weights.", name="--base")
 ]
 Parts = Annotated[
     str | None,
     option(
-        "Pipeline folder or hub id of the same family as a single .safetensors file.",
-        "It has the tokenizers and what else the file lacks. Default: the hub's, where diffusers knows the family.",
+        "Pipeline of the same family as a single .safetensors file.",
+        "A folder or hub id. It has the tokenizers and what else the file lacks. Default: the hub's, where diffusers "
+        "knows the family.",
         name="--config",
     ),
 ]
@@ -84,8 +101,8 @@ Quiet = Annotated[
 AsJson = Annotated[
     bool,
     option(
-        "One JSON object a line on the output stream, and nothing else there (docs/watching.md).",
-        "Errors are on the error stream too.",
+        "One JSON object a line on the output stream.",
+        "Nothing else is there (docs/watching.md). Errors are on the error stream too.",
         name="--json",
     ),
 ]

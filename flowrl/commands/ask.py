@@ -12,13 +12,14 @@ WordOf = Annotated[
     str,
     argument(
         "WORD",
-        "save: a checkpoint and the adapter, which are kept; sample: images of eval.preview_prompts or --prompt;",
+        "save, sample, evaluate or stop.",
+        "save: a checkpoint and the adapter, which are kept; sample: images of eval.preview_prompts or --prompt; "
         "evaluate: an evaluation, in the curves of the report; stop: the end of the run, saved as after Ctrl-C.",
     ),
 ]
 Prompts = Annotated[
     list[str] | None,
-    option("Prompt to sample instead of eval.preview_prompts; may be given again.", name="--prompt"),
+    option("Prompt to sample instead of eval.preview_prompts.", "May be given again.", name="--prompt"),
 ]
 Steps = Annotated[int | None, option("Denoising steps of sample.", "Default: those of evaluations.", least=1)]
 Guidance = Annotated[float | None, option("Guidance scale of sample.", "Default: that of evaluations.")]

@@ -20,7 +20,7 @@ MARKS = ("<!-- flowrl bench {} -->", "<!-- end -->")
 """Marks around the result of a benchmark in a page; the first has its name."""
 Page = Annotated[
     Path | None,
-    option("Markdown file that takes the result, between its two marks of this benchmark.", "Default: print alone."),
+    option("Markdown file that takes the result.", "Between its two marks of this benchmark. Default: print alone."),
 ]
 
 

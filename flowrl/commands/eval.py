@@ -5,126 +5,160 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from flowrl.commands._arguments import AsJson, Loras, Overrides, Processes, Quiet, argument, option, showing
+from flowrl.commands._arguments import LORA, PROCESSES, AsJson, Overrides, Quiet, argument, option, showing
 
 if TYPE_CHECKING:
     from flowrl.evaluation.results import Evaluation
     from flowrl.run.assembly import Parts
 
 
+SUITE = "With --suite"
+"""Heading of the options of a benchmark."""
+
 Target = Annotated[
     str,
     argument(
         "CONFIG",
-        "Configuration: a YAML file, a run folder, or the name of a recipe (flowrl list recipes).",
-        "With --suite: a run folder, model folder, hub id, single .safetensors or embedded asset (tiny-sd3).",
+        "Configuration, run folder or recipe; with --suite any model.",
+        "Recipes: flowrl list recipes. A model is a run folder, model folder, hub id, single .safetensors or embedded "
+        "asset (tiny-sd3).",
     ),
 ]
 Accept = Annotated[
     bool,
     option(
-        "Permission to evaluate although files of the run have changed (docs/files.md).",
-        "The new contents are used. Without it the evaluation is refused.",
+        "Permission to evaluate although files of the run have changed.",
+        "The new contents are used. Without it the evaluation is refused (docs/files.md).",
         name="--accept-changes",
     ),
 ]
 Out = Annotated[
     Path | None,
     option(
-        "Folder for scores and images; with --suite the same command goes on there.",
-        "Default: RUN/eval-extra (RUN/suites/NAME) for a run folder, else eval/NAME.",
+        "Folder for scores and images.",
+        "With --suite the same command goes on there. Default: RUN/eval-extra (RUN/suites/NAME) for a run folder, else "
+        "eval/NAME.",
     ),
 ]
 SuiteName = Annotated[
     str | None,
-    option("Benchmark suite (flowrl list suites) in place of the run's own evaluation.", name="--suite"),
+    option("Benchmark in place of the run's own evaluation (flowrl list suites).", name="--suite"),
 ]
 Rival = Annotated[
     str | None,
     option(
-        "With --suite: the model to compare with, on the same prompts and noise.",
+        "Model to compare with, on the same prompts and noise.",
         "The run folder itself, or with --lora the same model, means what it was before training.",
         name="--base",
+        group=SUITE,
     ),
 ]
+Loras = Annotated[list[str] | None, option(*LORA, name="--lora", group=SUITE)]
+Processes = Annotated[int, option(*PROCESSES, least=1, group=SUITE)]
 PromptFile = Annotated[
     Path | None,
     option(
-        "With --suite: file or folder of the suite's prompts, where they do not come with flowrl.", name="--prompts"
+        "File or folder of the suite's prompts.",
+        "For those that do not come with flowrl.",
+        name="--prompts",
+        group=SUITE,
     ),
 ]
 Judges = Annotated[
     list[str] | None,
     option(
-        "With --suite: reward that judges (name, dotted path or .py file); may be given again.",
-        "Default: the suite's own.",
+        "Reward that judges: name, dotted path or .py file.",
+        "May be given again. Default: the suite's own.",
         name="--judge",
+        group=SUITE,
     ),
 ]
 JudgeSettings = Annotated[
     list[str] | None,
-    option("Option of a judge, NAME.key=value, such as geneval.detector=PATH; may be given again.", name="--judge-set"),
+    option(
+        "Option of a judge, NAME.key=value, such as geneval.detector=PATH.",
+        "May be given again.",
+        name="--judge-set",
+        group=SUITE,
+    ),
 ]
 Samples = Annotated[
-    int | None, option("With --suite: images of each prompt.", "Default: the suite's.", least=1, name="--samples")
+    int | None, option("Images of each prompt.", "Default: the suite's.", least=1, name="--samples", group=SUITE)
 ]
 Steps = Annotated[
     int | None,
-    option("With --suite: denoising steps.", "Default: the run's; for a model its pipeline's.", least=1),
+    option("Denoising steps of an image.", "Default: the run's; for a model its pipeline's.", least=1, group=SUITE),
 ]
 Guidance = Annotated[
     float | None,
-    option("With --suite: guidance scale in the pipeline's own units.", "Default as for --steps."),
+    option("Guidance scale, in the pipeline's units.", "Default as for --steps.", group=SUITE),
 ]
 Settings = Annotated[
     list[str] | None,
-    option("With --suite: argument of the pipeline's call, key=value; may be given again.", name="--set"),
+    option("Argument of the pipeline, key=value.", "May be given again.", name="--set", group=SUITE),
 ]
 Limit = Annotated[
     int | None,
     option(
-        "With --suite: only so many prompts, spread over the suite; for a quick look.",
-        "A larger number, given later, keeps what is there.",
+        "Only so many prompts, spread over the suite.",
+        "For a quick look. A larger number, given later, keeps what is there.",
         least=1,
+        group=SUITE,
     ),
 ]
-Seed = Annotated[int, option("With --suite: base seed; the noise depends on it, on the prompt and the image's number.")]
-BatchSize = Annotated[int, option("With --suite: images sampled at once.", least=1, name="--batch-size")]
+Seed = Annotated[
+    int,
+    option(
+        "Base seed of the initial noise.",
+        "The noise depends on it, on the prompt and the image's number.",
+        group=SUITE,
+    ),
+]
+BatchSize = Annotated[int, option("Images sampled at once.", least=1, name="--batch-size", group=SUITE)]
 Export = Annotated[
     Path | None,
     option(
-        "With --suite: new folder for the images as the suite's official evaluator reads them.",
+        "New folder for images as the official evaluator reads them.",
         "Nothing is judged then, unless --judge is given too.",
         name="--export",
+        group=SUITE,
     ),
 ]
 Results = Annotated[
     list[Path] | None,
     option(
-        "With --suite: the official evaluator's results on an exported folder.",
+        "The official evaluator's results on an exported folder.",
         "With --base give a second one, of the base.",
         name="--results",
+        group=SUITE,
     ),
 ]
 Rejudge = Annotated[
     bool,
-    option("With --suite: judge saved images anew, by another judge; the old lines are set aside.", name="--rejudge"),
+    option("Judge saved images anew, by another judge.", "The old lines are set aside.", name="--rejudge", group=SUITE),
 ]
 Compat = Annotated[
     bool,
-    option("With --suite: the official code's table with its slips, where it has some (dpg).", name="--compat"),
+    option("The official code's table with its slips.", "Where it has some (dpg).", name="--compat", group=SUITE),
 ]
 PairJudge = Annotated[
     str | None,
     option(
-        "With --suite and --base: reward that compares the two models' images, each pair in both orders.",
-        "It adds a win rate and the judge's position bias. Such a reward is vlm_judge.",
+        "Reward that compares the images of the model and of --base.",
+        "It sees each pair in both orders, and adds a win rate and the judge's position bias. Such a reward is "
+        "vlm_judge. It needs --base.",
         name="--pair-judge",
+        group=SUITE,
     ),
 ]
 PairSettings = Annotated[
     list[str] | None,
-    option("Option of the judge of pairs, key=value, such as http.model=NAME; may be given again.", name="--pair-set"),
+    option(
+        "Option of that judge, key=value, such as http.model=NAME.",
+        "May be given again.",
+        name="--pair-set",
+        group=SUITE,
+    ),
 ]
 
 
@@ -158,7 +192,7 @@ def command(
 ) -> None:
     """Evaluate a run with fixed seeds, or with --suite any model on a benchmark.
 
-    A run folder has its tuned weights. Without --suite prompts and seeds are a training run's, and its base the rival.
+    A run folder has its tuned weights. Without --suite prompts, seeds and rival are the run's own.
     """
     own = {"--base": base, "--lora": lora, "--prompts": prompts, "--judge": judge, "--judge-set": judge_set}
     own |= {"--samples": samples, "--steps": steps, "--guidance": guidance, "--set": settings, "--limit": limit}

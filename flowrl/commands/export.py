@@ -12,7 +12,7 @@ from flowrl.commands._arguments import argument, option
 Run = Annotated[Path, argument("RUN", "Run folder, such as runs/quickstart.")]
 Out = Annotated[
     Path | None,
-    option("Folder for the result; it must be new or empty.", "Default with --push: RUN/export-FORMAT."),
+    option("Folder for the result, new or empty.", "Default with --push: RUN/export-FORMAT."),
 ]
 Format = Annotated[
     Literal["diffusers", "kohya", "comfyui", "merged"],
@@ -25,7 +25,7 @@ Format = Annotated[
 Push = Annotated[
     str | None,
     option(
-        "Model repository OWNER/NAME on the Hugging Face hub to upload the result to.",
+        "Repository OWNER/NAME on the Hugging Face hub to upload to.",
         "Without it nothing is ever sent. It needs a token: hf auth login, or HF_TOKEN.",
     ),
 ]
@@ -33,8 +33,8 @@ Private = Annotated[bool, option("A private repository.", "Without it a new repo
 DryRun = Annotated[
     bool,
     option(
-        "With --push: what would be uploaded, with sizes and the model card; no connection is made.",
-        "The result is kept with --out alone.",
+        "With --push: print what would be uploaded.",
+        "With sizes and the model card; no connection is made. The result is kept with --out alone.",
         name="--dry-run",
     ),
 ]

@@ -11,8 +11,9 @@ Runs = Annotated[list[Path], argument("RUN", "Run folders, finished or not.")]
 Accept = Annotated[
     bool,
     option(
-        "Permission to compare runs that had different contents of a file (reward, prompts, pairs).",
-        "They are shown side by side without a common chart. Without it they are refused.",
+        "Permission to compare runs that had different contents of a file.",
+        "A file of rewards, prompts or pairs. They are shown side by side without a common chart. Without it they "
+        "are refused.",
         name="--accept-changes",
     ),
 ]

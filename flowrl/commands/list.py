@@ -20,8 +20,8 @@ Name = Annotated[
     str | None,
     argument(
         "NAME",
-        "Component (a reward also by dotted path or .py file) whose options are shown, with defaults and meaning.",
-        "Default: a list of all.",
+        "Component whose options are shown, with defaults and meaning.",
+        "A reward also by dotted path or .py file. Default: a list of all.",
     ),
 ]
 Json = Annotated[bool, option("One JSON value on the output stream.", "For programs.", name="--json")]

@@ -21,8 +21,9 @@ Words = Annotated[
     list[str] | None,
     argument(
         "KEY=VALUE",
-        "Options that replace those of the configuration, such as rollout.num_inference_steps=20.",
-        "With --check: options of data.pairs.records, such as label=best or max_broken=0.02.",
+        "Options that replace those of the configuration.",
+        "Such as rollout.num_inference_steps=20. With --check: options of data.pairs.records, such as label=best "
+        "or max_broken=0.02.",
     ),
 ]
 Out = Annotated[Path | None, option("Folder for the pairs; required.", "The same command given again goes on there.")]
@@ -37,15 +38,16 @@ PerPrompt = Annotated[
 Margin = Annotated[
     float,
     option(
-        "Least difference in weighted reward between best and worst, from 0.",
-        "A prompt whose difference is not larger gives no pair.",
+        "Least difference in reward between best and worst.",
+        "Of weighted rewards, from 0. A prompt whose difference is not larger gives no pair.",
     ),
 ]
 Check = Annotated[
     bool,
     option(
-        "Test of a preference set: opens every image and reports what is broken.",
-        "Makes no pairs. Exit code 1 if no training would take the set.",
+        "Test of a preference set in place of making pairs.",
+        "It opens every image and reports what is broken. Makes no pairs. Exit code 1 if no training would take "
+        "the set.",
         name="--check",
     ),
 ]

@@ -16,23 +16,21 @@ if TYPE_CHECKING:
     from flowrl.rollout.learned_noise import LearnedNoise
 
 
-Model = Annotated[
-    str, argument("MODEL", "Run folder, model folder, hub id, single .safetensors, or embedded asset (tiny-sd3).")
-]
+Model = Annotated[str, argument("MODEL", "Run or model folder, hub id, .safetensors, or embedded asset (tiny-sd3).")]
 Prompts = Annotated[
-    list[str], argument("PROMPT", "Prompts, or files of prompts (.txt, .jsonl, .json, .csv, .tsv, .parquet).")
+    list[str], argument("PROMPT", "Prompts, or files of prompts.", "Of .txt, .jsonl, .json, .csv, .tsv or .parquet.")
 ]
 Images = Annotated[
     list[Path] | None,
     option(
-        "Image that every prompt edits or begins with; may be given again for a model that takes several.",
-        "A .jsonl of prompts may name images of its own instead.",
+        "Image that every prompt edits or begins with.",
+        "May be given again for a model that takes several. A .jsonl of prompts may name images of its own instead.",
         name="--image",
     ),
 ]
-Out = Annotated[Path, option("Folder for the results; only an equal call overwrites a file in it.")]
+Out = Annotated[Path, option("Folder for the results.", "Only an equal call overwrites a file in it.")]
 Count = Annotated[int, option("Samples of each prompt.", least=1)]
-Seed = Annotated[int, option("Seed of the initial noise; sample k of a prompt takes seed + k.")]
+Seed = Annotated[int, option("Seed of the initial noise.", "Sample k of a prompt takes seed + k.")]
 Steps = Annotated[int | None, option("Denoising steps.", "Default: the run's; for a model its pipeline's.", least=1)]
 Guidance = Annotated[
     float | None,
@@ -51,7 +49,9 @@ Fps = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    option("Argument of the pipeline's call, key=value, such as num_frames=33; may be given again.", name="--set"),
+    option(
+        "Argument of the pipeline's call, such as num_frames=33.", "As key=value; may be given again.", name="--set"
+    ),
 ]
 
 
@@ -124,7 +124,6 @@ def _sample(
     from flowrl.commands._call import call_of, require_finite
     from flowrl.core.files import out_folder
     from flowrl.core.phases import phase
-    from flowrl.models.generic.images import image_arguments
     from flowrl.run import judged
     from flowrl.run.export import learned_noise
 
@@ -136,12 +135,12 @@ def _sample(
     with phase("loading"):
         loaded = judged.load(model, base=base, loras=lora, config=config)
     pipeline = loaded.pipeline
+    call = call_of(pipeline, loaded.call, steps, guidance, options)
     for record in records:
-        image_arguments(pipeline, record.images)
+        _image_arguments(pipeline, record, call)
     with phase("loading"):
         pipeline.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     pipeline.set_progress_bar_config(disable=True)
-    call = call_of(pipeline, loaded.call, steps, guidance, options)
     made = loaded.origin(call, guidance)
     with phase("sampling", "; smaller images (--set height=512 --set width=512) and videos of fewer frames take less"):
         _draw(pipeline, call, records, made, distributions, out, count, seed, video.of(model, call))
@@ -166,11 +165,10 @@ def _draw(
     from flowrl.core.display import Progress
     from flowrl.core.eight_bits import eight_bit
     from flowrl.core.errors import ConfigError
-    from flowrl.models.generic.images import image_arguments
 
     bar = Progress(len(records) * count, "sampling", show=True)
     for i, record in enumerate(records):
-        images = image_arguments(pipeline, [media.open_image(file) for file in record.images])
+        images = _image_arguments(pipeline, record, call)
         for k in range(count):
             generator = torch.Generator().manual_seed(seed + k)
             arguments = {**call, **images, "output_type": "pt", "generator": generator, "return_dict": False}
@@ -189,6 +187,27 @@ def _draw(
             bar.update(1)
             print(file)
     bar.close()
+
+
+def _image_arguments(pipeline: Any, record: Prompt, call: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the call for the images of a record, fitted to the size where they are frames.
+
+    Raises:
+        ConfigError: an image that cannot be a frame of this size.
+        ModelError: too few images, or too many.
+    """
+    from flowrl.core.errors import ConfigError, ModelError
+    from flowrl.core.media import open_image
+    from flowrl.models.generic.images import image_arguments
+
+    try:
+        return image_arguments(pipeline, [open_image(file) for file in record.images], call)
+    except ModelError:
+        raise
+    except ValueError as error:
+        raise ConfigError(
+            f"the prompt {record.text[:60]!r} has an image that cannot be its first frame: {error}"
+        ) from error
 
 
 def _distributions(noise: LearnedNoise, records: list[Prompt]) -> Gaussians:

@@ -27,35 +27,36 @@ Images = Annotated[
     Path | None,
     argument(
         "IMAGES",
-        "Folder of images or videos (.png, .jpg, .jpeg, .webp, .gif; with the extra video .mp4, .m4v, .mov, .mkv, "
-        ".webm), or one file.",
+        "Folder of images or videos, or one file.",
+        "Of .png, .jpg, .jpeg, .webp or .gif; with the extra video .mp4, .m4v, .mov, .mkv or .webm.",
     ),
 ]
 Rewards = Annotated[
     list[str] | None,
     option(
-        "Reward to score with: a name, a dotted path, or a .py file of yours; may be given again.",
-        "PREFIX=NAME puts PREFIX_ before the names of its outputs.",
+        "Reward to score with: a name, dotted path or .py file.",
+        "May be given again. PREFIX=NAME puts PREFIX_ before the names of its outputs.",
         name="--reward",
     ),
 ]
 Prompts = Annotated[
     str | None,
     option(
-        "Prompts of the files: a .txt with a line per file, in the order of file names, or records (.jsonl, .json, "
-        ".csv, .tsv, .parquet) with `prompt`, metadata and perhaps `image`, the name of the file.",
+        "Prompts of the files, as lines or records.",
+        "A .txt with a line per file, in the order of file names, or records (.jsonl, .json, .csv, .tsv, .parquet) "
+        "with `prompt`, metadata and perhaps `image`, the name of the file. "
         "Default: the prompts that `flowrl sample` wrote into its files.",
     ),
 ]
 Settings = Annotated[
     list[str] | None,
     option(
-        "Option of the reward, key=value; may be given again.",
-        "Of several rewards NAME.key=value or PREFIX.key=value.",
+        "Option of a reward, key=value.",
+        "May be given again. Of several rewards NAME.key=value or PREFIX.key=value.",
         name="--set",
     ),
 ]
-BatchSize = Annotated[int, option("Samples scored together; more of them need more memory.", least=1)]
+BatchSize = Annotated[int, option("Samples scored together.", "More of them need more memory.", least=1)]
 Out = Annotated[Path | None, option(f"Folder for the lines, as {LINES}.", "Default: they are printed.")]
 Check = Annotated[
     str | None,

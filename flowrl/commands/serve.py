@@ -10,7 +10,8 @@ from flowrl.commands._arguments import option, reward_entries
 Rewards = Annotated[
     list[str],
     option(
-        "Reward to serve: a name, a dotted path, or a .py file of yours; may be given again.",
+        "Reward to serve: a name, dotted path or .py file.",
+        "May be given again.",
         name="--reward",
     ),
 ]
@@ -18,24 +19,28 @@ Port = Annotated[int, option("TCP port; 0 takes a free one.", least=0, most=6553
 Host = Annotated[str, option("Address to listen at.", "One that other machines reach requires a token.")]
 Settings = Annotated[
     list[str] | None,
-    option("Option of the reward, key=value; may be given again.", "Of several rewards NAME.key=value.", name="--set"),
+    option("Option of the reward, key=value.", "May be given again. Of several rewards NAME.key=value.", name="--set"),
 ]
 TokenFile = Annotated[Path | None, option("File that holds the bearer token.", "Requests without it are refused.")]
-TokenEnv = Annotated[str | None, option("Environment variable that holds the bearer token, in place of a file.")]
-Workers = Annotated[int, option("Processes for each reward; each of them loads its own copy of it.", least=1)]
-MaxBatch = Annotated[int, option("Largest batch that a reward is given, in samples.", least=1)]
+TokenEnv = Annotated[str | None, option("Environment variable with the token.", "In place of a file.")]
+Workers = Annotated[int, option("Processes for each reward.", "Each of them loads its own copy of it.", least=1)]
+MaxBatch = Annotated[int, option("Largest batch, in samples.", "Of those that a reward is given.", least=1)]
 MaxWait = Annotated[
     float,
-    option("Longest wait for a batch to fill, in milliseconds.", "Longer: larger batches and slower answers.", least=0),
+    option(
+        "Longest wait for a batch, in milliseconds.",
+        "For it to fill. Longer: larger batches and slower answers.",
+        least=0,
+    ),
 ]
 MaxItems = Annotated[int, option("Largest request, in samples.", least=1)]
 MaxBody = Annotated[float, option("Largest body of a request, in MB.", least=0.01)]
-MaxPixels = Annotated[int, option("Most pixels of all images of a request together.", least=1)]
+MaxPixels = Annotated[int, option("Most pixels of a request.", "Of all its images together.", least=1)]
 Score = Annotated[
     float, option("Time limit of a batch, in seconds.", "A reward that exceeds it is started again.", least=0.1)
 ]
 Request = Annotated[float, option("Time limit of a request, in seconds.", least=0.1)]
-Grace = Annotated[float, option("Time to finish open requests after SIGTERM, in seconds.", least=0)]
+Grace = Annotated[float, option("Time after SIGTERM, in seconds.", "To finish open requests.", least=0)]
 
 
 def command(

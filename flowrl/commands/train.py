@@ -19,16 +19,17 @@ Resume = Annotated[
 Accept = Annotated[
     bool,
     option(
-        "Permission to resume after your files (rewards, prompts, pairs) have changed.",
-        "The run goes on with the new contents and evaluates the base again (docs/files.md).",
+        "Permission to resume after your files have changed.",
+        "Files of rewards, prompts and pairs. The run goes on with the new contents and evaluates the base again "
+        "(docs/files.md).",
         name="--accept-changes",
     ),
 ]
 Backend = Annotated[
     str | None,
     option(
-        "Communication between processes: nccl (a GPU each) or gloo (CPUs, or GPUs that are shared).",
-        "Default: nccl on GPUs, gloo without.",
+        "Communication between processes: nccl or gloo.",
+        "nccl: a GPU each; gloo: CPUs, or GPUs that are shared. Default: nccl on GPUs, gloo without.",
     ),
 ]
 

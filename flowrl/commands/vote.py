@@ -24,7 +24,7 @@ Voter = Annotated[
 
 
 def command(run: RunArgument, voter: Voter = None, port: Port = None, open_page: Open = None) -> None:
-    """Let people choose between base and tuned, or between the samples of a run that trains on their votes.
+    """Let people compare base and tuned, or the samples of a run that waits.
 
     Keys: left or 1, right or 2, down for a tie, s skips, u takes back. The votes are in RUN/votes, as preference pairs
     too. Ctrl-C ends, and prints the numbers.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError
+from flowrl.core.media import UNREADABLE, open_image
 from flowrl.core.rng import permutation
 from flowrl.models.base import ModelAdapter
 
@@ -29,9 +30,9 @@ def require_images(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str, f
     All prompts have images, or none, as `first`: their embeddings are in one table.
 
     Raises:
-        ConfigError: too many, too few, or images of some prompts alone.
+        ConfigError: too many, too few, images of some prompts alone, or one that is no first frame of the model's size.
     """
-    (least, most), kind = adapter.image_limits, adapter.kind
+    (least, most), kind, fitting = adapter.image_limits, adapter.kind, set[str]()
     for number, prompt in enumerate(prompts, 1):
         count, where = len(prompt.images), f"{key}: prompt {number}, {prompt.text[:60]!r},"
         if count > most:
@@ -46,6 +47,18 @@ def require_images(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str, f
             raise ConfigError(
                 f"{where} has {'an' if count else 'no'} image, unlike the first prompt; give one to all or to none"
             )
+        for file in prompt.images if adapter.frame_images else ():
+            if file not in fitting:
+                _require_frame(file, adapter, where)
+                fitting.add(file)
+
+
+def _require_frame(file: str, adapter: ModelAdapter, where: str) -> None:
+    """Raise ConfigError unless the image of a file can be a frame of the model's videos."""
+    try:
+        adapter.require_frame(open_image(file).size)
+    except UNREADABLE as error:
+        raise ConfigError(f"{where} has the image {file!r}, which cannot be its first frame: {error}") from None
 
 
 class PromptSource:

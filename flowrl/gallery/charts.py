@@ -45,11 +45,18 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     [0.0, 0.25, 0.5, 0.75, 1.0]
     >>> nice_ticks(3.0, 3.0)
     [2.0, 3.0, 4.0]
+    >>> nice_ticks(1.5, 1.5)
+    [0.0, 1.0, 2.0, 3.0]
+    >>> nice_ticks(0.0, 0.0)
+    [0.0, 1.0]
     """
+    if low == high == 0:
+        # A count, share or time that never left 0: nothing below it.
+        return [0.0, 1.0]
     if high <= low:
-        # Distinct ticks for a constant curve of any size.
-        pad = 10.0 ** math.floor(math.log10(abs(low))) if low else 1.0
-        return [low - pad, low, low + pad]
+        # Round ticks on both sides of a constant curve of any size.
+        pad = 10.0 ** math.floor(math.log10(abs(low)))
+        return nice_ticks(low - pad, low + pad, 2)
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))

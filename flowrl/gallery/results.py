@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.gallery import charts, guard
+from flowrl.gallery import certainty, charts, guard
 from flowrl.gallery.runs import Evaluation, Run, nan_mean, number
+from flowrl.statistics.intervals import clusters
+from flowrl.statistics.paired import prompt_means
 
 LABELS = {"shapes_strict": "strict accuracy", "shapes_partial": "partial score"}
 """Names of metrics in sentences; others are shown with spaces for underscores."""
@@ -163,6 +165,14 @@ def estimates_of(run: Run, metric: Metric) -> Estimates:
     return result
 
 
+def method(run: Run, metrics: Sequence[Metric]) -> str:
+    """How the intervals of base, tuned and difference are made, for a sentence."""
+    tables = [pair for metric in metrics if (pair := paired(run, metric.name))[0].size]
+    groups = np.zeros(0, dtype=np.int64) if run.base is None else run.base.groups
+    means = [prompt_means(part) for before, after in tables for part in (before, after, after - before)]
+    return certainty.method(clusters(row, groups[: len(row)]) for row in means)
+
+
 def level_while_training(run: Run, evaluation: Evaluation | None, metric: Metric) -> float:
     """Mean of `evaluation` on the prompts and seeds of evaluations during training, which may be fewer; NaN: none."""
     if evaluation is None or metric.name not in evaluation.scores:
@@ -227,6 +237,11 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
         text = f"Of {accuracy.get('n')} held-out pairs the tuned model prefers {share:.1f} % as the data do"
         tone = "better" if low > 50 else "worse" if high < 50 else "same"
         result.append((tone, f"{text} ({_ends(low, high)})."))
+    for metric in metrics:
+        before, after = paired(run, metric.name)
+        if run.base and estimates[metric.name]["difference"].bounded and before.size:
+            told = certainty.told_apart(before, after, run.base.groups[: len(before)])
+            result += [("same", text) for text in [certainty.warning(f"{metric.label}{on}", *told)] if text]
     for metric in metrics[1:]:
         change = estimates[metric.name]["difference"]
         if change.bounded and metric.tone(change.low, change.high) == "worse":

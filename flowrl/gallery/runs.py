@@ -38,10 +38,14 @@ class Evaluation:
     made_with: dict[str, str] = field(default_factory=dict)
     """Fingerprints of model, prompts and rewards (flowrl/run/inputs.py)."""
 
+    @property
+    def groups(self) -> np.ndarray:
+        """Number of the distinct prompt of each prompt, [P] int64 from 0."""
+        return np.unique(np.asarray(self.distinct or self.prompts), return_inverse=True)[1]
+
     def num_distinct(self, rows: np.ndarray | None = None) -> int:
         """Number of distinct prompts, of those in `rows` [P] bool; None: of all."""
-        numbers = np.asarray(self.distinct or self.prompts)
-        return len(np.unique(numbers if rows is None else numbers[: len(rows)][rows]))
+        return len(np.unique(self.groups if rows is None else self.groups[: len(rows)][rows]))
 
     @property
     def label(self) -> str:

@@ -54,7 +54,7 @@ def view(run: Run, index: int, page: Page) -> dict[str, Any]:
         "primary": metrics[0] if metrics else None,
         "metrics": metrics,
         "table": [results.table_row(run, m, estimates[m.name]) for m in metrics],
-        "bounded": any(e["difference"].bounded for e in estimates.values()),
+        "intervals": results.method(run, metrics) if any(e["difference"].bounded for e in estimates.values()) else "",
         "guidance": results.guidance_sweep(run, metrics),
         "curves": curves,
         "more_curves": more_curves,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flowrl.core.errors import ModelError
+from flowrl.core.registry import suggest
 from flowrl.core.startup import imports
 from flowrl.models._vae import cast_vae, vae_dtype
 from flowrl.models.base import ModelConfig, torch_dtype
@@ -29,13 +30,27 @@ def quiet_diffusers(name: str) -> Any:
     return _class(diffusers, name)
 
 
-def load_pipeline(pipeline_name: str, vae_name: str, config: ModelConfig, **components: object) -> Any:
+def require_pipeline_class(name: str) -> None:
+    """Raise ModelError unless model.pipeline is a class of diffusers."""
+    import diffusers
+
+    known = [kind for kind in dir(diffusers) if kind.endswith("Pipeline")]
+    if name not in known:
+        raise ModelError(
+            f"model.pipeline={name!r} is no pipeline of diffusers; {suggest(name, known)}null takes the class that the "
+            "checkpoint names"
+        )
+
+
+def load_pipeline(
+    pipeline_name: str, vae_name: str, config: ModelConfig, *, named: bool = True, **components: object
+) -> Any:
     """The configured pipeline of a class of diffusers, by `from_pretrained` or `from_single_file`, with its VAE.
 
-    Null components of the folder are passed as None. The VAE has the type of `model.vae_precision`, not of
-    `model.dtype`: half precision shifts scores.
+    A folder has to name that class if it is `named`. Null components of it are passed as None. The VAE has the type of
+    `model.vae_precision`, not of `model.dtype`: half precision shifts scores.
     """
-    require_folder(config.path, None if pipeline_name == "DiffusionPipeline" else pipeline_name)
+    require_folder(config.path, pipeline_name if named else None)
     pipeline_class = quiet_diffusers(pipeline_name)
     check_available(config)
     path, dtype = resolve_path(config.path), torch_dtype(config.dtype)

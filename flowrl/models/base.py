@@ -158,6 +158,8 @@ class ModelAdapter:
     """How the checkpoint was distilled to few steps, in words; empty: it was not."""
     image_limits: tuple[int, int] = (0, 0)
     """Fewest and most reference images of a prompt, RGB, which `encode` takes next to the texts."""
+    frame_images: bool = False
+    """They are frames of the video, of sizes that `require_frame` takes."""
     decodes_with_cond: bool = False
     """`decode` needs the conditions: a given part of the video (a first frame) is not among the latents."""
     ragged: bool = False
@@ -179,6 +181,9 @@ class ModelAdapter:
     def encode(self, prompts: Sequence[str], images: Sequence[Sequence[Any]] | None = None) -> Condition:
         """Text embeddings of P prompts, on the model's device."""
         raise NotImplementedError
+
+    def require_frame(self, size: tuple[int, int]) -> None:
+        """Raise ValueError, with the remedy, where an image of this (width, height) cannot be a frame of the video."""
 
     def free_text_encoders(self) -> None:
         """Drop the encoders; `encode` raises from then on."""

@@ -43,7 +43,7 @@ def facts(model: Generic) -> Iterator[tuple[str, str]]:
     mixed = "may share a forward" if model.batch_key(1) == 0 else "are predicted step by step"
     yield "samples at different timesteps", "are predicted one by one" if model.family.singly else mixed
     yield "image", f"{model.height} x {model.width}, sides in multiples of {model.size.unit}"
-    held = "; the pipeline's other latents are those of the image" if model.family.holds else ""
+    held = "; the pipeline's other latents are those of the image" if model.images.holds else ""
     yield "latents", "x".join(str(n) for n in model.latent_shape()) + held
     rows = encoded(model, PROMPTS[:1]).tensors
     yield "embedding of a prompt", _shapes(rows[name] for name in rows if not name.startswith("pictures."))
@@ -126,7 +126,7 @@ def own_call(model: Generic, x: Tensor, guidance_scale: float) -> tuple[Tensor, 
         images = pipe(**options)[0]
     finally:
         del pipe.scheduler.__dict__["step"], pipe.__dict__["prepare_latents"]
-    return left[-1].float(), images.float()
+    return model.images.stepped(left[-1], model.latent_shape()).float(), images.float()
 
 
 def encoded(model: Generic, prompts: Sequence[str]) -> Condition:

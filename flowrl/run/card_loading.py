@@ -31,10 +31,14 @@ class Base:
     path: str
     kind: str
     """Its pipeline's class in diffusers; "" where it is not known here."""
+    loads: str = "DiffusionPipeline"
+    """The class to load it with: its own, but where the configuration names another."""
 
     @classmethod
     def of(cls, facts: Facts) -> Base:
-        path = str(facts.at("model", "path"))
+        path, named = str(facts.at("model", "path")), facts.at("model", "pipeline")
+        if named is not None:
+            return cls(path, str(named), str(named))
         try:
             return cls(path, pipeline_class(path, facts.at("model", "revision"), offline=True))
         except ModelError:  # a folder that has moved, a hub out of reach
@@ -101,8 +105,8 @@ def snippet(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
     options = f", dtype=torch.{dtype}" if dtype in ("bfloat16", "float16") else ""
     imports += ["import torch"] if options or facts.learned_noise else []
     if layout in ("kohya", "comfyui") and not _is_read_here(base, layout):
-        imports.append("from diffusers import DiffusionPipeline")
-        lines.append(f"pipe = DiffusionPipeline.from_pretrained({path}{options})")
+        imports.append(f"from diffusers import {base.loads}")
+        lines.append(f"pipe = {base.loads}.from_pretrained({path}{options})")
     elif layout == "kohya":
         imports.append("from flowrl.run import judged")
         path = path if not base.is_asset else json.dumps(base.path)
@@ -111,13 +115,13 @@ def snippet(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
         imports.append("from diffusers import DiffusionPipeline")
         lines.append(f'pipe = DiffusionPipeline.from_pretrained("."{options})')
     else:
-        imports.append("from diffusers import DiffusionPipeline")
+        imports.append(f"from diffusers import {base.loads}")
         parts = [] if lora_file(folder).is_file() else _networks(folder)
         for name, kind in parts:
             imports.append(f"from diffusers import {kind}")
             lines.append(f'{name} = {kind}.from_pretrained("{name}"{options})')
         given = "".join(f", {name}={name}" for name, _ in parts)
-        lines.append(f"pipe = DiffusionPipeline.from_pretrained({path}{options}{given})")
+        lines.append(f"pipe = {base.loads}.from_pretrained({path}{options}{given})")
         lines += _lora(base, folder, facts.at("model", "lora", "kind") == "lokr") if lora_file(folder).is_file() else []
     if layout != "kohya" and (shift := facts.at("model", "shift")) is not None:
         lines.append(f"pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, shift={shift})")

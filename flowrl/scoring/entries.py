@@ -222,7 +222,11 @@ class RewardPlan:
         place = str(self.entry.cache)
         store = Memory() if place == "memory" else Folder(Path(place).expanduser())
         return ScoreCache(
-            store, self.fingerprint(card), place=place, images=card.modality == "edit", prefix=self.entry.prefix
+            store,
+            self.fingerprint(card),
+            place=place,
+            images=card.modality in ("edit", "video"),
+            prefix=self.entry.prefix,
         )
 
     def fingerprint(self, card: Card) -> str:

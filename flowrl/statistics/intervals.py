@@ -1,9 +1,10 @@
 """Intervals of a mean over prompts. P prompts, N groups of prompts that are not independent, S seeds.
 
-The unit that is drawn is the group: a prompt with all its images and duplicates. From `FEW` groups on the interval is
-the percentile bootstrap. Below, where that is too narrow, it is the wider of two at each end: the t interval, which
-holds for symmetric values and ties, and the bootstrap-t (Efron and Tibshirani 1993, section 12.5), which follows a
-skewed distribution. docs/judging.md has the measured coverage.
+The unit that is drawn is the group: a prompt with all its images and duplicates. From `FEW` groups on, `FEW_DIFFER` of
+them unlike the commonest value, the interval is the percentile bootstrap. Below, where that is too narrow, it is the
+wider of two at each end: the t interval, which holds for symmetric values, and the bootstrap-t (Efron and Tibshirani
+1993, section 12.5), which follows a skewed distribution. Ties, groups of the same value, take degrees of freedom from
+the t interval (`_freedom`). docs/judging.md has the measured coverage.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ BOOTSTRAP = 10_000
 """Resamples of an interval."""
 FEW = 50
 """Groups from which the percentile bootstrap is taken."""
+FEW_DIFFER = 30
+"""Groups unlike the commonest value from which it is."""
 LEVELS = (0.025, 0.975)
 NORMAL = 1.959963984540054
 """The normal quantile of the upper level."""
 _CHUNK = 1000
+_GAUSSIAN = 3.0
+"""Kurtosis of a normal distribution."""
 _FLOOR = 1 / 3
 """Least standard error of a resample, as a share of the sample's own: ties alone have none, and t would be endless."""
 
@@ -45,6 +50,36 @@ class Clusters:
     def mean(self) -> float:
         """Mean over all values; NaN without any."""
         return float(self.total.sum() / self.count.sum()) if len(self) else math.nan
+
+    @property
+    def excess(self) -> np.ndarray:
+        """Sum of each group's distances from the commonest group mean, [N]; 0 for a tie.
+
+        Of values that are equally common it is the one nearest the mean. Without two equal groups it is `mean`.
+        """
+        each = self.total / self.count
+        width = float(np.ptp(each)) if len(self) else 0.0
+        if width == 0.0:
+            return np.zeros(len(self))
+        # Equal but for the rounding of their sums.
+        same = np.round((each - each.min()) / width, 9)
+        first, place, often = np.unique(same, return_index=True, return_inverse=True, return_counts=True)[1:]
+        if often.max() == 1:
+            return self.total - self.mean * self.count
+        centres = each[first]
+        ranks = np.lexsort((np.abs(centres - self.mean), -often))
+        distance = np.where(place == ranks[0], 0.0, each - centres[ranks[0]])
+        return distance * self.count
+
+    @property
+    def differing(self) -> int:
+        """Groups that differ from the commonest value; all of them where no two are equal."""
+        return int(np.count_nonzero(self.excess))
+
+    @property
+    def few(self) -> bool:
+        """Whether they are too few for a percentile bootstrap: `of_few` then has the interval."""
+        return len(self) < FEW or self.differing < FEW_DIFFER
 
     @property
     def error(self) -> float:
@@ -72,7 +107,7 @@ def interval(
         per_prompt: a value for each prompt, NaN where there is none.
         groups: [P] int64, equal for prompts that are the same; whole groups are drawn. None: all differ.
         seed: of the bootstrap.
-        bounds: least and largest possible mean, at which an interval of few prompts ends; None: none.
+        bounds: least and largest possible value, at which an interval of few prompts ends; None: not known.
 
     Returns:
         `mean`, `low`, `high`, `n`. One group alone has no interval: its `low` and `high` are NaN.
@@ -84,7 +119,7 @@ def interval(
     if not len(values):
         return {"mean": math.nan, "low": math.nan, "high": math.nan, "n": 0}
     mean, sample = float(values.mean()), clusters(per_prompt, groups)
-    if len(sample) < FEW:
+    if sample.few:
         low, high = of_few(sample, mean, seed, bounds)
         return {"mean": mean, "low": low, "high": high, "n": len(values)}
     count, total, means = sample.count, sample.total, []
@@ -106,16 +141,21 @@ def intervals(
         patterns.setdefault(np.isnan(column).tobytes(), []).append(number)
     result: list[dict[str, float]] = [{} for _ in columns]
     for members in patterns.values():
-        samples = [clusters(columns[m], groups) for m in members]
-        if len(members) == 1 or len(samples[0]) < FEW:
-            for m in members:
-                result[m] = interval(columns[m], groups, seed, bounds)
+        samples = {m: clusters(columns[m], groups) for m in members}
+        alone = members if len(members) == 1 else [m for m in members if samples[m].few]
+        for m in alone:
+            result[m] = interval(columns[m], groups, seed, bounds)
+        together = [m for m in members if m not in alone]
+        if not together:
             continue
-        count, totals = samples[0].count.astype(np.float64), np.stack([sample.total for sample in samples], axis=1)
+        count, totals = (
+            samples[together[0]].count.astype(np.float64),
+            np.stack([samples[m].total for m in together], axis=1),
+        )
         drawn = [weights @ np.column_stack([totals, count]) for weights in weights_of(len(count), seed)]
         table = np.concatenate(drawn)
         ends = np.percentile(table[:, :-1] / table[:, -1:], [100 * level for level in LEVELS], axis=0)
-        for k, m in enumerate(members):
+        for k, m in enumerate(together):
             values = columns[m][~np.isnan(columns[m])]
             low, high = map(float, ends[:, k])
             result[m] = {"mean": float(values.mean()), "low": low, "high": high, "n": len(values)}
@@ -137,20 +177,23 @@ def weights_of(count: int, seed: int) -> Iterator[np.ndarray]:
 
 
 def of_few(sample: Clusters, mean: float, seed: int, bounds: Bounds | None) -> tuple[float, float]:
-    """(low, high) of the mean of fewer than `FEW` groups; `interval` has the arguments.
+    """(low, high) of the mean of a few groups (`Clusters.few`); `interval` has the arguments.
 
-    Where all values are the least or the largest possible one, the sample says nothing of the spread: Wilson's
-    interval over groups.
+    Groups of one size that are all at one bound or the other are n passes and failures: Wilson's interval. Where all
+    values are equal, the sample says nothing of their spread. With bounds between which they lie the interval is then
+    the score interval of none of n, Tango's (1998) of n pairs without a difference. Without bounds it has no width.
     """
     n, error, count = len(sample), sample.error, sample.count.astype(np.float64)
     if n < 2:
         return math.nan, math.nan
     each = sample.total / count
+    if bounds is not None and np.ptp(count) == 0 and np.isin(each, bounds).all():
+        ends = wilson(int((each == bounds[1]).sum()), n)
+        return bounds[0] + ends[0] * (bounds[1] - bounds[0]), bounds[0] + ends[1] * (bounds[1] - bounds[0])
     if float(np.ptp(each)) == 0.0 or error == 0.0:
-        if bounds is None or mean not in bounds:
-            return mean, mean
-        low, high = wilson(n * (mean == bounds[1]), n)
-        return bounds[0] + low * (bounds[1] - bounds[0]), bounds[0] + high * (bounds[1] - bounds[0])
+        reach = wilson(0, n)[1] if bounds is not None and bounds[0] <= mean <= bounds[1] else 0.0
+        least, largest = bounds or (mean, mean)
+        return mean - reach * (mean - least), mean + reach * (largest - mean)
     # Centred, so that squares of large values do not cancel.
     total = sample.total - mean * count
     moments = np.column_stack([total, count, total * total, total * count, count * count])
@@ -159,9 +202,27 @@ def of_few(sample: Clusters, mean: float, seed: int, bounds: Bounds | None) -> t
     square = drawn[:, 2] - 2 * shift * drawn[:, 3] + shift**2 * drawn[:, 4]
     errors = np.sqrt(np.maximum(square, 0.0) * n / (n - 1)) / drawn[:, 1]
     t_low, t_high = np.percentile(shift / np.maximum(errors, _FLOOR * error), [100 * level for level in LEVELS])
-    quantile = student(n - 1)
+    # Bounds say how far values can be: ties among shares of passed images are no sign of rare, far larger ones.
+    quantile = student(_freedom(sample) if bounds is None else n - 1)
     low, high = mean - error * max(quantile, float(t_high)), mean + error * max(quantile, -float(t_low))
     return (low, high) if bounds is None else (max(low, min(bounds[0], mean)), min(high, max(bounds[1], mean)))
+
+
+def _freedom(sample: Clusters) -> float:
+    """Degrees of freedom of the t interval, from 1 to N - 1: ties leave fewer.
+
+    The square of the standard error scatters as the mean square of the distances x from the commonest value does, and
+    2 / (squared coefficient of variation) are its degrees of freedom (Satterthwaite 1946): 2 N / (k - 1), with k the
+    kurtosis of x, of which N - m are 0. The kurtosis of the other m is estimated without bias for normal x, (m + 2) sum
+    x^4 / (sum x^2)^2, and at most 3: t intervals of heavy tails are wide enough. So m = N has N - 1, and one group
+    alone that differs has 1.
+    """
+    n, excess = len(sample), sample.excess
+    m, squares = int(np.count_nonzero(excess)), float((excess**2).sum())
+    if m >= n - 1:  # no ties
+        return n - 1.0
+    kurtosis = min(_GAUSSIAN, (m + 2) * float((excess**4).sum()) / squares**2)
+    return min(max(2 * m * n / (kurtosis * n - m), 1.0), n - 1.0)
 
 
 def student(freedom: float) -> float:
@@ -237,4 +298,5 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     share, spread = successes / n, z * z / n
     centre = (share + spread / 2) / (1 + spread)
     half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # Exactly 0 or 1 where none or all succeed, whatever the rounding.
+    return (centre - half if successes > 0 else 0.0), (centre + half if successes < n else 1.0)

@@ -35,8 +35,13 @@ def over_prompts(per_prompt: np.ndarray, groups: np.ndarray, bounds: Bounds | No
 
 
 def difference(before: np.ndarray, after: np.ndarray, groups: np.ndarray) -> dict[str, float]:
-    """Mean paired difference after - before of two tables, with its interval over distinct prompts."""
-    return over_prompts(prompt_means(after - before), groups)
+    """Mean paired difference after - before of two tables, with its interval over distinct prompts.
+
+    Of scores that are all 0 or 1 it is known that no difference is beyond -1 or 1.
+    """
+    scores = np.concatenate([before, after])
+    passed = bool(np.isin(scores[~np.isnan(scores)], (0.0, 1.0)).all())
+    return over_prompts(prompt_means(after - before), groups, (-1.0, 1.0) if passed else None)
 
 
 def win_rate(
@@ -71,9 +76,9 @@ def win_rate(
         return result | {"rate": math.nan, "low": math.nan, "high": math.nan}
     wins, losses = (_by_group(part, groups) for part in (wins, losses))
     result["rate"] = result["wins"] / decided
-    if len(wins) < FEW:
-        deciding = wins + losses > 0
-        sample = Clusters(wins[deciding].astype(np.float64), (wins + losses)[deciding])
+    deciding = wins + losses > 0
+    sample = Clusters(wins[deciding].astype(np.float64), (wins + losses)[deciding])
+    if len(sample) < FEW or result["rate"] in (0.0, 1.0):
         low, high = of_few(sample, result["rate"], seed, (0.0, 1.0))
         return result | {"low": low, "high": high}
     rates = []

@@ -9,10 +9,10 @@ import math
 
 import numpy as np
 
-from flowrl.statistics.intervals import NORMAL, clusters, intervals, student
+from flowrl.statistics.intervals import NORMAL, Bounds, clusters, intervals, student
 
 
-def over_seeds(columns: np.ndarray, groups: np.ndarray) -> dict[str, float]:
+def over_seeds(columns: np.ndarray, groups: np.ndarray, bounds: Bounds | None = None) -> dict[str, float]:
     """Mean of one recipe over R training seeds, with its interval over seeds and prompts.
 
     A claim about a method is about other seeds and other prompts than these, so both are sources of error. With 2 or 3
@@ -24,6 +24,7 @@ def over_seeds(columns: np.ndarray, groups: np.ndarray) -> dict[str, float]:
     Args:
         columns: a value for each training seed and prompt, [R, P]; NaN in one seed leaves the prompt out in all.
         groups: [P] int64, equal for prompts that are the same.
+        bounds: least and largest possible mean, at which the intervals end; None: not known.
 
     Returns:
         `mean`, `low`, `high`; `sd` of the seed means (NaN for one seed); `seeds`, `n` groups; `low_seeds`,
@@ -31,7 +32,7 @@ def over_seeds(columns: np.ndarray, groups: np.ndarray) -> dict[str, float]:
         over prompts alone, for these seeds. With one seed `low` and `high` are those over prompts.
     """
     columns = np.where(np.isnan(columns).any(axis=0), np.nan, np.asarray(columns, dtype=np.float64))
-    prompts = intervals(columns.mean(axis=0)[None], groups)[0]
+    prompts = intervals(columns.mean(axis=0)[None], groups, bounds=bounds)[0]
     seeds, mean = len(columns), prompts["mean"]
     samples = [clusters(column, groups) for column in columns]
     n = len(samples[0])
@@ -56,12 +57,10 @@ def over_seeds(columns: np.ndarray, groups: np.ndarray) -> dict[str, float]:
     alone = student(seeds - 1) * math.sqrt(by_seed)
     # Few seeds know little of their own spread: never narrower than they are alone.
     half = max(student(freedom) * math.sqrt(variance), alone)
-    return (
-        found
-        | {"sd": sd, "low": mean - half, "high": mean + half}
-        | {"low_seeds": mean - alone, "high_seeds": mean + alone}
-        | over_prompts
-    )
+    least, largest = bounds or (-math.inf, math.inf)
+    ends = {"low": max(mean - half, least), "high": min(mean + half, largest)}
+    ends |= {"low_seeds": max(mean - alone, least), "high_seeds": min(mean + alone, largest)}
+    return found | {"sd": sd} | ends | over_prompts
 
 
 def noise_floor(first: np.ndarray, second: np.ndarray, groups: np.ndarray) -> dict[str, float]:

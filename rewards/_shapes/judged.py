@@ -71,7 +71,7 @@ def _on(actor: Actor, track: Track) -> Judged:
         return Judged(actor, looks, 0.0, switch, np.repeat(track.geometry[at], track.frames, axis=0))
     time, geometry = at / (track.frames - 1), track.geometry[at]
     motion = turned * (_travels(actor, time, geometry) if actor.direction else _keeps_place(geometry))
-    motion *= _grows(actor, time, geometry) if actor.growth else _at_most(_ratio(geometry[:, 2]), *_STEADY_RADIUS)
+    motion *= _grows(actor, time, geometry) if actor.growth else at_most(_ratio(geometry[:, 2]), *_STEADY_RADIUS)
     return Judged(actor, looks, motion, switch, _course(actor, time, geometry, track.frames))
 
 
@@ -110,7 +110,7 @@ def _travels(actor: Actor, time: np.ndarray, geometry: np.ndarray) -> float:
     way = _slope(time, along)
     return (
         _at_least(min(way, along[-1] - along[0]), *_TRAVEL)
-        * _at_most(float(np.ptp(across)), *_ACROSS)
+        * at_most(float(np.ptp(across)), *_ACROSS)
         * _even(time, along, max(way, 0.0), _STEP_NOISE)
     )
 
@@ -130,14 +130,14 @@ def _even(time: np.ndarray, values: np.ndarray, way: float, noise: float) -> flo
     line = values - values.mean() - way * (time - time.mean())
     bounds = (_STEP * way * float(steps.max()) + noise, _LINE * way + _LINE_NOISE * noise)
     return math.prod(
-        _at_most(value, bound, (1 + _SLACK) * bound)
+        at_most(value, bound, (1 + _SLACK) * bound)
         for value, bound in zip((jump, float(np.abs(line).max())), bounds, strict=True)
     )
 
 
 def _keeps_place(geometry: np.ndarray) -> float:
     """Condition that a centre keeps its place."""
-    return _at_most(math.hypot(*np.ptp(geometry[:, :2], axis=0)), *_STILL)
+    return at_most(math.hypot(*np.ptp(geometry[:, :2], axis=0)), *_STILL)
 
 
 def _course(actor: Actor, time: np.ndarray, geometry: np.ndarray, frames: int) -> np.ndarray:
@@ -166,5 +166,5 @@ def _at_least(value: float, good: float, bad: float) -> float:
     return min(max((value - bad) / (good - bad), 0.0), 1.0)
 
 
-def _at_most(value: float, good: float, bad: float) -> float:
+def at_most(value: float, good: float, bad: float) -> float:
     return min(max((bad - value) / (bad - good), 0.0), 1.0)

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 
-from flowrl.cli import COMMANDS, DEBUG, PAGES, main
+from flowrl.cli import COMMANDS, DEBUG, PAGES, REFERENCE, main
+from flowrl.commands import bench
+from flowrl.commands._arguments import in_full, option
 from flowrl.core import registry
 
 
@@ -53,21 +56,48 @@ def test_a_failure_shows_its_traceback_on_debug_alone(monkeypatch, capsys, tmp_p
     assert ("Traceback" in printed) == bool(words)
 
 
-LONG = {"": 32, "train": 33, "ask": 26, "sample": 40, "eval": 72, "score": 28, "pairs": 30, "serve": 33, "export": 30}
+SCREEN = 40
+LONG = {"": 32, "sample": 30, "eval": 40}
 """Help texts of more than 24 lines, with their number of lines."""
+
+
+def help_of(words: list[str], monkeypatch, capsys) -> list[str]:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "argv", ["flowrl", *words, "--help"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 0
+    return capsys.readouterr().out.rstrip("\n").split("\n")
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
 def test_a_help_text_fits_a_screen_of_100_columns(name, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(sys, "argv", ["flowrl", *filter(None, [name]), "--help"])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    lines = capsys.readouterr().out.rstrip("\n").split("\n")
-    assert caught.value.code == 0
+    lines = help_of([name] if name else [], monkeypatch, capsys)
     assert max(map(len, lines)) <= 100
-    assert len(lines) <= LONG.get(name, 24)
-    page = PAGES[name or "train"]
-    assert page in "\n".join(lines[-3:]), "the end names the page that shows the command at work"
+    assert len(lines) <= LONG.get(name, 24) <= SCREEN
+    page, end = PAGES[name or "train"], "\n".join(lines[-3:])
+    assert page in end, "the end names the page that shows the command at work"
+    assert REFERENCE in end, "and the one with the whole texts"
     assert (Path(__file__).parents[2] / page).is_file()
     assert name or not [line for line in lines[1:] if line.endswith("...")]
+
+
+@pytest.mark.parametrize("below", sorted(vars(typer.main.get_command(bench.app))["commands"]))
+def test_a_help_text_of_a_benchmark_fits_it_too(below, monkeypatch, capsys):
+    lines = help_of(["bench", below], monkeypatch, capsys)
+    assert len(lines) <= 24
+    assert PAGES["bench"] in "\n".join(lines[-3:])
+
+
+def test_what_the_terminal_leaves_out_stands_on_the_reference_page(monkeypatch, capsys):
+    row = "With --suite: Only so many prompts, spread over the suite. For a quick look. A larger number, given later,"
+    assert row in (Path(__file__).parents[2] / REFERENCE).read_text(encoding="utf-8")
+    text = "\n".join(help_of(["eval"], monkeypatch, capsys))
+    assert "With --suite:\n" in text
+    assert "--limit <int range>       Only so many prompts, spread over the suite.  [x>=1]\n" in text
+
+
+def test_two_options_with_one_first_sentence_have_one_text():
+    assert in_full("Samples of each prompt.") == "Samples of each prompt."
+    with pytest.raises(ValueError, match="go on differently"):
+        option("Samples of each prompt.", "Another text.")

@@ -32,8 +32,8 @@ METHODS: dict[str, dict[str, Any]] = {
 NATIVE = {"sd": "sd", "sdxl": "sdxl", "sd3": "sd3", "flux": "flux", "qwen_image": "qwen_image", "wan": "wan"}
 """Native adapter -> tiny pipeline of its family."""
 EVERY = [("generic", name) for name in tiny.CASES | tiny.IMAGED] + list(NATIVE.items())
-FAST = {("generic", name) for name in ("sd", "sana", "ltx", "ltx_image")} | {("sd3", "sd3")}
-"""One for each code path: noise prediction, flow, packed clips, a held first frame, native."""
+FAST = {("generic", name) for name in ("sd", "sana", "ltx", "ltx_image", "wan_2_2_frame")} | {("sd3", "sd3")}
+"""One for each code path: noise prediction, flow, packed clips, a held first frame, a masked one, native."""
 GUIDED = 3.0
 
 

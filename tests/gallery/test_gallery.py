@@ -23,10 +23,12 @@ from PIL import Image
 
 from flowrl import shapes
 from flowrl.core import media
-from flowrl.gallery import build, builder, charts, images, results
+from flowrl.gallery import build, builder, certainty, charts, images, results
 from flowrl.gallery.live import Served
 from flowrl.gallery.results import Metric
 from flowrl.gallery.runs import load_run
+from flowrl.statistics.intervals import clusters
+from flowrl.statistics.paired import sign_test
 
 NUM_PROMPTS = 40
 SEEDS = (0, 1)
@@ -617,13 +619,56 @@ def test_a_gap_breaks_the_curve_a_hostile_name_stays_text_and_the_moving_mean_ke
     np.testing.assert_allclose(charts.smooth(constant), 2.0)
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([np.arange(60.0)], "a bootstrap over prompts"),
+        ([np.arange(9.0), np.zeros(9)], "made for few prompts (t, bootstrap-t or score intervals)"),
+        ([np.arange(60.0), np.r_[np.ones(20), np.zeros(40)]], "a bootstrap or, where few prompts differ"),
+    ],
+    ids=["many", "few", "many of which few differ"],
+)
+def test_the_page_says_how_its_intervals_are_made(values, words):
+    assert words in certainty.method([clusters(row) for row in values])
+
+
+def test_a_warning_tells_of_fewer_prompts_that_differ_than_any_test_needs():
+    before = np.zeros((8, 2))
+    after = before.copy()
+    after[:6, 0] = 1.0
+    groups = np.arange(8)
+    assert certainty.told_apart(before, after, groups) == (6, 8)
+    assert certainty.warning("x", 6, 8) == ""
+    after[5] = np.nan
+    told = certainty.told_apart(before, after, groups)
+    assert told == (5, 7)
+    assert certainty.warning("strict accuracy", *told).startswith("By strict accuracy base and tuned differ on 5 of 7")
+    assert "on none of 8" in certainty.warning("x", 0, 8)
+    # The reason of the number: all of five gaining is no sign at 5 %, all of six is.
+    assert sign_test(np.ones(certainty.LEAST - 1)) > 0.05 > sign_test(np.ones(certainty.LEAST))
+
+
+def test_reports_of_few_prompts_that_differ_say_so(tmp_path):
+    runs = [make_run(tmp_path / name, name=name, num_prompts=8, iterations=20) for name in ("one", "two")]
+    for run, differ in zip(runs, (3, 7), strict=True):
+        scores = json.loads((run / "eval" / "base.json").read_text())["scores"]
+        strict = [[1.0 - row[0], *row[1:]] if p < differ else row for p, row in enumerate(scores["shapes_strict"])]
+        change(run / "eval" / "tuned.json", scores={"shapes_strict": strict})
+    told = "By strict accuracy base and tuned differ on 3 of 8 prompts"
+    one, two = (build([run]).read_text(encoding="utf-8") for run in runs)
+    assert told in one
+    assert "made for few prompts" in one
+    assert "base and tuned differ on" not in two
+    assert "3 of 8 prompts differ" in build(runs, tmp_path / "both").read_text(encoding="utf-8")
+
+
 def test_the_gallery_loads_no_model_library():
     for path in Path(builder.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
             assert not {n.split(".")[0] for n in names} & {"torch", "diffusers", "transformers", "matplotlib"}
-            own = ("flowrl.gallery", "flowrl.core")
+            own = ("flowrl.gallery", "flowrl.core", "flowrl.statistics")
             assert all(n.startswith(own) for n in names if n.startswith("flowrl")), path
     code = "import sys, flowrl.gallery; print([m for m in ('torch', 'diffusers') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

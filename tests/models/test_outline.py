@@ -115,6 +115,15 @@ def test_what_fake_tensors_cannot_do_is_said_and_the_rest_is_known(tmp_path, cap
     assert "largest: not known" in text
 
 
+@pytest.mark.parametrize("case", ["wan_2_2_frame", "ltx_image"])
+def test_a_model_that_needs_an_image_cannot_be_planned_and_says_so(tmp_path, case):
+    tiny.make(case).save_pretrained(tmp_path)
+    (height, width), call = tiny.IMAGED[case].sizes[0], dict(tiny.IMAGED[case].call)
+    config = generic.Config(path=str(tmp_path), height=height, width=width, call=call)
+    with pytest.raises(ModelError, match="computes with the image of a prompt before its first step, which a plan"):
+        Outline(config, tmp_path)
+
+
 @pytest.mark.parametrize("valid", [1, 5])
 def test_a_network_that_sorts_tokens_by_their_mask_does_the_same_work_without_values(valid):
     network: Any = tiny.make("hunyuan_video_1_5").transformer

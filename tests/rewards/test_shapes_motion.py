@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from flowrl.rewards.shapes_motion import Config, build, score_video
+from flowrl.rewards.shapes_motion import Config, build, first_frame, score_video
+from PIL import Image
 
 from flowrl import moving_shapes
 from flowrl.reward import RewardError
@@ -153,3 +156,64 @@ def test_scores_are_those_of_the_reward_and_what_is_no_video_is_refused():
         reward.score([video], ["a red circle"], [{}])
     with pytest.raises(ValueError, match="surplus_penalty"):
         Config(surplus_penalty=-1)
+
+
+# ---- a given first frame
+
+
+def png(folder: Path, name: str, frame: np.ndarray) -> dict:
+    """The record of a frame [3, H, W], saved as a file."""
+    file = folder / f"{name}.png"
+    Image.fromarray((255 * frame.transpose(1, 2, 0) + 0.5).astype(np.uint8)).save(file)
+    return {"images": [str(file)]}
+
+
+def begun(video: np.ndarray, record: dict, caption: str = "a red circle moves left") -> tuple[float, float]:
+    """(strict, partial) of a video whose record has a first frame."""
+    result = build(Config()).score(torch.from_numpy(video)[None], [caption], [record])
+    assert isinstance(result, dict)
+    return float(result["shapes_motion_strict"][0]), float(result["shapes_motion_partial"][0])
+
+
+@pytest.mark.parametrize("size", [32, 64])
+@pytest.mark.parametrize("change", misses.CHANGES)
+def test_a_video_that_begins_with_its_first_frame_is_accepted(change, size, tmp_path):
+    rng = np.random.default_rng(8)
+    hits = []
+    for number in range(12):
+        scene, video = misses.true(rng, size)
+        begins = first_frame(png(tmp_path, f"{number}", video[0]), size, size)
+        hits.append(score_video(scene, misses.CHANGES[change](video, rng), begins=begins)[0])
+    assert np.mean(hits) >= 0.98
+
+
+def test_a_video_that_begins_with_something_else_is_refused(tmp_path):
+    caption = "a red circle moves left"
+    video = example(caption)
+    right = png(tmp_path, "right", video[0])
+    assert begun(video, right) == begun(video, {}) == (1, 1)
+    others = {
+        "another_place": np.roll(video[0], 3, axis=-1),
+        "another_shape": example("a red square moves left")[0],
+        "another_colour": video[0][[2, 1, 0]],
+        "one_more": np.maximum(video[0], np.roll(video[0], (12, 12), axis=(-2, -1))),
+        "empty": np.full_like(video[0], BACKGROUND),
+        "last": video[-1],
+    }
+    for name, frame in others.items():
+        assert begun(video, png(tmp_path, name, frame)) == (0, 0), name
+    half = begun(video, png(tmp_path, "off", np.roll(video[0], 1, axis=-1)))[1]
+    assert 0 < half <= 1, "a cell off is in between"
+
+
+def test_the_first_frame_is_fitted_as_models_fit_it(tmp_path):
+    """Of twice the size, and with more at both sides, which the crop takes away."""
+    caption = "a red circle moves left"
+    wide = np.full((3, 64, 96), BACKGROUND, dtype=np.float32)
+    wide[..., 16:80] = example(caption, size=64)[0]
+    wide[:, 28:36, :12] = 1
+    assert begun(example(caption), png(tmp_path, "wide", wide)) == (1, 1)
+    with pytest.raises(RewardError, match=r"first frame '.*small\.png': its 8 x 8 pixels .* too few for a frame"):
+        begun(example(caption), png(tmp_path, "small", wide[:, :8, :8]))
+    with pytest.raises(RewardError, match=r"the first frame '.*gone\.png'"):
+        begun(example(caption), {"images": [str(tmp_path / "gone.png")]})

@@ -275,6 +275,20 @@ def test_a_video_model_is_called_as_one(tmp_path):
     compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
 
 
+def test_a_class_that_the_configuration_names_loads_the_model_and_is_called_with_an_image(tmp_path):
+    base = tmp_path / "wan"
+    base.mkdir()
+    (base / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    config = {"model": {"path": str(base), "pipeline": "WanImageToVideoPipeline", "call": {"num_frames": 9}}}
+    run = finish(write_run(tmp_path / "run", base, tiny.LORA), config=config)
+    front, text = read(card.write_card(run, run / "adapter", "adapter"))
+    assert front["pipeline_tag"] == "image-to-video"
+    assert "from diffusers import WanImageToVideoPipeline" in text
+    assert "pipe = WanImageToVideoPipeline.from_pretrained(" in text
+    assert 'image=load_image("input.png")' in text
+    compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
+
+
 def test_a_base_of_the_hub_is_named_in_the_front_matter_without_a_connection(base, tmp_path):
     config = {"model": {"path": "stabilityai/stable-diffusion-3.5-medium"}}
     run = finish(write_run(tmp_path / "run", base, tiny.LORA), config=config)

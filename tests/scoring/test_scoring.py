@@ -230,6 +230,13 @@ def test_the_source_picture_of_an_edit_is_part_of_the_key(tmp_path):
     assert cache.key(IMAGE, "p", record) is None, "the reward is to say that it cannot be read"
 
 
+def test_the_first_frame_of_a_video_is_part_of_its_key_too():
+    for name, read in (("shapes_motion", True), ("shapes", False)):
+        cache = reward_plan({"name": name, "cache": "memory"}, "rewards.0").build().cache
+        assert cache is not None
+        assert cache.images == read
+
+
 @pytest.mark.parametrize("where", ["memory", "folder"])
 def test_known_samples_are_not_scored_again_and_nan_is(where, tmp_path):
     store = Memory() if where == "memory" else Folder(tmp_path)

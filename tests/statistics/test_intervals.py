@@ -116,12 +116,47 @@ def test_equal_values_have_an_interval_without_width_and_one_prompt_has_none():
     assert np.isnan([interval(np.ones(1))["low"], interval(np.ones(3), np.zeros(3, dtype=int))["high"]]).all()
 
 
+def test_ties_leave_the_t_interval_fewer_degrees_of_freedom():
+    # One value apart from the others says as much of the spread as one square does: 1 degree, symmetric about it.
+    lone = interval(np.asarray([1.0] + [0.0] * 7))
+    assert lone["high"] == pytest.approx(1 / 8 + stats.t.ppf(0.975, 1) / 8)
+    # Four of one size among 10: kurtosis (4 + 2) 4 / 4^2 = 1.5, so 2 * 4 * 10 / (1.5 * 10 - 4) degrees.
+    even = np.asarray([1.0, 1.0, -1.0, -1.0] + [0.0] * 6)
+    assert interval(even)["high"] == pytest.approx(stats.t.ppf(0.975, 80 / 11) * stats.sem(even), rel=1e-6)
+    # The level does not matter, nor which value is the common one; without ties all N - 1 degrees are there.
+    assert interval(even + 5)["high"] - 5 == pytest.approx(interval(even)["high"])
+    assert clusters(even + 5).differing == 4
+    assert clusters(np.asarray([0.1, 0.2, 0.4])).differing == 3
+
+
+def test_where_bounds_are_known_ties_cost_no_degree():
+    even = np.asarray([1.0, 1.0, -1.0, -1.0] + [0.0] * 6)
+    reach = stats.t.ppf(0.975, 9) * stats.sem(even)
+    assert interval(even, bounds=(-1.0, 1.0))["high"] == pytest.approx(reach)
+
+
+@pytest.mark.parametrize("differ", [29, 30])
+def test_fifty_prompts_of_which_fewer_than_thirty_differ_are_few(differ):
+    values = np.concatenate([np.random.default_rng(2).normal(size=differ), np.zeros(60 - differ)])
+    found, drawn = interval(values), percentile(values, np.arange(60))
+    if differ < 30:
+        assert found["low"] < drawn[0]
+        assert found["high"] > drawn[1]
+    else:
+        assert (found["low"], found["high"]) == drawn
+    both = intervals.intervals(np.stack([values, np.random.default_rng(0).normal(size=60)]))
+    assert both[0] == {name: pytest.approx(value, rel=1e-9, abs=1e-9) for name, value in found.items()}
+
+
 def test_a_share_stays_between_its_bounds_and_is_not_certain_where_all_pass():
-    passed = interval(np.ones(8), bounds=(0.0, 1.0))
-    assert (passed["low"], passed["high"]) == (pytest.approx(wilson(8, 8)[0]), 1.0)
+    for n in (8, 80):
+        passed = interval(np.ones(n), bounds=(0.0, 1.0))
+        assert (passed["low"], passed["high"]) == (pytest.approx(wilson(n, n)[0]), 1.0)
     most = interval(np.asarray([1.0] * 9 + [0.0]), bounds=(0.0, 1.0))
-    assert most["high"] == 1.0
-    assert most["low"] < 0.75
+    assert (most["low"], most["high"]) == wilson(9, 10)
+    twice = interval(np.asarray([1.0] * 9 + [0.5]), bounds=(0.0, 1.0))
+    assert twice["high"] == 1.0
+    assert twice["low"] < 0.9
 
 
 @pytest.mark.parametrize("n", [20, 80])
@@ -183,17 +218,26 @@ def test_a_stratum_without_a_value_leaves_no_mean_and_weights_are_checked():
 # ---- coverage
 
 
-@pytest.mark.parametrize("name", ["paired gain, normal", "pass or fail, paired, two seeds", "duplicated prompts"])
+@pytest.mark.parametrize(
+    "name",
+    ["paired gain, normal", "pass or fail, paired, two seeds", "duplicated prompts", "gain with 70 % exact ties"],
+)
 def test_the_interval_of_twelve_prompts_covers_the_true_mean_in_95_percent_of_experiments(monkeypatch, name):
     monkeypatch.setattr(intervals, "BOOTSTRAP", 500)
-    # 400 experiments scatter by 1.1 %: three standard errors round 93 to 97 %. A percentile bootstrap covers 90 %.
+    # 400 experiments scatter by 1.1 %: three standard errors round 93 to 97 %. A percentile bootstrap covers 90 %, and
+    # of the last t intervals with N - 1 degrees of freedom cover 87 %.
     assert 0.917 <= simulation.coverage(name, 12, 400) <= 0.985
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [8, 20, 50])
-@pytest.mark.parametrize("name", [name for name in simulation.POPULATIONS if "70 %" not in name])
+@pytest.mark.parametrize("name", list(simulation.POPULATIONS))
 def test_intervals_cover_the_true_mean_in_93_to_97_percent_of_experiments(monkeypatch, name, size):
     monkeypatch.setattr(intervals, "BOOTSTRAP", 500)
     # 1000 experiments scatter by 0.7 %, and 500 draws by as much: two standard errors round 93 to 97 %.
-    assert 0.91 <= simulation.coverage(name, size, 1000) <= 0.985
+    hits, apart = simulation.covered(name, size, 1000)
+    assert hits[apart].mean() >= 0.91
+    if "pass or fail" not in name:
+        assert hits.mean() <= 0.985
+    if (name, size) != ("gain with 70 % exact ties", 8):  # 6 % of the experiments have no difference at all
+        assert hits.mean() >= 0.91

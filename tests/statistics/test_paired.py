@@ -40,12 +40,17 @@ def test_win_rates_of_both_sides_sum_to_one_and_share_their_ties():
     assert (here["wins"], here["ties"]) == (there["losses"], there["ties"])
 
 
-def test_equal_models_have_half_without_width():
+def test_equal_scores_have_no_difference_and_of_passes_and_wins_the_score_interval_of_none_of_n():
     table, groups = RNG(0).normal(size=(70, 2)), np.arange(70)
-    share = paired.win_share(table, table, groups)
-    assert (share["mean"], share["low"], share["high"]) == (0.5, 0.5, 0.5)
     change = paired.difference(table, table, groups)
     assert (change["mean"], change["low"], change["high"]) == (0.0, 0.0, 0.0)
+    reach = stats.binomtest(0, 70).proportion_ci(method="wilson").high
+    passed = paired.difference(table > 0.0, (table > 0.0) * 1.0, groups)
+    assert (passed["low"], passed["high"]) == (pytest.approx(-reach), pytest.approx(reach))
+    share = paired.win_share(table, table, groups)
+    assert (share["low"], share["high"]) == (pytest.approx(0.5 - reach / 2), pytest.approx(0.5 + reach / 2))
+    # Tango (1998, section 3) with 0 discordant pairs: n^2 d^2 / (n |d| (1 - |d|)) is the square of the normal quantile.
+    assert 70 * reach / (1 - reach) == pytest.approx(stats.norm.ppf(0.975) ** 2)
 
 
 def test_half_a_judges_step_makes_its_small_changes_ties():
@@ -55,10 +60,12 @@ def test_half_a_judges_step_makes_its_small_changes_ties():
     assert paired.win_rate(before, after, np.arange(3), tie_eps=0.5)["ties"] == 2
 
 
-def test_a_few_prompts_that_all_win_do_not_make_a_certain_win_rate():
-    found = paired.win_rate(np.zeros((6, 1)), np.ones((6, 1)), np.arange(6))
+@pytest.mark.parametrize(("decided", "ties"), [(6, 0), (6, 90), (60, 0)])
+def test_prompts_that_all_win_do_not_make_a_certain_win_rate(decided, ties):
+    after = np.concatenate([np.ones(decided), np.zeros(ties)])[:, None]
+    found = paired.win_rate(np.zeros_like(after), after, np.arange(len(after)))
     assert found["rate"] == found["high"] == 1.0
-    assert found["low"] == pytest.approx(stats.binomtest(6, 6).proportion_ci(method="wilson").low)
+    assert found["low"] == pytest.approx(stats.binomtest(decided, decided).proportion_ci(method="wilson").low)
 
 
 @pytest.mark.parametrize("side", ["two-sided", "greater", "less"])

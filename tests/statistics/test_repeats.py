@@ -25,6 +25,14 @@ def test_the_spread_is_that_of_the_seed_means_and_their_t_interval_scipys():
     assert (found["low_seeds"], found["high_seeds"]) == (pytest.approx(low), pytest.approx(high))
 
 
+def test_the_intervals_of_two_seeds_end_at_the_bounds():
+    columns = np.stack([np.repeat([0.0, 1.0], [20, 40]), np.repeat([0.0, 1.0], [10, 50])])
+    free, found = (over_seeds(columns, np.arange(60), bounds) for bounds in (None, (0.0, 1.0)))
+    assert min(free["high"], free["high_seeds"]) > 1.0
+    assert (found["low"], found["high"]) == (max(free["low"], 0.0), 1.0)
+    assert (found["low_seeds"], found["high_seeds"]) == (max(free["low_seeds"], 0.0), 1.0)
+
+
 def test_one_seed_has_the_interval_over_prompts_and_no_spread():
     columns, groups = np.random.default_rng(0).normal(size=(1, 60)), np.arange(60)
     found = over_seeds(columns, groups)

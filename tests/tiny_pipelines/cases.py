@@ -103,7 +103,11 @@ IMAGED: dict[str, Case] = {
     # Its network takes whatever follows the 512 tokens of text for the image.
     "wan_image": Case(VIDEOS["wan_image"], {"num_frames": 5}, _WIDE, fast=True, **_FRAME),
     "wan_2_2_image": Case(VIDEOS["wan_2_2_image"], {"num_frames": 5, **_TOKENS}, _WIDE, **_FRAME),
-    "ltx_image": Case(VIDEOS["ltx_image"], {"num_frames": 9, **_TOKENS}, ((32, 32), (64, 32)), fast=True, **_FRAME),
+    "wan_2_2_frame": Case(VIDEOS["wan_2_2_frame"], _CLIP, _WIDE, fast=True, **_FRAME),
+    # Images that are not enlarged more than twice.
+    "ltx_image": Case(
+        VIDEOS["ltx_image"], {"num_frames": 9, **_TOKENS}, ((32, 32), (64, 32)), fast=True, enlarged=4, **_FRAME
+    ),
     "hunyuan_video_image": Case(
         VIDEOS["hunyuan_video_image"],
         {
@@ -131,6 +135,7 @@ IMAGED: dict[str, Case] = {
         {"frames": 9, "complex_human_instruction": [], "max_sequence_length": 16},
         ((32, 32), (64, 32)),
         own={"use_resolution_binning": False},
+        enlarged=4,
         **_FRAME,
     ),
 }

@@ -260,6 +260,13 @@ VIDEOS: dict[str, Recipe] = {
         parts=lambda: {"boundary_ratio": 0.8},
         order="parts network text vae",
     ),
+    # Wan 2.2 TI2V-5B: the latents' first frame is the image, and each token has a timestep of its own.
+    "wan_2_2_frame": _wan(
+        "WanImageToVideoPipeline",
+        parts=lambda: {"expand_timesteps": True},
+        scheduler=_euler_unipc,
+        order="parts network text vae",
+    ),
     "ltx": _ltx("LTXPipeline"),
     "ltx_image": _ltx("LTXImageToVideoPipeline"),
     "mochi": Recipe(

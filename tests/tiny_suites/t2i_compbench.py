@@ -23,7 +23,7 @@ TEXTS = {
 
 def prompts(folder: Path) -> Path:
     place = folder / "dataset"
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     for name, text in TEXTS.items():
         (place / f"{name}_val.txt").write_text(f"{text}\n{text} again\n")
     return place

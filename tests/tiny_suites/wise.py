@@ -15,7 +15,7 @@ def prompts(folder: Path, *, verified: bool = False) -> Path:
     names = ("cultural_common_sense", "spatio-temporal_reasoning", "natural_science")
     files = dict(zip(names, (firsts[:1], firsts[1:3], firsts[3:]), strict=True))
     place = folder / ("data_verified" if verified else "data")
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     for name, numbers in files.items():
         records = [
             {"Prompt": f"prompt {n}", "Explanation": f"it is {n}", "Category": "x", "Subcategory": "y", "prompt_id": n}

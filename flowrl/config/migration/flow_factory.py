@@ -1,19 +1,18 @@
-"""Flow-Factory: what becomes of its options with the trainers grpo and grpo-guard (its commit a0b2bc5)."""
+"""Flow-Factory: what becomes of its options (its commit a0b2bc5), of a method on samples in a module beside it."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
-from typing import Any
 
+from flowrl.config.migration import flow_factory_samples as samples
 from flowrl.config.migration.engine import Draft
-from flowrl.config.migration.flow_factory_keys import KEYS
-from flowrl.config.migration.table import Source, Tool
-from flowrl.core.errors import ConfigError
-from flowrl.core.strict import parse_yaml, read_text
+from flowrl.config.migration.flow_factory_credit import REWARDS, advantages, bound, rewards
+from flowrl.config.migration.flow_factory_file import read
+from flowrl.config.migration.flow_factory_keys import KEYS, OF_TRAINERS
+from flowrl.config.migration.table import Tool
 
-_SECTIONS = ("data", "model", "log", "train", "scheduler", "eval")
 _METHODS = {"grpo": "flow_grpo", "grpo-guard": "grpo_guard"}
 _FAMILIES = {
     "sd3-5": "sd3",
@@ -25,54 +24,31 @@ _FAMILIES = {
 }
 _NONE = ("ltx2", "wan2_v2v")
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "no": "float32", None: "float32"}
-_REWARDS: dict[str, tuple[dict[str, Any], str]] = {
-    "PickScore": ({"name": "pickscore", "scale": 0.0384615}, "theirs divides by 26"),
-    "CLIP": ({"name": "clip_score"}, ""),
-    "OCR": ({"name": "ocr"}, "the reader differs: docs/rewards/ocr.md"),
-}
-_OF_MEMORY = ("name", "reward_model", "weight", "batch_size", "device", "dtype", "async_reward", "num_workers")
 _UNKNOWN_STEPS = 1000
 
 
-def read(place: str) -> Source:
-    """A YAML configuration.
-
-    Raises:
-        ConfigError: it is no mapping of sections, or doubles a key.
-    """
-    file = Path(place)
-    tree = parse_yaml(read_text(file, str(file)), str(file))
-    if not isinstance(tree, dict) or "train" not in tree:
-        raise ConfigError(f"{file}: it must be a mapping with the section train, as Flow-Factory's examples are")
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        if key not in _SECTIONS:
-            values[str(key)] = value
-        elif isinstance(value, dict):
-            values |= {f"{key}.{name}": below for name, below in value.items()}
-        elif value is not None:
-            raise ConfigError(f"{file}: {key}={value!r}: it must be a section of options")
-    count = values.get("num_processes")
-    if count is not None and type(count) is not int:
-        raise ConfigError(f"{file}: num_processes={count!r}: it must be a whole number; correct it in the file")
-    return Source(file, file.stem, values, {}, count)
-
-
 def rules(draft: Draft) -> None:
-    """Write the lines of a recipe of Flow-Factory's grpo or grpo-guard."""
+    """Write the lines of a recipe of Flow-Factory."""
     kind = draft.get("train.trainer_type")
-    if kind not in _METHODS:
-        known = ", ".join(_METHODS)
-        raise draft.fault("train.trainer_type", f"only {known} are converted yet (docs/migration.md)")
+    draft.choice("train.trainer_type", {**_METHODS, **samples.METHODS})
+    for key in draft.source.values.keys() & OF_TRAINERS.keys():
+        if kind not in OF_TRAINERS[key]:
+            draft.leave(key, f"their trainer {kind} does not read it", changes=False)
     family = _family(draft)
     _run(draft)
     _model(draft, family)
     _data(draft)
-    _rollout(draft)
-    trained = _method(draft, _METHODS[kind])
-    _credit(draft)
-    _rewards(draft)
-    _optim(draft, trained)
+    _rollout(draft, kind)
+    if kind in _METHODS:
+        _sampler(draft)
+        trained = _method(draft, _METHODS[kind])
+        _credit(draft)
+        updates = _updates(draft, trained)
+    else:
+        updates = _updates(draft, samples.terms(draft))
+        samples.method(draft, family, updates)
+    rewards(draft)
+    _optim(draft, updates)
     _evaluation(draft)
 
 
@@ -184,12 +160,15 @@ def _data(draft: Draft) -> None:
         draft.put("data.max_prompts", draft.whole("data.max_dataset_size"), "data.max_dataset_size")
 
 
-def _rollout(draft: Draft) -> None:
+def _sampler(draft: Draft) -> None:
     names = {"Flow-SDE": "flow_sde", "Dance-SDE": "dance_sde", "CPS": "cps"}
     name = draft.choice("scheduler.dynamics_type", names)
     draft.put("rollout.sampler.name", name, "scheduler.dynamics_type")
     option = "eta" if name == "dance_sde" else "noise_level"
     draft.put(f"rollout.sampler.{option}", float(draft.number("scheduler.noise_level")), "scheduler.noise_level")
+
+
+def _rollout(draft: Draft, kind: str) -> None:
     for key, option in (
         ("train.num_inference_steps", "num_inference_steps"),
         ("train.unique_sample_num_per_epoch", "prompts_per_iteration"),
@@ -197,9 +176,12 @@ def _rollout(draft: Draft) -> None:
     ):
         draft.put(f"rollout.{option}", draft.whole(key), key)
     draft.put("rollout.guidance_scale", float(draft.number("train.guidance_scale")), "train.guidance_scale")
-    for place in ("rollout", "optim"):
-        size = draft.whole("train.per_device_batch_size")
-        draft.put(f"{place}.batch_size", size, "train.per_device_batch_size", note="per process, memory alone")
+    size, group = draft.whole("train.per_device_batch_size"), draft.whole("train.group_size")
+    note = "per process, memory alone"
+    draft.put("rollout.batch_size", size, "train.per_device_batch_size", note=note)
+    # DGPO and CRD compare the samples of a prompt in one batch, DPO the two of a pair.
+    rows = max(size, group) if kind in ("dgpo", "crd") else 2 * size if kind == "dpo" else size
+    draft.put("optim.batch_size", rows, "train.per_device_batch_size", note=note)
 
 
 def _method(draft: Draft, method: str) -> int:
@@ -236,19 +218,8 @@ def _method(draft: Draft, method: str) -> int:
     return min(count, len(kept))
 
 
-def _bound(draft: Draft, key: str) -> float:
-    """The bound of a symmetric range, given as one number or two."""
-    value = draft.get(key)
-    pair = list(value) if isinstance(value, list | tuple) else [value]
-    if not 1 <= len(pair) <= 2 or not all(isinstance(each, int | float) and each for each in pair):
-        raise draft.fault(key, "it must be a number, or a lower and an upper bound")
-    if len(pair) == 2 and pair[0] != -pair[1]:
-        draft.leave(key, f"ranges are symmetric here: {pair[1]:g} is written", changes=True)
-    return abs(float(pair[-1]))
-
-
 def _credit(draft: Draft) -> None:
-    draft.put("algorithm.clip_range", _bound(draft, "train.clip_range"), "train.clip_range")
+    draft.put("algorithm.clip_range", bound(draft, "train.clip_range"), "train.clip_range")
     coef, form = float(draft.number("train.kl_beta", least=0)), draft.get("train.kl_type")
     if coef and form != "x-based":
         draft.leave("train.kl_beta", "a KL of velocities has no counterpart here; none is written", changes=True)
@@ -259,71 +230,28 @@ def _credit(draft: Draft) -> None:
             draft.put("algorithm.kl.divisor", "none", "train.kl_type")
         elif draft.given("train.kl_type"):
             draft.leave("train.kl_type", "there is no KL", changes=False)
-    rule = draft.choice("train.advantage_aggregation", {"gdpo": "gdpo", "sum": "group"})
-    draft.put("algorithm.advantages.name", rule, "train.advantage_aggregation")
-    if rule == "gdpo":
-        draft.put("algorithm.advantages.std", "group", "train.advantage_aggregation")
-        if draft.given("train.global_std"):
-            draft.leave("train.global_std", "gdpo does not read it", changes=False)
-    else:
-        std = "global" if draft.get("train.global_std") else "group"
-        draft.put("algorithm.advantages.std", std, "train.global_std")
-    draft.put("algorithm.advantages.eps", 1e-6, note="in their code, as the least std; added to it here")
-    draft.put("algorithm.advantages.clip", _bound(draft, "train.adv_clip_range"), "train.adv_clip_range")
+    advantages(draft, clip=True)
 
 
-def _entries(draft: Draft, key: str) -> list[dict[str, Any]]:
-    """The rewards under a key that have a counterpart, as entries of ours; the others are listed."""
-    found = draft.get(key)
-    several = [found] if isinstance(found, dict) else list(found or ())
-    result: list[dict[str, Any]] = []
-    for number, entry in enumerate(several):
-        if not isinstance(entry, dict):
-            raise draft.fault(key, "each reward must be a mapping with reward_model")
-        name = entry.get("reward_model", "PickScore")
-        if name not in _REWARDS:
-            draft.leave(f"{key}.{number}", f"no reward of flowrl scores as {name} does; left out", changes=True)
-            continue
-        for other in [other for other in entry if other not in _OF_MEMORY]:
-            draft.leave(f"{key}.{number}.{other}", f"an argument of their {name}; left out", changes=True)
-        weight = entry.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise draft.fault(key, f"the weight of {name} must be a number")
-        result.append({**_REWARDS[name][0], "weight": float(weight)})
-    return result
-
-
-def _rewards(draft: Draft) -> None:
-    entries = _entries(draft, "rewards")
-    for entry in entries:
-        note = next(note for ours, note in _REWARDS.values() if ours["name"] == entry["name"])
-        draft.reward(entry, "rewards", note=note)
-    if not any(entry["weight"] for entry in entries):
-        raise draft.fault("rewards", "none has a counterpart here with a weight, so there is nothing to train on")
-    trained = {entry["name"] for entry in entries}
-    others = [entry for entry in _entries(draft, "eval_rewards") if entry["name"] not in trained]
-    if others:
-        ours = [{key: value for key, value in entry.items() if key != "weight"} for entry in others]
-        draft.put("eval.rewards", ours, "eval_rewards", note="those of training are evaluated anyway")
-    elif draft.given("eval_rewards"):
-        draft.leave("eval_rewards", "rewards of training are evaluated anyway", changes=False)
-
-
-def _optim(draft: Draft, trained: int) -> None:
+def _updates(draft: Draft, trained: int) -> int:
+    """Write the optimizer steps of an iteration, which are returned; `trained`: steps, or times, of a sample."""
     many = draft.get("train.gradient_accumulation_steps")
     if many == "auto":
         updates, keys = draft.whole("train.gradient_step_per_epoch"), ["train.gradient_step_per_epoch"]
         keys += [key for key in ("train.gradient_accumulation_steps", "num_processes") if draft.given(key)]
     else:
-        total = draft.whole("train.unique_sample_num_per_epoch") * draft.whole("train.group_size") * trained
-        part = draft.gpus() * draft.whole("train.per_device_batch_size")
+        total, part, how = samples.work(draft)
         part *= draft.whole("train.gradient_accumulation_steps")
-        how = "prompts x group x trained steps / (GPUs x b x accumulation)"
-        updates = draft.quotient(total, part, "optim.updates_per_iteration", how)
+        how = f"{how} x trained steps / accumulation"
+        updates = draft.quotient(total * trained, part, "optim.updates_per_iteration", how)
         keys = ["train.gradient_accumulation_steps", "num_processes"]
         if draft.given("train.gradient_step_per_epoch"):
             draft.leave("train.gradient_step_per_epoch", "an integer accumulation takes its place", changes=False)
     draft.put("optim.updates_per_iteration", updates, *keys)
+    return updates
+
+
+def _optim(draft: Draft, updates: int) -> None:
     draft.put("optim.learning_rate", float(draft.number("train.learning_rate")), "train.learning_rate")
     betas = draft.get("train.adam_betas")
     if not (isinstance(betas, list | tuple) and len(betas) == 2):
@@ -356,12 +284,12 @@ def _evaluation(draft: Draft) -> None:
 
 TOOL = Tool(
     name="flow_factory",
-    title="Flow-Factory (X-GenGroup/Flow-Factory @a0b2bc5, 2026-05-02), trainers grpo and grpo-guard; "
-    "nft, awm, dgpo, crd and dpo are refused: not converted yet",
+    title="Flow-Factory (X-GenGroup/Flow-Factory @a0b2bc5, 2026-05-02), trainers grpo, grpo-guard, nft, awm, dgpo, crd "
+    "and dpo",
     keys=KEYS,
     read=read,
     rules=rules,
     refuses_unknown=False,
     form="a YAML file, such as one of examples/",
-    rewards=_REWARDS,
+    rewards=REWARDS,
 )

@@ -11,8 +11,6 @@ from flowrl.core.registry import suggest
 
 TOOLS: dict[str, Tool] = {tool.name: tool for tool in (flow_grpo.TOOL, diffusion_dpo.TOOL, trl.TOOL, flow_factory.TOOL)}
 """Name -> tool, in the order of docs/migration.md."""
-LATER = ("trainers nft, awm, dgpo, crd and dpo of Flow-Factory",)
-"""What is not converted yet."""
 
 
 def tool_of(file: str, name: str | None) -> Tool:

@@ -162,6 +162,8 @@ class Line:
     """What the mean is made of, for a paired comparison; empty: it is compared with nothing (a standard deviation)."""
     output: str = ""
     """The score that it is made of, whose judge says whether more is better; "": more is."""
+    bounds: Bounds | None = None
+    """Least and largest possible value; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,7 @@ def line_of(
     """A line of given parts; `line` for rows."""
     mean, low, high = stratified(parts, bounds)
     prompts = len({text for one in parts for text in one.values})
-    return Line(name, mean, low, high, prompts, n_images, n_scored, parts, output)
+    return Line(name, mean, low, high, prompts, n_images, n_scored, parts, output, bounds)
 
 
 def by_tag(rows: Sequence[Row], items: Sequence[Item], tags: Sequence[str]) -> dict[str, list[Row]]:

@@ -56,9 +56,9 @@ def compare(base: Table, tuned: Table, lower_is_better: Collection[str] = ()) ->
     for (before, after), parts, one, adjusted in zip(pairs, differences, p, holm(p.tolist()), strict=True):
         sign = -1 if after.output in lower_is_better else 1
         wins = paired(before.parts, after.parts, lambda a, b, sign=sign: won(sign * (b - a)))
-        result.append(
-            Change(after.name, *stratified(parts), *stratified(wins, (0.0, 1.0)), float(one), float(adjusted))
-        )
+        width = None if after.bounds is None else after.bounds[1] - after.bounds[0]
+        gain = stratified(parts, None if width is None else (-width, width))
+        result.append(Change(after.name, *gain, *stratified(wins, (0.0, 1.0)), float(one), float(adjusted)))
     return result
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowrl.statistics.intervals import FEW, Bounds, Clusters, of_few
+from flowrl.statistics.intervals import Bounds, Clusters, of_few
 from flowrl.statistics.intervals import stratified as over_strata
 from flowrl.statistics.paired import TIE
 
@@ -51,7 +51,7 @@ def stratified(parts: Sequence[Part], bounds: Bounds | None = None, seed: int = 
     samples = [part.clusters for part in parts]
     if not samples or not all(map(len, samples)):
         return math.nan, math.nan, math.nan
-    if len(samples) == 1 and len(samples[0]) < FEW:
+    if len(samples) == 1 and samples[0].few:
         mean = samples[0].mean
         return (mean, *of_few(samples[0], mean, seed, bounds))
     result = over_strata(samples, [part.weight for part in parts], seed)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowrl.gallery import charts, facts
+from flowrl.gallery.certainty import LEAST
 from flowrl.gallery.compare import curves, drawing, plain
 from flowrl.gallery.compare.configurations import differences
 from flowrl.gallery.compare.drawing import Style
@@ -108,6 +109,7 @@ def _of_metric(
     bars = [Estimate(), *(row.over_base.estimate for row in table)]
     domain = _domain(bars)
     rows = [_row(shared, metric, standing, styles, domain) for standing in table]
+    cells = [row[kind] for row in rows for kind in ("over_base", "over_leader")]
     repeated = [_one_each(shared.runs, [i for i in members if i in of.members]) for members in recipes]
     seeds = [recipe(shared, of, members) for members in repeated if len(members) > 1]
     seeds.sort(key=lambda one: -metric.sign * one.tuned["mean"])
@@ -117,6 +119,7 @@ def _of_metric(
         "lower": metric.sign < 0,
         "standings": table,
         "rows": rows,
+        "few": LEAST if any(cell and cell["few"] for cell in cells) else 0,
         "leader": label_of(shared.runs, table[0].run),
         "num_comparisons": 2 * len(table) - 1,
         "recipes": [_seeds(shared.runs, metric, one, styles) for one in seeds],
@@ -202,6 +205,7 @@ def _change(metric: Metric, change: Change | None, judged: bool) -> dict[str, An
         "interval": _interval(metric, e),
         "tone": tone,
         "sure": change.sure and judged,
+        "few": f"{change.told[0]} of {change.told[1]} prompts differ" if change.told[0] < LEAST else "",
         "p": "p < 0.001" if change.p < 0.001 else f"p = {change.p:.3f}",
     }
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flowrl.gallery.certainty import told_apart
 from flowrl.gallery.compare.shared import Shared, SharedMetric
 from flowrl.gallery.results import Estimate
 from flowrl.statistics.intervals import intervals
@@ -22,6 +23,8 @@ class Change:
 
     estimate: Estimate
     p: float
+    told: tuple[int, int]
+    """(distinct prompts on which the two differ, all of them)."""
 
     @property
     def sure(self) -> bool:
@@ -70,9 +73,10 @@ def standings(shared: Shared, of: SharedMetric) -> list[Standing]:
     shares = intervals(wins, shared.groups, bounds=(0.0, 1.0))
     others = order[1:]
     changes = np.concatenate([gains, behind[others]])
-    differences = intervals(changes, shared.groups)
+    differences = intervals(changes, shared.groups, bounds=(-1.0, 1.0) if metric.percent else None)
     p = holm(flip_tests(changes, shared.groups).tolist())
-    found = [Change(_estimate(entry), float(value)) for entry, value in zip(differences, p, strict=True)]
+    apart = [told_apart(np.zeros((len(row), 1)), row[:, None], shared.groups) for row in changes]
+    found = [Change(_estimate(e), float(value), told) for e, value, told in zip(differences, p, apart, strict=True)]
     count, place = len(members), {k: len(members) + n for n, k in enumerate(others)}
     return [
         Standing(
@@ -92,7 +96,8 @@ def recipe(shared: Shared, of: SharedMetric, runs: tuple[int, ...]) -> Recipe:
     tables = [(shared.table(i, of.metric, base=True), shared.table(i, of.metric, base=False)) for i in runs]
     tuned = np.stack([prompt_means(after) for _, after in tables])
     gain = np.stack([prompt_means(after - before) for before, after in tables])
-    return Recipe(runs, over_seeds(tuned, shared.groups), over_seeds(gain, shared.groups))
+    level, change = ((0.0, 1.0), (-1.0, 1.0)) if of.metric.percent else (None, None)
+    return Recipe(runs, over_seeds(tuned, shared.groups, level), over_seeds(gain, shared.groups, change))
 
 
 def _estimate(entry: dict[str, float]) -> Estimate:

@@ -85,13 +85,12 @@ def share(runs: Sequence[Run]) -> Shared | None:
     _say_what_is_missing(runs, compared, places, seeds, left_out)
     first = chosen[0].base
     assert first is not None
-    numbers = np.unique(np.asarray(first.distinct or first.prompts), return_inverse=True)[1]
     return Shared(
         runs=tuple(runs),
         compared=compared,
         places=places,
         prompts=tuple(first.prompts[p] for p in places),
-        groups=numbers[places],
+        groups=first.groups[places],
         seeds=seeds,
         metrics=metrics,
         left_out=left_out,

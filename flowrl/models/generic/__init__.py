@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flowrl.models._loading import load_pipeline
+from flowrl.models._loading import load_pipeline, require_pipeline_class
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.outline import Outline
 
@@ -25,7 +25,9 @@ __all__ = ["LEVEL", "Config", "Generic", "build", "skeleton"]
 
 def build(config: Config) -> Generic:
     """The adapter of the configured pipeline, with its weights."""
-    return Generic(load_pipeline("DiffusionPipeline", "AutoModel", config), config)
+    if config.pipeline is not None:
+        require_pipeline_class(config.pipeline)
+    return Generic(load_pipeline(config.pipeline or "DiffusionPipeline", "AutoModel", config, named=False), config)
 
 
 def skeleton(config: Config, folder: Path) -> Outline:

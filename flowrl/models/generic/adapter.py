@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,12 @@ class Config(ModelConfig):
     """Further arguments of the pipeline's own call, such as num_frames or max_sequence_length."""
     fps: float | None = None
     """Frames a second of the videos that are saved and shown; null: `call.frame_rate` where there is one, else 16."""
+    pipeline: str | None = None
+    """Class of diffusers to load the checkpoint with, such as WanImageToVideoPipeline for Wan 2.2 TI2V-5B, whose folder
+    names the class of text to video; null: the one that it names. Set `model.name: generic` with it."""
+    first_frame: Literal["crop", "exact"] = "crop"
+    """How an image becomes a frame of the video: `crop` scales it (Lanczos) until it just covers the size and cuts out
+    the middle; `exact` refuses an image of another aspect ratio. Neither enlarges one more than twice."""
     final_alpha: FinalAlpha = "model"
     """End of the last step of a noise-prediction model: the scheduler's, or the `first` training step, DDPO's rule, so
     that the last step keeps noise and can be trained."""
@@ -76,7 +82,8 @@ class Generic(ModelAdapter):
         self.distilled, self.num_frames, self.lora_targets = door.distilled, door.num_frames, door.lora_targets()
         self.fps = float(config.rate)
         self.channel_axis, self.unguided = self.family.channel_axis, self.family.free_at
-        self.image_limits, self.decodes_with_cond = door.images.limits, self.family.holds
+        self.image_limits, self.frame_images = door.images.limits, self.family.frames
+        self.decodes_with_cond = door.images.holds
         if self.path.is_flow and config.final_alpha != "model":
             raise ModelError(f"model.final_alpha={config.final_alpha}: a flow ends at sigma 0; leave it out")
         self.device, self.dtype = torch.device("cpu"), torch_dtype(config.dtype)
@@ -104,7 +111,10 @@ class Generic(ModelAdapter):
         self._grid_dtype = visit.timesteps.dtype
         if self.family.sized_by_image:
             self.size.require(visit.latents, self.pipeline)
-        if self.family.holds:
+        if self.images.mask is not None:
+            assert visit.prepared is not None
+            self._shape = self.images.mark_free(visit.prepared)
+        elif self.images.holds:
             time = float(visit.timesteps[1])
             self._shape = self.images.find_free(visit.latents, lambda places: self._stepped(places, time))
         self._sign = -1 if self.path.is_flow and visit.sigmas is not None and rising(visit.sigmas) else 1
@@ -175,8 +185,9 @@ class Generic(ModelAdapter):
         """Conditions of P prompts, each with its own RGB images."""
         if self._freed:
             raise ModelError(NO_ENCODERS)
-        for one in images or [()] * len(prompts):
-            self.images.require(len(one))
+        for prompt, own in zip(prompts, images or [()] * len(prompts), strict=True):
+            with self.entrance.explained(_with_images(prompt, own)):
+                self.images.require(own)
         template = self._learned()
         if images is None and not self.family.singly:
             with self.entrance.explained():
@@ -184,7 +195,7 @@ class Generic(ModelAdapter):
         # One by one: a pipeline reads the size of the first image of a batch only, or takes one for all.
         rows = []
         for prompt, own in zip(prompts, images or [()] * len(prompts), strict=True):
-            with self.entrance.explained(f"with the {len(own)} image(s) of the prompt {prompt[:60]!r}"):
+            with self.entrance.explained(_with_images(prompt, own)):
                 rows.append(self._encode([prompt], self.images.fitted(own)))
         return Condition.collate(rows)
 
@@ -203,6 +214,9 @@ class Generic(ModelAdapter):
             return cond
         self.images.learn(enter)
         return Condition(cond.tensors | self.images.entries(visit, images))
+
+    def require_frame(self, size: tuple[int, int]) -> None:
+        self.images.require_frame(size)
 
     def condition_shapes(self) -> dict[str, tuple[int, ...]]:
         """Those of a short prompt, where lengths differ."""
@@ -266,15 +280,17 @@ class Generic(ModelAdapter):
                 timesteps=self._pin([values[0]]),
                 times=times,
             )
-        if visit.prediction is None or visit.prediction.shape != x.shape:
+        prediction = None if visit.prediction is None else self.images.stepped(visit.prediction, self._shape)
+        if prediction is None or prediction.shape != x.shape:
             raise ModelError(f"{self.kind}: its loop did not end in scheduler.step() with a prediction of {x.shape}")
         if not self._entered:
             self._require_own_latents(visit, x)
-        return visit.prediction if self._sign == 1 else -visit.prediction
+        return prediction if self._sign == 1 else -prediction
 
     def _require_own_latents(self, visit: Visit, x: Tensor) -> None:
         """Raise ModelError unless the loop works on the unchanged result of prepare_latents()."""
-        if visit.latents is None or not torch.equal(visit.latents.to(self._loop_dtype), x.to(self._loop_dtype)):
+        latents = None if visit.latents is None else self.images.stepped(visit.latents, self._shape)
+        if latents is None or not torch.equal(latents.to(self._loop_dtype), x.to(self._loop_dtype)):
             raise ModelError(f"{self.kind} changes the latents between prepare_latents() and scheduler.step()")
         self._entered = True
 
@@ -296,7 +312,7 @@ class Generic(ModelAdapter):
     def _require_one_time(self, visit: Visit) -> Tensor:
         """The timestep input of the network."""
         fed = torch.as_tensor(visit.inputs[self.reentry.time_arguments[visit.network]], device=self.device).flatten()
-        if self.family.holds:
+        if self.images.holds:
             fed = fed[fed != 0]  # the held part is clean
         if not bool((fed == fed[0]).all()):
             raise ModelError(f"{self.kind} feeds its network different timesteps within one sample")
@@ -348,12 +364,12 @@ class Generic(ModelAdapter):
     def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
         """Images or videos by the pipeline's call without its loop; `cond` [B] where it holds a part of the video."""
         self._learned()
-        if self.family.holds and cond is None:
+        if self.images.holds and cond is None:
             raise ValueError(f"{self.kind} holds a part of the video: decode(latents, cond) needs its conditions")
-        alone = self.family.holds or self.family.singly or self.family.decode_singly
+        alone = self.images.holds or self.family.singly or self.family.decode_singly
         rows = torch.arange(len(latents)).split(1 if alone else len(latents))
         blank_rows = self._probe.index(torch.zeros(len(latents), dtype=torch.int64))
-        cond = cond if self.family.holds and cond is not None else blank_rows
+        cond = cond if self.images.holds and cond is not None else blank_rows
         return torch.cat([self._decode(latents[part.to(latents.device)], cond.index(part)) for part in rows])
 
     def _decode(self, latents: Tensor, cond: Condition) -> Tensor:
@@ -377,3 +393,8 @@ class Generic(ModelAdapter):
             self._template.to(device)
             self._probe = self._probe.to(device)
             self._times.clear()
+
+
+def _with_images(prompt: str, images: Sequence[Image]) -> str:
+    """The prompt of an error about its images."""
+    return f"with the {len(images)} image(s) of the prompt {prompt[:60]!r}"

@@ -12,7 +12,7 @@ from torch import nn
 from flowrl.core.errors import ModelError
 from flowrl.models._schedulers import distilled, path_of, plain
 from flowrl.models.base import network_config, unused_modules
-from flowrl.models.generic.families import family_of, guidance_of
+from flowrl.models.generic.families import family_of, guidance_of, holds_image
 from flowrl.models.generic.images import ReferenceImages, image_methods
 from flowrl.models.generic.options import Call, Size, check_components, check_fit, find_networks, frames_of
 from flowrl.models.generic.reentry import Reentry, Visit
@@ -41,10 +41,13 @@ class Entrance:
         self.distilled = distilled(pipeline.scheduler, network_config(first), config.distilled)
         pipeline.scheduler = plain(pipeline.scheduler, self.path)
         self.network: nn.Module = first if len(self.networks) == 1 else nn.ModuleDict(self.networks)
-        self.reentry = Reentry(pipeline, self.networks, image_methods(self.family), holds=self.family.holds)
+        holds = holds_image(self.family, pipeline)
+        self.reentry = Reentry(pipeline, self.networks, image_methods(self.family), holds=holds)
         self.guidance = guidance_of(self.family, pipeline, self.reentry.parameters, first)
-        self.size = Size.of(pipeline, config, self.family, self.reentry.parameters, first)
-        self.images = ReferenceImages(self.family, pipeline, network_config(first), self.size)
+        asked = (config.height, config.width)
+        self.size = Size.of(pipeline, asked, self.family, self.reentry.parameters, first)
+        crop = config.first_frame == "crop"
+        self.images = ReferenceImages(self.family, pipeline, network_config(first), self.size, crop)
         self.call = Call(pipeline, config, self.family, self.guidance, self.size, self.reentry.parameters)
         self.num_frames = frames_of(pipeline, self.call.fixed, self.reentry.parameters, first)
         self._freeze()

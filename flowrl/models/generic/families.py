@@ -56,10 +56,15 @@ class Family:
     """The argument takes a list of any number of images, for all prompts."""
     image_methods: tuple[str, ...] = ()
     """Methods of the pipeline that encode the images, besides prepare_latents and encode_image."""
+    frames: bool = False
+    """Its images are frames of the video and fitted to its size (core/first_frame.py)."""
     sized_by_image: bool = False
-    """The image's size decides that of the video, so images are cropped to model.height x model.width."""
+    """The call has no size: that of the image decides it."""
     holds: bool = False
     """A part of the latents keeps the encoded image, and the scheduler steps the rest."""
+    mask: tuple[str, int] | None = None
+    """(entry of the pipeline's configuration, number of a part of prepare_latents' result): where the entry is set, the
+    latents keep the encoded image where that part is 0, with timestep 0, though the scheduler steps all of them."""
     singly: str = ""
     """Reason why a call takes one prompt only; empty: it takes several."""
     unfit: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -79,7 +84,7 @@ _NO_HEAD_AXIS = "its VAE's attention mask has no head axis and fails for a batch
 _DYNAMIC_CFG = {"use_dynamic_cfg": "depends on the number of steps"}
 _DRAWN = "the image's latents are one draw of its VAE's posterior, the same at every use"
 _REFERENCES = {"images": ("image",), "image_list": True, "image_methods": ("prepare_image_latents",)}
-_FIRST_FRAME = {"images": ("image",), "needs_image": True}
+_FIRST_FRAME = {"images": ("image",), "needs_image": True, "frames": True}
 
 FAMILIES: dict[str, Family] = {
     "StableDiffusionPipeline": Family(),
@@ -118,9 +123,7 @@ FAMILIES: dict[str, Family] = {
     "PixArtSigmaPipeline": Family(call=_NO_BINNING),  # full weights only: its network takes no adapter
     "WanPipeline": Family(),
     "WanImageToVideoPipeline": Family(
-        images=("image", "last_image"),
-        needs_image=True,
-        unfit={"expand_timesteps": (True, "gives each frame a timestep of its own, and decodes with the image")},
+        images=("image", "last_image"), needs_image=True, frames=True, mask=("expand_timesteps", 2)
     ),
     "HunyuanVideoPipeline": Family(guidance="embedded"),
     "HunyuanVideoImageToVideoPipeline": Family(
@@ -159,6 +162,16 @@ FAMILIES: dict[str, Family] = {
 def family_of(pipeline: Any) -> Family:
     """The table's entry; the default for a class that is not listed."""
     return FAMILIES.get(type(pipeline).__name__, Family())
+
+
+def mask_place(family: Family, pipeline: Any) -> int | None:
+    """Number of the part of prepare_latents' result that masks kept latents; None: this model has none."""
+    return family.mask[1] if family.mask is not None and pipeline.config.get(family.mask[0]) else None
+
+
+def holds_image(family: Family, pipeline: Any) -> bool:
+    """A part of a sample is the encoded image and none of flowrl's latents."""
+    return family.holds or mask_place(family, pipeline) is not None
 
 
 def guidance_of(family: Family, pipeline: Any, parameters: Any, network: nn.Module) -> Guidance:

@@ -7,13 +7,17 @@ methods that the family names. A part of those results is
     single    of one image, repeated by the pipeline for the whole batch: stored, and splits the batch by image
     constant  the same for all samples whose images have the same sizes: kept here
 
-Where a family holds a part of the latents (a first frame), their rows are stored too, with zeros in the part that the
-scheduler steps. Each entry of the pipeline gets a blank image of the right size, since its own code reads the size.
+Where a family holds a part of the latents (a first frame), flowrl's latents are the others, so that no noise, log_prob,
+loss or KL knows the held ones. Those of LTX and Sana, which the scheduler never sees, are stored too, with zeros in the
+part that it steps; Wan's call puts its own in front of every forward, and what the scheduler makes of them is cut off.
+Each entry of the pipeline gets a blank image of the right size, since its own code reads the size.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,10 +27,11 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import ModelError
+from flowrl.core.first_frame import fitted_frame, require_frame
 from flowrl.core.types import Condition
 from flowrl.models.base import network_config
 from flowrl.models.generic.encoding import same
-from flowrl.models.generic.families import Family, family_of
+from flowrl.models.generic.families import Family, family_of, holds_image, mask_place
 from flowrl.models.generic.options import Size, find_networks
 from flowrl.models.generic.reentry import Prepared, Visit
 
@@ -58,16 +63,21 @@ def content(images: Sequence[Image]) -> int:
     return int.from_bytes(digest.digest()[:8], "big") >> 2
 
 
-def image_arguments(pipeline: Any, images: Sequence[Any]) -> dict[str, Any]:
-    """Arguments of the pipeline's own call for the images of one prompt.
+def image_arguments(pipeline: Any, images: Sequence[Image], call: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the pipeline's own call for the images of one prompt; `call` has those of the size, if any.
 
     Raises:
         ModelError: too few images, or too many.
+        ValueError: an image that is no frame of this size.
     """
-    network = next(iter(find_networks(pipeline).values()))
-    taken = ReferenceImages(family_of(pipeline), pipeline, network_config(network), None)
-    taken.require(len(images))
-    return taken.arguments(images, 1)
+    network, family = next(iter(find_networks(pipeline).values())), family_of(pipeline)
+    size = None
+    if family.frames and not family.sized_by_image:  # which crops to a size of its own
+        parameters = inspect.signature(type(pipeline).__call__).parameters
+        size = Size.of(pipeline, (call.get("height"), call.get("width")), family, parameters, network)
+    taken = ReferenceImages(family, pipeline, network_config(network), size)
+    taken.require(images)
+    return taken.arguments(taken.fitted(images), 1)
 
 
 def image_methods(family: Family) -> tuple[str, ...]:
@@ -96,13 +106,27 @@ class ReferenceImages:
     config: Mapping[str, Any]
     """Configuration of the network."""
     size: Size | None
-    """Size of the generated images; None if the call is never entered."""
+    """Size of the generated images; None if the call is never entered and fits images by itself."""
+    crop: bool = True
+    """A frame of another aspect ratio is cropped, not refused."""
     rows: set[Place] | None = None
     """Parts with one row per sample; None: not known yet."""
     single: set[Place] = field(default_factory=set)
     layouts: list[Layout] = field(default_factory=list)
     free: Tensor | None = None
-    """Places of the scheduler's latents among a sample's, for a family that holds the others."""
+    """Places of flowrl's latents among a sample's, where the others hold the image."""
+    whole: tuple[int, ...] = ()
+    """Shape of a sample with those that hold the image."""
+
+    @property
+    def holds(self) -> bool:
+        """A part of a sample is the encoded image and none of flowrl's latents."""
+        return holds_image(self.family, self.pipeline)
+
+    @property
+    def mask(self) -> int | None:
+        """Number of the part of prepare_latents' result that masks kept latents; None: there is none."""
+        return mask_place(self.family, self.pipeline)
 
     @property
     def kind(self) -> str:
@@ -116,11 +140,13 @@ class ReferenceImages:
             # Such a Wan embeds one image; with a table of positions always two, the first and the last frame.
             count = 1 if self.config["pos_embed_seq_len"] is None else 2
             return count, count
+        if self.mask is not None:
+            return 1, 1  # such a Wan ignores a last frame
         return int(self.family.needs_image), ANY if self.family.image_list else len(self.family.images)
 
-    def require(self, count: int) -> None:
-        """Raise ModelError unless a prompt may have that many images."""
-        least, most = self.limits
+    def require(self, images: Sequence[Image]) -> None:
+        """Raise ModelError unless a prompt may have so many images, ValueError unless they may be of their sizes."""
+        (least, most), count = self.limits, len(images)
         if count < least:
             raise ModelError(
                 f"{self.kind} needs {least} image(s) with each prompt: a .jsonl record with 'image' or 'images'"
@@ -128,6 +154,13 @@ class ReferenceImages:
         if count > most:
             takes = f"takes at most {most} with a prompt" if most else "takes none (see docs/models.md)"
             raise ModelError(f"{count} image(s) with a prompt, but {self.kind} {takes}")
+        for image in images:
+            self.require_frame(image.size)
+
+    def require_frame(self, size: tuple[int, int]) -> None:
+        """Raise ValueError if images are frames of the video, and one of this (width, height) cannot be."""
+        if self.family.frames and self.size is not None:
+            require_frame(size, self.size.height, self.size.width, crop=self.crop)
 
     def arguments(self, images: Sequence[Image], batch: int) -> dict[str, Any]:
         """Arguments of the call: the images for all prompts, or the same one for each."""
@@ -138,12 +171,32 @@ class ReferenceImages:
         return {name: [image] * batch if each else image for name, image in named}
 
     def fitted(self, images: Sequence[Image]) -> Sequence[Image]:
-        """The images, cropped to the size of the video if theirs would decide it."""
-        if not self.family.sized_by_image:
+        """The images, fitted to the size of the video where they are its frames."""
+        if not self.family.frames or self.size is None:
             return images
-        resize, size = self.pipeline.video_processor.resize, self.size
-        assert size is not None
-        return [resize(image, height=size.height, width=size.width, resize_mode="crop") for image in images]
+        return [fitted_frame(image, self.size.height, self.size.width, crop=self.crop) for image in images]
+
+    def mark_free(self, prepared: Prepared) -> tuple[int, ...]:
+        """Shape of the latents that the model's mask leaves free; their places in a sample are kept in `free`.
+
+        Raises:
+            ModelError: the mask does not leave whole rows of each axis.
+        """
+        assert self.mask is not None
+        mask = prepared.parts[self.mask][:1].expand_as(prepared.latents[:1])[0] != 0
+        places = mask.nonzero()
+        shape = tuple(len(axis.unique()) for axis in places.unbind(1))
+        if math.prod(shape) != len(places):
+            raise ModelError(f"{self.kind}: the latents that its mask leaves free are no block")
+        self.free, self.whole = mask.flatten().nonzero().squeeze(1), tuple(mask.shape)
+        return shape
+
+    def stepped(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """What the scheduler is given of a sample [B, ...], at flowrl's latents [B, *shape]."""
+        if self.mask is None:
+            return values
+        assert self.free is not None
+        return values.flatten(1).index_select(1, self.free).unflatten(1, shape)
 
     def find_free(self, latents: Tensor, stepped: Callable[[Tensor], Tensor]) -> tuple[int, ...]:
         """Shape of the latents that the scheduler steps; their places in latents [1, ...] are kept in `free`.
@@ -212,7 +265,7 @@ class ReferenceImages:
         for place in sorted(self.rows | self.single):
             part = parts[place]
             entries[_name(place)] = [(part[0] if place in self.rows else part).clone()]
-        if self.family.holds:
+        if self.family.holds:  # of a mask nothing is left: the call itself puts the image there
             held = latents[0].flatten().clone()
             if self.free is not None:
                 held[self.free] = 0.0
@@ -274,6 +327,8 @@ class ReferenceImages:
         own = [parts.get((PREPARE, 0, i)) for i in range(len(kept.parts))]
         if self.family.holds:
             own[kept.place or 0] = torch.stack(cond[HELD])
+        elif self.mask is not None:
+            own[kept.place or 0] = torch.zeros(len(cond), *self.whole, device=cond[CONTENT].device)
         return Prepared(tuple(own), kept.place, kept.dtype, self.free)
 
     def to(self, device: torch.device) -> None:

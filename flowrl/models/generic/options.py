@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError
 from flowrl.core.registry import suggest
-from flowrl.models.base import ModelConfig, network_config
+from flowrl.models.base import network_config
 from flowrl.models.generic.families import Family, Guidance, family_of, guidance_of
 from flowrl.models.paths import lacks
 
+Asked = tuple[int | None, int | None]
+"""(height, width) in pixels; None: the pipeline's default."""
 _NETWORKS = ("transformer", "transformer_2", "unet")
 _OURS = {
     "prompt": "data.prompts",
@@ -96,8 +98,8 @@ class Size:
     unit: int
 
     @staticmethod
-    def of(pipeline: Any, config: ModelConfig, family: Family, parameters: Mapping, network: nn.Module) -> Size:
-        """The configured size, or the pipeline's default.
+    def of(pipeline: Any, asked: Asked, family: Family, parameters: Mapping, network: nn.Module) -> Size:
+        """The asked size, or the pipeline's default.
 
         Raises:
             ModelError: there is no default, or a side is not a multiple of the unit.
@@ -106,8 +108,8 @@ class Size:
         patch = family.patch or network_config(network).get("patch_size") or 1
         patch = int(patch[-1]) if isinstance(patch, list | tuple) else int(patch)
         sides = []
-        for place, (name, asked) in enumerate((("height", config.height), ("width", config.width))):
-            side = asked or _default_side(pipeline, name, place, parameters, network, scale)
+        for place, name in enumerate(("height", "width")):
+            side = asked[place] or _default_side(pipeline, name, place, parameters, network, scale)
             if side is None:
                 raise ModelError(f"{type(pipeline).__name__} has no default size: set model.height and model.width")
             if side <= 0 or side % (scale * patch):

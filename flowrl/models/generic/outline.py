@@ -44,7 +44,7 @@ class Outline(Generic):
     """
 
     def __init__(self, config: Config, folder: Path) -> None:
-        pipeline = meta_pipeline(folder, config)
+        pipeline = meta_pipeline(folder, config, kind=config.pipeline or "")
         self.text_tokens: dict[str, int] = {}
         self._folder = folder
         with self._standing_in(pipeline):
@@ -56,6 +56,13 @@ class Outline(Generic):
                 self._middle = float(Generic.schedule(self, PROBE_STEPS).timesteps[1])
             except NotImplementedError as error:
                 raise ModelError(f"{self.kind}: {str(error).splitlines()[0]}") from error
+            except ModelError as error:
+                if not self.image_limits[0]:
+                    raise
+                raise ModelError(
+                    f"{self.kind} computes with the image of a prompt before its first step, which a plan, without "
+                    f"weights, cannot ({error}); plan the text-to-video or text-to-image model of its family instead"
+                ) from error
 
     @contextmanager
     def _standing_in(self, pipeline: Any) -> Iterator[None]:

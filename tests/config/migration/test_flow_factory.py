@@ -79,7 +79,7 @@ def test_the_published_configuration_has_its_values(tmp_path):
 
 def test_every_key_is_a_line_or_listed(tmp_path):
     tool = TOOLS["flow_factory"]
-    names = [key.split(".") for key in tool.keys if "." in key and f"{key.split('.')[1]}:" not in TEXT]
+    names = [key.split(".") for key in tool.keys if "." in key and f" {key.split('.')[1]}:" not in TEXT]
     extra: dict[str, str] = {}
     for section, name in names:
         default = tool.keys[f"{section}.{name}"].default
@@ -127,7 +127,7 @@ def test_a_lora_all_steps_and_the_guard(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("trainer_type: grpo", "trainer_type: awm", "only grpo, grpo-guard are converted yet"),
+        ("trainer_type: grpo", "trainer_type: dppo", "it must be one of 'grpo', 'grpo-guard', 'nft'"),
         ("model_type: sd3-5", "model_type: ltx2_t2v", "no adapter"),
         ("group_size: 16", "group_size: 16\n  group_size: 8", "group_size"),
         ("dynamics_type: Flow-SDE", "dynamics_type: ODE", "must be one of 'Flow-SDE'"),
