@@ -55,7 +55,7 @@ def _how(summary: dict[str, Any]) -> str:
     if summary.get("status") in status.ENDED:
         return "it has finished; end flowrl vote and start it again, to compare base and tuned"
     text = status.describe(summary) or "The run has not begun. Start it, then vote."
-    return f"{text[0].lower()}{text[1:]}. Start flowrl vote again then".replace("..", ".")
+    return f"{text[0].lower()}{text[1:].rstrip('.')}. Start flowrl vote again then"
 
 
 class Waiting:
