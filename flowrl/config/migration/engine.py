@@ -87,7 +87,7 @@ class Draft:
         """
         value = self.get(key)
         if not is_number(value):
-            raise self.fault(key, "it must be a finite number")
+            raise self.fault(key, "it must be a number")
         if least is not None and value < least:
             raise self.fault(key, f"it must be at least {least:g}")
         return value
