@@ -35,7 +35,7 @@ def in_cell(cell: re.Match[str]) -> str:
     """A cell of a table whose names in code may break after a dot, a slash or an underscore, and nowhere else."""
 
     def name(text: re.Match[str]) -> str:
-        return re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", text[0])
+        return re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", text[0]) if len(text[0]) > 16 else text[0]
 
     return re.sub(r"(?<=<code>)[^<]+(?=</code>)", name, cell[0])
 
