@@ -143,6 +143,11 @@ def place_of(folder: Path, group: str) -> Path | None:
     return None if found is None else folder / found[1] / f"{found[2]}.json"
 
 
+def of_training(group: str) -> bool:
+    """Whether a group of the votes is a question of a run under way, not a pair of base and tuned."""
+    return _NAME.fullmatch(group) is not None
+
+
 def is_closed(folder: Path, group: str) -> bool:
     """Whether the votes of a group were counted, so that none is added or taken back any more."""
     file = place_of(folder, group)

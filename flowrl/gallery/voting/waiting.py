@@ -92,7 +92,7 @@ class Waiting:
         return polls.turn(self.folder)
 
     def refusal(self, group: str, *images: str) -> str | None:
-        if polls.place_of(self.folder, group) is None:
+        if not polls.of_training(group):
             return "That vote was on base and tuned of a run that had finished: flowrl vote takes it back there."
         if polls.is_closed(self.folder, group):
             _, iteration, _, slot = group.split("-")
