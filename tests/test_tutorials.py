@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.tutorials import FOLDER, PAGES, ROOT, TIMES, Block, blocks, faults, program, replaced
+from tests import tiny_sd3
+
+tutorials = tiny_sd3.script("tutorials")
+FOLDER, PAGES, ROOT, TIMES = tutorials.FOLDER, tutorials.PAGES, tutorials.ROOT, tutorials.TIMES
+Block, blocks, faults = tutorials.Block, tutorials.blocks, tutorials.faults
+program, replaced = tutorials.program, tutorials.replaced
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

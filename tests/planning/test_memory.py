@@ -38,7 +38,7 @@ SD35 = "stabilityai/stable-diffusion-3.5-medium"
 GIB = 2**30
 
 
-def resolved(path: str, model: dict | None = None, **changes: dict) -> Resolved:
+def resolved(path: str, model: dict | None = None, **changes: dict | list) -> Resolved:
     """A run with 2 x 3 samples, of SD3 unless `model` says otherwise; changes replace whole sections."""
     model = {"name": "sd3", "path": path} | (model or {})
     if model["name"] == "sd3":
