@@ -141,7 +141,7 @@ def test_video_files_are_scored_with_their_frame_rate_and_stay_in_8_bits(capsys,
 def test_a_folder_of_both_is_refused_with_the_file_that_does_not_fit(folder):
     media.write(torch.rand(8, 3, 8, 8), folder / "4")
     for reward, words in (
-        ("jpeg", r"judges images, and 4\.webp is a video"),
+        ("shapes", r"judges images, and 4\.webp is a video"),
         ("motion", r"judges videos, and 3\.png is an"),
     ):
         with pytest.raises(

@@ -34,7 +34,8 @@ def resolved(path: str, model: dict) -> Resolved:
     """A run with 2 x 3 samples and CFG, of the generic adapter unless `model` says otherwise."""
     sizes = {"prompts_per_iteration": 2, "group_size": 3, "batch_size": 2, "num_inference_steps": 4}
     model = {"name": "generic", "lora": {"rank": 4}} | model
-    return test_memory.resolved(path, model, rollout=sizes | {"guidance_scale": 3.0})
+    rewards: Any = [{"name": "jpeg"}]  # of images and of videos
+    return test_memory.resolved(path, model, rollout=sizes | {"guidance_scale": 3.0}, rewards=rewards)
 
 
 def planned(run: Resolved) -> Estimate:
@@ -107,7 +108,7 @@ def test_what_fake_tensors_cannot_do_is_said_and_the_rest_is_known(tmp_path, cap
     call = "call: {num_frames: 9, max_sequence_length: 8}"
     file.write_text(
         f"model: {{name: generic, path: {tmp_path}, height: 16, width: 16, lora: {{rank: 4}}, {call}}}\n"
-        "data: {prompts: 'shapes:train'}\nrewards: [{name: shapes}]\nname: x\niterations: 1\n"
+        "data: {prompts: 'shapes:train'}\nrewards: [{name: jpeg}]\nname: x\niterations: 1\n"
     )
     command(str(file), [])
     text = " ".join(capsys.readouterr().out.split())
