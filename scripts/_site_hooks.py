@@ -31,8 +31,18 @@ def on_page_markdown(markdown: str, page, **_):
     return re.sub(r"\[([^\]]*)\]\((\.\./[^)#\s]*)[^)]*\)", outside, markdown)
 
 
+def in_cell(cell: re.Match[str]) -> str:
+    """A cell of a table whose names in code may break after a dot, a slash or an underscore, and nowhere else."""
+
+    def name(text: re.Match[str]) -> str:
+        return re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", text[0]) if len(text[0]) > 16 else text[0]
+
+    return re.sub(r"(?<=<code>)[^<]+(?=</code>)", name, cell[0])
+
+
 def on_post_page(output: str, **_):
-    return re.sub(r"""<script[^>]*\bsrc=["']?https://[^>]*></script>""", "", output)
+    local = re.sub(r"""<script[^>]*\bsrc=["']?https://[^>]*></script>""", "", output)
+    return re.sub(r"<td\b[^>]*>.*?</td>", in_cell, local)
 
 
 def on_post_template(output_content: str, **_):

@@ -71,13 +71,15 @@ may have the images in a column:
 {"prompt": "it starts to roll", "images": ["first.png", "last.png"]}
 ```
 
-`data.image_column` names another key or column. Either all records have an image or none has. The images are opened
-when the file is read, so a missing or unreadable one ends the run before a model is loaded. A record without the image
-that its model needs, or with one that its model does not take, ends the run before training. The features that a
-pipeline computes from the images are computed once and cached with the text. Rewards find the absolute paths, in their
-order, in `metadata["images"]` (a list also if the record has `image`). Transparent areas become white, and 16-bit grey
-becomes 8 bits; grey of 32 bits or of floats is refused. Images from inside a data set are written to
-`~/.cache/flowrl/pictures` (or below `FLOWRL_CACHE`) under the hash of their content.
+`data.image_column` names another key or column. Either all records have an image or none has.
+
+- The images are opened when the file is read, so a missing or unreadable one ends the run before a model is loaded. A
+  record without the image that its model needs, or with one that its model does not take, ends the run before training.
+- Transparent areas become white, and 16-bit grey becomes 8 bits; grey of 32 bits or of floats is refused.
+- The features that a pipeline computes from the images are computed once and cached with the text.
+- Rewards find the absolute paths, in their order, in `metadata["images"]` (a list also if the record has `image`).
+- Images from inside a data set are written to `~/.cache/flowrl/pictures` (or below `FLOWRL_CACHE`) under the hash of
+  their content.
 
 Images of one size go through the network together, those of different sizes do not. If the pipeline embeds the image by
 itself (Wan 2.1), only samples of the same image go together. Native adapters take text only and refuse such records, as
@@ -85,20 +87,20 @@ do all classes without a remark on images above.
 
 ## Image to video
 
-The image of a record is the video's first frame for the classes with `ImageToVideo` in their names (and the second the
-last one, where the model takes two). It may have any size: it is scaled (Lanczos) until it just covers `model.height` x
-`model.width`, and its middle is cut out, so the aspect ratio is kept. An image that would be enlarged more than twice
-is refused with its path, before training. `model.first_frame: exact` refuses also what would be cropped. An image of
-the video's aspect ratio comes out as diffusers' pipelines scale it themselves; others they would stretch. A model's
-own image encoder (Wan 2.1, HunyuanVideo) sees the fitted image too. `flowrl sample` fits images in the same way. Edit
-models (Kontext, Qwen-Image-Edit, FLUX.2) get their images as they are.
+For the classes with `ImageToVideo` in their names, the image of a record is the video's first frame. Where the model
+takes two images, the second is the last frame.
 
-Where a model holds the first frame among its latents (Wan 2.2 TI2V-5B, LTX, Sana), that part is clean, has timestep 0
-and is not flowrl's: no noise is drawn for it, and log-probs, losses, KL and their means are over the other frames'
-values alone. The other models (Wan 2.1, Wan 2.2 A14B, HunyuanVideo, CogVideoX) get the frame next to the latents, and
-all of those are trained.
+**Size.** An image may have any size. It is scaled (Lanczos) until it just covers `model.height` x `model.width`, and
+its middle is cut out: the aspect ratio is kept, where diffusers' pipelines would stretch the image. An image that would
+be enlarged more than twice is refused with its path, before training. `model.first_frame: exact` refuses also what
+would be cropped. A model's own image encoder (Wan 2.1, HunyuanVideo) sees the fitted image. `flowrl sample` fits images
+in the same way. Edit models (Kontext, Qwen-Image-Edit, FLUX.2) get their images as they are.
 
-The published folder of TI2V-5B names the class of text to video. With a first frame it is
+**What is trained.** Wan 2.2 TI2V-5B, LTX and Sana hold the first frame among their latents. That part stays clean and
+has timestep 0: no noise is drawn for it, and log-probs, losses and KL are over the other frames alone. The other models
+(Wan 2.1, Wan 2.2 A14B, HunyuanVideo, CogVideoX) get the frame next to the latents, and all latents are trained.
+
+**TI2V-5B.** Its published folder names the class of text to video. To give it a first frame, name the other class:
 
 ```yaml
 model:
@@ -109,7 +111,8 @@ model:
   call: {num_frames: 121}
 ```
 
-`flowrl plan` cannot estimate models that need an image: their pipelines compute with its pixels before the first step.
+`flowrl plan` cannot estimate models that need an image, since their pipelines compute with its pixels before the first
+step.
 """
 
 

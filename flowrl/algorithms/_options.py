@@ -26,8 +26,8 @@ class Options:
     """Sampler where the run names none."""
     least_trees: ClassVar[int] = 1
     """Trees that a prompt needs at least, to have something to compare."""
-    advantages: ClassVar[RuleConfig | None] = None
-    """Advantage rule; None: that of `group` with its defaults, or the method credits by itself."""
+    advantages: ClassVar[RuleConfig | None] = None  # that of `group` with its defaults, or the method credits by itself
+    """Rule that makes advantages of rewards."""
     guidance_scale: ClassVar[float | None] = None
     """Guidance scale of the training forward; None: the rollout's."""
     old_log_prob: ClassVar[Literal["rollout", "recompute"]] = "rollout"

@@ -71,7 +71,7 @@ class Config(ClippedOptions):
     clip_sensitivity: float = 0.0
     """s: how the clip range depends on the advantage; 0: not at all."""
     tuning: TuningConfig | None = None
-    """LayerTuning; null: none."""
+    """Regression to the velocities of the best path (LayerTuning); null: none."""
     path_weight: float = 0.0
     """beta: leaves after an edge count by exp(beta z), z how likely the path to them was among them (standardised
     log-prob); 0: all alike."""

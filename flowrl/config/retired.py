@@ -139,6 +139,12 @@ ADDED = (
     Added(Place("models", "*", "vae_precision"), "tf32"),
     Added(Place("models", "*", "memory.vae_channels_last"), False),
     Added(Place("models", "*", "guidance_gradient"), "both"),
+    Added(Place("models", "*", "lora.kind"), "lora"),
+    Added(Place("models", "wan", "fps"), 16.0),
+    Added(Place("models", "generic", "first_frame"), "crop"),
+    Added(Place("run", "*", "optim.name"), "adamw"),
+    Added(Place("run", "*", "data.pairs.frames"), "exact"),
+    Added(Place("run", "*", "eval.videos"), "webp"),
 )
 
 

@@ -18,6 +18,7 @@ class ValueConfig:
     """Options of V."""
 
     learning_rate: float = 1e-4
+    """Learning rate of the critic."""
     steps: int = 5
     """Steps per iteration."""
 

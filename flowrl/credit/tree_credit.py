@@ -282,6 +282,7 @@ class DepthWindow:
     """A window of neighbouring steps that are not trained; it moves with the iterations."""
 
     size: int = 4
+    """Steps that are not trained."""
     start: int | None = None
     """First of them in the first iteration; null: the last split."""
     direction: Literal["later", "earlier"] = "later"

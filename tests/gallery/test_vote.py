@@ -361,14 +361,17 @@ def test_a_port_in_use_a_second_server_and_a_damaged_file_are_refused(folder):
 def test_the_command_ends_by_ctrl_c_with_the_numbers(folder):
     words = [sys.executable, "-m", "flowrl", "vote", str(folder), "--port", "0", "--no-open", "--voter", "ann"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        line = process.stdout.readline()
-        found = re.search(r"at http://127\.0\.0\.1:(\d+)/", line)
-        assert found, process.communicate()
-        page = Page(AnotherServer(int(found[1])))
-        page.vote("tie")
-        process.send_signal(signal.SIGINT)
-        said, errors = process.communicate(timeout=30)
+        try:
+            assert process.stdout
+            line = process.stdout.readline()
+            found = re.search(r"at http://127\.0\.0\.1:(\d+)/", line)
+            assert found, process.communicate()
+            page = Page(AnotherServer(int(found[1])))
+            page.vote("tie")
+            process.send_signal(signal.SIGINT)
+            said, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()  # where it began with Ctrl-C ignored, as in the background of a script
     assert (process.returncode, errors) == (0, "")
     assert "votes: 1 (ann 1), ties among them: 1, skipped: 0" in said
     assert "win rate of tuned over base 0.500" in said

@@ -30,12 +30,11 @@ FLUX = "black-forest-labs/FLUX.1-dev"
 CONFIGS = tiny_sd3.ROOT / "configs"
 
 
-def resolved(path: str, model: dict) -> Resolved:
+def resolved(path: str, model: dict, reward: str = "shapes") -> Resolved:
     """A run with 2 x 3 samples and CFG, of the generic adapter unless `model` says otherwise."""
     sizes = {"prompts_per_iteration": 2, "group_size": 3, "batch_size": 2, "num_inference_steps": 4}
     model = {"name": "generic", "lora": {"rank": 4}} | model
-    rewards: Any = [{"name": "jpeg"}]  # of images and of videos
-    return test_memory.resolved(path, model, rollout=sizes | {"guidance_scale": 3.0}, rewards=rewards)
+    return test_memory.resolved(path, model, rollout=sizes | {"guidance_scale": 3.0}, rewards=[{"name": reward}])
 
 
 def planned(run: Resolved) -> Estimate:
@@ -96,7 +95,7 @@ def test_what_fake_tensors_cannot_do_is_said_and_the_rest_is_known(tmp_path, cap
     _, outline = both("wan", tmp_path)
     with faked(*modules(outline)), pytest.raises(Unmeasurable, match="WanPipeline on tensors without values"):
         outline.predict(torch.empty(1, *outline.latent_shape()), torch.zeros(1), outline.blank_condition(1), 1.0)
-    run = resolved(str(tmp_path), {"height": 16, "width": 16, "call": dict(tiny.CASES["wan"].call)})
+    run = resolved(str(tmp_path), {"height": 16, "width": 16, "call": dict(tiny.CASES["wan"].call)}, "motion")
     result = planned(run)
     assert set(result.unknown) == {"rollout", "update"}
     assert result.peak is None
@@ -108,7 +107,7 @@ def test_what_fake_tensors_cannot_do_is_said_and_the_rest_is_known(tmp_path, cap
     call = "call: {num_frames: 9, max_sequence_length: 8}"
     file.write_text(
         f"model: {{name: generic, path: {tmp_path}, height: 16, width: 16, lora: {{rank: 4}}, {call}}}\n"
-        "data: {prompts: 'shapes:train'}\nrewards: [{name: jpeg}]\nname: x\niterations: 1\n"
+        "data: {prompts: 'shapes:train'}\nrewards: [{name: motion}]\nname: x\niterations: 1\n"
     )
     command(str(file), [])
     text = " ".join(capsys.readouterr().out.split())

@@ -198,8 +198,9 @@ def test_what_an_evaluation_is_made_with_follows_contents_and_options_and_not_pl
     shutil.copy(project / "mine.py", project / "deep/mine.py")
     assert marks("rewards.0.path=deep/mine.py", "seed=3", "rewards.0.weight=2.0", "model.shard=true") == first
     assert marks(prompts=[Prompt("a"), Prompt("b", {"images": ["/y/1.png"]})]) == first
-    video = "model={name: wan, path: x"
-    assert marks(f"{video}, fps: 8}}") == marks(f"{video}}}") != marks(f"{video}, num_frames: 5}}"), "no pixel changes"
+    video, judge = "model={name: wan, path: x", "eval.rewards=[{name: motion}]"
+    shown = marks(f"{video}}}", judge)
+    assert shown == marks(f"{video}, fps: 8}}", judge) != marks(f"{video}, num_frames: 5}}", judge), "no pixel changes"
 
     def changed(*words: str, prompts=prompts) -> set[str]:
         return {name for name, mark in marks(*words, prompts=prompts).items() if mark != first[name]}
