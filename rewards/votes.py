@@ -123,7 +123,7 @@ class Asking:
 
     def _kept(self, image: Tensor) -> str:
         with tempfile.TemporaryDirectory() as place:
-            file = media.write(image.detach().cpu(), Path(place) / "sample")
+            file = media.write(image.detach().cpu(), Path(place) / "sample", fps=self.occasion.fps)
             return keep_image(self.folder, file.read_bytes(), file.suffix)
 
     def answers(self, questions: Sequence[Question]) -> dict[int, Closed]:

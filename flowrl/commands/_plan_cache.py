@@ -21,7 +21,6 @@ import re
 import stat
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,8 +29,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import flowrl
-from flowrl.core.errors import ConfigError
-from flowrl.core.files import is_mapping, read_object
+from flowrl.core.errors import ConfigError, WriteError
+from flowrl.core.files import cache_folder, is_mapping, read_object, write_atomically
 from flowrl.core.versions import versions
 
 KEPT = 64
@@ -50,12 +49,11 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 def folder() -> Path:
     """The folder of kept answers; FLOWRL_CACHE sets another place, as for images of data sets."""
-    cache = os.environ.get("FLOWRL_CACHE") or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/flowrl"
-    return Path(cache).expanduser().resolve() / "plans"
+    return cache_folder() / "plans"
 
 
 def question(words: Sequence[str]) -> dict[str, Any]:
-    """Plain data of what is asked, and of what answers it."""
+    """Plain data of what is asked, and of what answers it; the environment as a hash, since it may hold secrets."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -65,7 +63,7 @@ def question(words: Sequence[str]) -> dict[str, Any]:
     return {
         "words": list(words),
         "folder": os.getcwd(),
-        "environment": dict(sorted(environment.items())),
+        "environment": hashlib.sha256(json.dumps(environment, sort_keys=True).encode()).hexdigest(),
         "shown": shown,
         "code": _code(),
         "versions": versions() | {"machine": platform.machine()},
@@ -125,12 +123,10 @@ def keep(asked: dict[str, Any], text: str, paths: set[str], since: int | None = 
         return
     file = _file(asked)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", encoding="utf-8", delete=False) as new:
-            json.dump({"question": asked, "states": states, "text": text}, new)
-        os.replace(new.name, file)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # words of a command line are for its user alone
+        write_atomically(file, json.dumps({"question": asked, "states": states, "text": text}))
         _prune(file.parent)
-    except OSError:  # a plan needs no disk: a full or read-only one costs the time of measuring again
+    except (OSError, WriteError):  # a plan needs no disk: a full or read-only one costs the time of measuring again
         return
 
 
@@ -174,11 +170,18 @@ def _state(path: str) -> str | None:
 
 
 def _changed(path: str, since: int) -> bool:
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):  # as for `_state`: it is not there
-        return False
-    return max(found.st_mtime_ns, found.st_ctime_ns) >= since - _COARSE
+    """Whether a file, or for one that stands for a folder's content a file in it, has changed since a time in ns."""
+    places = [path]
+    if not path.endswith(os.sep):
+        places += [os.path.join(root, name) for root, folders, files in os.walk(path) for name in (*folders, *files)]
+    for place in places:
+        try:
+            found = os.stat(place)
+        except (OSError, ValueError):  # as for `_state`: it is not there
+            continue
+        if max(found.st_mtime_ns, found.st_ctime_ns) >= since - _COARSE:
+            return True
+    return False
 
 
 def _times(found: os.stat_result) -> str:

@@ -67,7 +67,7 @@ def _serve(server: VoteServer, open_page: bool | None) -> None:
 def _print_training(ballot: Ballot) -> None:
     from flowrl.core import polls
 
-    given = [vote for vote in ballot.book.votes.values() if polls.place_of(Path(), vote.group) is not None]
+    given = [vote for vote in ballot.book.votes.values() if polls.of_training(vote.group)]
     names = ", ".join(f"{name} {count}" for name, count in Counter(vote.voter for vote in given).items())
     print(f"votes of the training: {len(given)}{f' ({names})' if names else ''}", flush=True)
     print(ballot.paper.progress(ballot.book.votes.values(), 0, 0)["progress"], flush=True)
@@ -80,7 +80,7 @@ def _print(ballot: Ballot) -> None:
 
     votes = ballot.of_present_images()
     print("\n".join(result(votes).lines()), flush=True)
-    trained = sum(polls.place_of(Path(), vote.group) is not None for vote in ballot.book.votes.values())
+    trained = sum(polls.of_training(vote.group) for vote in ballot.book.votes.values())
     if trained:
         print(f"{trained} votes of the training are kept, and not counted here", flush=True)
     if others := len(ballot.book.votes) - len(votes) - trained:

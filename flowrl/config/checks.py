@@ -157,7 +157,7 @@ def _check_source(resolved: Resolved) -> None:
             f"rewards: {name} learns from pairs and credits nothing by rewards; move them to eval.rewards"
         )
     if run.eval.best_guidance and not run.eval.rewards:
-        raise ConfigError("eval.best_guidance: there is no reward to compare by; give eval.rewards, or leave it out")
+        raise ConfigError("eval.best_guidance: there is no reward to compare by; give eval.rewards, or set it to []")
     if run.eval.rewards and run.data.eval_prompts is None:
         raise ConfigError("eval.rewards: there are no prompts to sample images for; give data.eval_prompts")
     if run.data.pairs.eval is not None and not resolved.method.prefers:
@@ -202,7 +202,7 @@ def _check_people(resolved: Resolved) -> None:
     if run.eval.best_guidance and not judged:
         raise ConfigError(
             f"eval.best_guidance: evaluations do not ask people ({people.name}), so there is no reward to compare by; "
-            "give eval.rewards, or leave it out"
+            "give eval.rewards, or set it to []"
         )
 
 

@@ -39,6 +39,12 @@ def writing(what: str | Path, safe: str = "what was written before it is safe") 
         ) from error
 
 
+def cache_folder() -> Path:
+    """Folder of what flowrl can make again, such as images of data sets; FLOWRL_CACHE sets another place."""
+    cache = os.environ.get("FLOWRL_CACHE") or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/flowrl"
+    return Path(cache).expanduser().resolve()
+
+
 def out_folder(path: Path, file: str = "", option: str = "--out") -> Path:
     """The folder that a command writes to; it is made if it is missing.
 

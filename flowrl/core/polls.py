@@ -29,6 +29,7 @@ import numpy as np
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import damaged, json_ready, read_object, write_atomically, writing
+from flowrl.core.media import FPS
 from flowrl.core.votes import FOLDER, LOG, Vote, read_votes
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Occasion:
     """Identity of each sample that the reward is given, in their order; of a prompt it is given all or none."""
     stop: Callable[[], bool]
     """Asked often while people are waited for: whether to leave off, which raises `Abandoned`."""
+    fps: float = FPS
+    """Frames a second at which videos are shown."""
 
     @property
     def votes(self) -> Path:
@@ -140,6 +143,11 @@ def place_of(folder: Path, group: str) -> Path | None:
     return None if found is None else folder / found[1] / f"{found[2]}.json"
 
 
+def of_training(group: str) -> bool:
+    """Whether a group of the votes is a question of a run under way, not a pair of base and tuned."""
+    return _NAME.fullmatch(group) is not None
+
+
 def is_closed(folder: Path, group: str) -> bool:
     """Whether the votes of a group were counted, so that none is added or taken back any more."""
     file = place_of(folder, group)
@@ -187,9 +195,11 @@ def put(folder: Path, question: Question) -> Closed | None:
 
 def forget_others(folder: Path, iteration: int) -> None:
     """Take back the open questions of other iterations, which a run that went back in time has left."""
-    for question in open_questions(folder):
+    others = [question for question in open_questions(folder) if question.iteration != iteration]
+    for question in others:
         file = place_of(folder, question.group)
-        if question.iteration != iteration and file is not None:
+        assert file is not None
+        with turn(folder):  # a vote is kept for good, or refused
             file.unlink(missing_ok=True)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from flowrl import moving_shapes, shapes
 from flowrl.core.assets import embedded_prompts
 from flowrl.core.errors import ConfigError
+from flowrl.core.files import cache_folder
 from flowrl.core.media import UNREADABLE, open_image, opened
 from flowrl.core.registry import suggest
 from flowrl.data.prompt_files import FORMS, missing_package, read_records
@@ -254,9 +255,8 @@ def _image(given: Any, column: str, where: str, folder: Path | None, read: set[P
 
 
 def image_folder() -> Path:
-    """Cache folder of images from data sets; FLOWRL_CACHE sets another place."""
-    cache = os.environ.get("FLOWRL_CACHE") or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/flowrl"
-    return Path(cache).expanduser().resolve() / "pictures"
+    """Cache folder of images from data sets."""
+    return cache_folder() / "pictures"
 
 
 def _kept(data: bytes, what: str, read: set[Path]) -> Path:

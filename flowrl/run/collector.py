@@ -141,7 +141,7 @@ class Drawing:
             images = self.decoding.whole()
             if self.wanted.asking is not None:
                 finite = zip(self.wanted.ids, images.finite.tolist(), strict=True)
-                self.wanted.asking.begin([one for one, good in finite if good])
+                self.wanted.asking.begin([one for one, good in finite if good], self.sampling.adapter.fps)
             return Draw(drawn, images, self.ahead.scores(images))
 
 

@@ -21,6 +21,7 @@ from flowrl.core.console import log
 from flowrl.core.display import working
 from flowrl.core.errors import Abandoned, ConfigError, WriteError
 from flowrl.core.files import writing
+from flowrl.core.media import FPS
 from flowrl.core.polls import OCCASION, Occasion
 from flowrl.core.types import SampleId
 from flowrl.core.votes import FOLDER
@@ -90,10 +91,15 @@ class Asking:
     _slots: set[int] = field(default_factory=set)
     _token: Token[Occasion | None] | None = None
 
-    def begin(self, ids: Sequence[SampleId]) -> None:
-        """From now on rewards may ask about these samples, those of this process that are finite."""
+    def begin(self, ids: Sequence[SampleId], fps: float = FPS) -> None:
+        """From now on rewards may ask about these samples, those of this process that are finite.
+
+        Args:
+            ids: their identities, in the order in which rewards are given them.
+            fps: frames a second at which videos are shown.
+        """
         people, self._slots = self.people, {one.slot for one in ids}
-        occasion = Occasion(run=people.run, iteration=self.iteration, ids=tuple(ids), stop=self._stops)
+        occasion = Occasion(run=people.run, iteration=self.iteration, ids=tuple(ids), stop=self._stops, fps=fps)
         self._token = OCCASION.set(occasion)
 
     def __enter__(self) -> Asking:
@@ -103,14 +109,18 @@ class Asking:
         occasion = OCCASION.get() if self._token is not None else None
         if self._token is not None:
             OCCASION.reset(self._token)
-        if isinstance(error, Exception):  # who resumes the run may still vote
-            polls.reopen(self.people.run / FOLDER, self.iteration, self._slots)
+        if error is not None:
+            self._leave()  # first: what follows may fail too, and the others would wait
+            if isinstance(error, Exception):
+                self._reopen()
+            return
         if self.people.world.size == 1:
             return
-        if error is not None:
+        try:
+            self._mark(_DONE)
+        except WriteError:
             self._leave()
-            return
-        self._mark(_DONE)
+            raise
         remind = None if occasion is None else polls.Reminder(occasion, log.info)
         read = polls.Log(self.people.run / FOLDER)
         with working("waiting for votes of other processes"):
@@ -138,7 +148,16 @@ class Asking:
             self._folder.mkdir(parents=True, exist_ok=True)
             file.touch()
 
+    def _reopen(self) -> None:
+        """Who resumes the run may still vote."""
+        try:
+            polls.reopen(self.people.run / FOLDER, self.iteration, self._slots)
+        except (ConfigError, WriteError) as failure:  # it must not hide why the iteration failed
+            log.warning("%s: the prompts of iteration %d that lack votes stay closed", failure, self.iteration)
+
     def _leave(self) -> None:
+        if self.people.world.size == 1:
+            return
         try:
             self._mark(_LEFT)
         except WriteError as error:  # it must not hide why this process leaves

@@ -19,7 +19,8 @@ def over_seeds(columns: np.ndarray, groups: np.ndarray, bounds: Bounds | None = 
     seeds a bootstrap over seeds is far too narrow (two seeds have three different resamples), so the interval is a t
     interval of the two-way layout: the variance of the mean is that of the seed means / R plus that of the prompt
     means / N minus their common rest, with Satterthwaite's degrees of freedom. It is never narrower than the t interval
-    over seeds alone; with 2 seeds that is 12.7 standard errors wide to each side.
+    over seeds alone; with 2 seeds that is 12.7 standard errors wide to each side. Where all values are equal, neither
+    seeds nor prompts say anything of their spread, and it is the interval over prompts.
 
     Args:
         columns: a value for each training seed and prompt, [R, P]; NaN in one seed leaves the prompt out in all.
@@ -59,6 +60,8 @@ def over_seeds(columns: np.ndarray, groups: np.ndarray, bounds: Bounds | None = 
     half = max(student(freedom) * math.sqrt(variance), alone)
     least, largest = bounds or (-math.inf, math.inf)
     ends = {"low": max(mean - half, least), "high": min(mean + half, largest)}
+    if np.nanmax(columns) == np.nanmin(columns):
+        ends = {"low": prompts["low"], "high": prompts["high"]}
     ends |= {"low_seeds": max(mean - alone, least), "high_seeds": min(mean + alone, largest)}
     return found | {"sd": sd} | ends | over_prompts
 

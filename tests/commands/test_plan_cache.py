@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,31 @@ def test_what_changes_while_it_is_measured_is_not_kept(tmp_path):
     assert kept.find(asked) is None, "it may have been read before the change"
     kept.keep(asked, "text", {str(file)}, since=changed + 10**9)
     assert kept.find(asked) == "text"
+
+
+def test_a_file_of_a_model_that_changes_while_it_is_measured_keeps_nothing(tmp_path):
+    weights, asked = tmp_path / "model" / "unet" / "config.json", kept.question(["recipe.yaml"])
+    weights.parent.mkdir(parents=True)
+    weights.write_text("{}", encoding="ascii")
+    before = weights.parent.stat().st_mtime_ns
+    time.sleep(0.05)
+    weights.write_text('{"a": 1}', encoding="ascii")
+    changed = weights.stat().st_mtime_ns
+    assert weights.parent.stat().st_mtime_ns == before, "the folder itself does not tell"
+    kept.keep(asked, "text", {str(tmp_path / "model")}, since=changed)
+    assert kept.find(asked) is None
+    kept.keep(asked, "text", {str(tmp_path / "model")}, since=changed + 10**9)
+    assert kept.find(asked) == "text"
+
+
+def test_no_secret_of_the_environment_is_written(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    answered(kept.question(["recipe.yaml"]))
+    (file,) = kept.folder().iterdir()
+    assert "hf_secret" not in file.read_text(encoding="utf-8")
+    assert kept.folder().stat().st_mode & 0o077 == 0, "of its user alone"
+    monkeypatch.setenv("HF_TOKEN", "another")
+    assert kept.find(kept.question(["recipe.yaml"])) is None
 
 
 def test_another_version_other_words_other_environment_or_other_code_are_other_questions(tmp_path, monkeypatch):

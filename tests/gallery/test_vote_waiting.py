@@ -168,9 +168,9 @@ def test_a_run_that_was_stopped_or_died_is_refused_with_the_command_that_goes_on
     (other / "config.yaml").write_text((waiting_run / "config.yaml").read_text())
     with pytest.raises(ConfigError, match=r"waits for no votes: the run has not begun"):
         waits(other)
-    stopped = {"status": "stopped", "reason": "asked for by ann", "command": "flowrl train other --resume"}
+    stopped = {"status": "stopped", "reason": "asked for by ann", "command": "flowrl train ../other --resume"}
     (other / "summary.json").write_text(json.dumps(stopped))
-    with pytest.raises(ConfigError, match=r"the run was stopped: asked .*Go on with: flowrl train other --resume\."):
+    with pytest.raises(ConfigError, match=r"was stopped: asked .*Go on with: flowrl train \.\./other --resume\. Start"):
         waits(other)
     (other / "summary.json").write_text('{"status": "running", "command": "flowrl train other --resume"}')
     with pytest.raises(ConfigError, match=r"the run died: it was killed"):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from flowrl.rewards.votes import Config, build, scored
 
-from flowrl.core import polls
+from flowrl.core import media, polls
 from flowrl.core.errors import Abandoned, RewardError
 from flowrl.core.polls import Question
 from flowrl.core.votes import FOLDER, LOG, Vote, VoteBook
@@ -168,6 +168,12 @@ def test_videos_are_asked_too(tmp_path):
         found = score(tmp_path, videos)
     assert found["votes"][2] > found["votes"][0]
     assert {file.suffix for file in (tmp_path / FOLDER / "images").iterdir()} == {".webp"}
+
+
+def test_videos_are_shown_at_the_frame_rate_of_the_model(tmp_path):
+    moving = torch.rand(2, 3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    (asked,) = reward.Asking(occasion(tmp_path, ["a"] * 2, fps=8.0), Config()).ask(moving, ["a"] * 2)
+    assert [media.facts(tmp_path / FOLDER / name) for name in asked.images] == [(3, 8.0)] * 2
 
 
 def test_the_last_vote_can_be_taken_back_for_a_moment(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowrl.core import polls
 from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.core.polls import OCCASION
 from flowrl.core.types import SampleId
@@ -110,3 +111,20 @@ def test_marks_of_an_earlier_call_are_removed_and_what_cannot_work_is_refused(tm
     assert not mark.exists()
     plain = Reward(reward.score, Card(outputs=("a",)))
     assert People.of(Scorer([WeightedReward("plain", plain)]), None, world, NEVER, 1) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_is_told_though_the_folder_of_votes_cannot_be_written(tmp_path, rank):
+    """Reopening takes the lock: what it raises must neither hide the failure nor keep the others waiting."""
+    error, work = ValueError("a bad reward"), list[str]()
+
+    def fail() -> None:
+        (tmp_path / FOLDER).mkdir(exist_ok=True)
+        (tmp_path / FOLDER / polls.TURN).mkdir()  # no file of a lock can be opened here
+        work.append("done")
+        raise error
+
+    assert alone(tmp_path, rank, fail) == [error]
+    assert work == ["done"]
+    (raised,) = alone(tmp_path, 1 - rank, lambda: None)
+    assert isinstance(raised, Abandoned)

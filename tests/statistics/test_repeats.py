@@ -90,3 +90,9 @@ def test_the_noise_of_a_judge_is_found_from_two_passes():
     assert found["sd_of_mean"] == pytest.approx(0.2 / 40, rel=0.15)
     assert found["floor"] == pytest.approx(1.96 * np.sqrt(2) * found["sd_of_mean"], rel=1e-3)
     assert abs(found["shift"]) < 3 * np.sqrt(2) * found["sd_of_mean"]
+
+
+def test_seeds_that_agree_on_every_prompt_are_no_more_certain_than_their_prompts():
+    found = over_seeds(np.ones((3, 10)), np.arange(10), (0.0, 1.0))
+    assert (found["low"], found["high"]) == (found["low_prompts"], found["high_prompts"])
+    assert found["low"] < found["high"] == 1.0

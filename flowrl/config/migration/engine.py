@@ -5,12 +5,13 @@ A key cannot be lost: whatever the configuration sets and no line has used is li
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -24,6 +25,11 @@ _SECTIONS = (
     *("name", "seed", "iterations", "output", "model", "data", "rollout", "algorithm", "rewards"),
     *("optim", "eval", "checkpoint"),
 )
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +83,10 @@ class Draft:
         """The value of a key that is a number.
 
         Raises:
-            ConfigError: it is none, or below `least`.
+            ConfigError: it is none, not finite, or below `least`.
         """
         value = self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             raise self.fault(key, "it must be a number")
         if least is not None and value < least:
             raise self.fault(key, f"it must be at least {least:g}")

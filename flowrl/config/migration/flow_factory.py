@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from flowrl.config.migration import flow_factory_samples as samples
-from flowrl.config.migration.engine import Draft
+from flowrl.config.migration.engine import Draft, is_number
 from flowrl.config.migration.flow_factory_credit import REWARDS, advantages, bound, rewards
 from flowrl.config.migration.flow_factory_file import read
 from flowrl.config.migration.flow_factory_keys import KEYS, OF_TRAINERS
@@ -254,7 +254,7 @@ def _updates(draft: Draft, trained: int) -> int:
 def _optim(draft: Draft, updates: int) -> None:
     draft.put("optim.learning_rate", float(draft.number("train.learning_rate")), "train.learning_rate")
     betas = draft.get("train.adam_betas")
-    if not (isinstance(betas, list | tuple) and len(betas) == 2):
+    if not (isinstance(betas, list | tuple) and len(betas) == 2 and all(map(is_number, betas))):
         raise draft.fault("train.adam_betas", "it must be two numbers")
     draft.put("optim.betas", [float(beta) for beta in betas], "train.adam_betas")
     draft.put("optim.eps", float(draft.number("train.adam_epsilon")), "train.adam_epsilon")

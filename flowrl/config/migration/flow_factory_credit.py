@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowrl.config.migration.engine import Draft
+from flowrl.config.migration.engine import Draft, is_number
 
 REWARDS: dict[str, tuple[dict[str, Any], str]] = {
     "PickScore": ({"name": "pickscore", "scale": 0.0384615}, "theirs divides by 26"),
@@ -18,7 +18,7 @@ def bound(draft: Draft, key: str) -> float:
     """The bound of a symmetric range, given as one number or two."""
     value = draft.get(key)
     pair = list(value) if isinstance(value, list | tuple) else [value]
-    if not 1 <= len(pair) <= 2 or not all(isinstance(each, int | float) and each for each in pair):
+    if not 1 <= len(pair) <= 2 or not all(is_number(each) and each for each in pair):
         raise draft.fault(key, "it must be a number, or a lower and an upper bound")
     if len(pair) == 2 and pair[0] != -pair[1]:
         draft.leave(key, f"ranges are symmetric here: {pair[1]:g} is written", changes=True)
@@ -50,13 +50,15 @@ def _entries(draft: Draft, key: str) -> list[dict[str, Any]]:
         if not isinstance(entry, dict):
             raise draft.fault(key, "each reward must be a mapping with reward_model")
         name = entry.get("reward_model", "PickScore")
+        if not isinstance(name, str):
+            raise draft.fault(key, "reward_model must be the name of one")
         if name not in REWARDS:
             draft.leave(f"{key}.{number}", f"no reward of flowrl scores as {name} does; left out", changes=True)
             continue
         for other in [other for other in entry if other not in _OF_MEMORY]:
             draft.leave(f"{key}.{number}.{other}", f"an argument of their {name}; left out", changes=True)
         weight = entry.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
+        if not is_number(weight):
             raise draft.fault(key, f"the weight of {name} must be a number")
         result.append({**REWARDS[name][0], "weight": float(weight)})
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowrl.config.migration.engine import Draft
+from flowrl.config.migration.engine import Draft, is_number
 from flowrl.config.migration.flow_factory_credit import advantages, bound
 
 METHODS = {"nft": "diffusion_nft", "awm": "awm", "dgpo": "dgpo", "crd": "crd", "dpo": "online_dpo"}
@@ -81,7 +81,7 @@ def _span(draft: Draft) -> tuple[float, float]:
     """Fractions of the way from noise to data between which they train."""
     value = draft.get("train.timestep_range")
     pair = list(value) if isinstance(value, list | tuple) else [0.0, value]
-    if len(pair) != 2 or not all(isinstance(each, int | float) and not isinstance(each, bool) for each in pair):
+    if len(pair) != 2 or not all(map(is_number, pair)):
         raise draft.fault("train.timestep_range", "it must be a number, or two of them")
     if not 0 <= pair[0] < pair[1] <= 1:
         raise draft.fault("train.timestep_range", "its fractions must be in [0, 1], the lower one first")
@@ -250,14 +250,14 @@ def _pace(draft: Draft, option: str, key: str) -> None:
     if isinstance(value, str) and value.isdigit():
         value = int(value)
     pace: tuple[float, ...] | None = None
-    if isinstance(value, int | str):
+    if isinstance(value, int | str) and not isinstance(value, bool):  # True would be 1
         pace = _PACES.get(value)
     if pace is None and isinstance(value, str):
         try:
             pace = tuple(float(part) for part in value.split("-"))
         except ValueError:
             pace = None
-    if pace is None or len(pace) != 4:
+    if pace is None or len(pace) != 4 or not all(map(is_number, pace)):
         known = ", ".join(str(name) for name in _PACES)
         raise draft.fault(key, f"it must be steps-start-slope-limit, or one of {known}")
     flat, start, slope, limit = pace

@@ -52,7 +52,7 @@ class Finished:
         return nullcontext()
 
     def refusal(self, group: str, *images: str) -> str | None:
-        if polls.place_of(Path(), group) is None:
+        if not polls.of_training(group):
             return None
         return "That vote was one of the training, which has counted it: it stays."
 

@@ -55,7 +55,7 @@ def _how(summary: dict[str, Any]) -> str:
     if summary.get("status") in status.ENDED:
         return "it has finished; end flowrl vote and start it again, to compare base and tuned"
     text = status.describe(summary) or "The run has not begun. Start it, then vote."
-    return f"{text[0].lower()}{text[1:]}. Start flowrl vote again then".replace("..", ".")
+    return f"{text[0].lower()}{text[1:].rstrip('.')}. Start flowrl vote again then"
 
 
 class Waiting:
@@ -92,7 +92,7 @@ class Waiting:
         return polls.turn(self.folder)
 
     def refusal(self, group: str, *images: str) -> str | None:
-        if polls.place_of(self.folder, group) is None:
+        if not polls.of_training(group):
             return "That vote was on base and tuned of a run that had finished: flowrl vote takes it back there."
         if polls.is_closed(self.folder, group):
             _, iteration, _, slot = group.split("-")

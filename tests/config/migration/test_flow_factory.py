@@ -134,6 +134,9 @@ def test_a_lora_all_steps_and_the_guard(tmp_path):
         ("gradient_step_per_epoch: 2", "gradient_accumulation_steps: 7", "no whole number"),
         ("num_processes: 8", "num_processes: auto", "num_processes='auto'"),
         ("train:\n", "training:\n", "with the section train"),
+        ("adam_betas: [0.9, 0.999]", "adam_betas: [a, 0.9]", "two numbers"),
+        ("group_size: 16", "group_size: .nan", "must be a number"),
+        ("reward_model: CLIP", "reward_model: [CLIP]", "reward_model must be the name of one"),
     ],
 )
 def test_bad_input_is_named(old, new, reason, tmp_path):

@@ -211,6 +211,8 @@ def test_what_has_no_counterpart_is_listed(kind, old, new, key, reason, tmp_path
     ("kind", "old", "new", "reason"),
     [
         ("crd", "old_model_decay: 0-0.25-0.005-0.999", "old_model_decay: quick", "steps-start-slope-limit"),
+        ("crd", "old_model_decay: 0-0.25-0.005-0.999", "old_model_decay: nan-0-0-1", "steps-start-slope-limit"),
+        ("crd", "old_model_decay: 0-0.25-0.005-0.999", "old_model_decay: true", "steps-start-slope-limit"),
         ("awm", "awm_weighting: ghuber", "awm_weighting: t**3", r"must be one of 'Uniform', 't'"),
         ("nft", "timestep_range: 0.5", "timestep_range: [0.5, 0.1]", r"must be in \[0, 1\]"),
         ("nft", "timestep_range: 0.5", "timestep_range: 0.01", "leaves no node of 14 steps"),
