@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,6 +162,7 @@ def _make(options: Options, task: Task, every: Sequence[Item], folders: dict[str
     from flowrl.core.phases import phase
     from flowrl.evaluation.suites.exchange import export
     from flowrl.evaluation.suites.runner import fill
+    from flowrl.run.export import frame_rate
     from flowrl.run.folder import RunFolder
     from flowrl.training.world import join
 
@@ -182,7 +183,7 @@ def _make(options: Options, task: Task, every: Sequence[Item], folders: dict[str
                 )
             world.barrier()
             with phase("sampling", "; a smaller --batch-size takes less"):
-                rate = _frame_rate(options.models()[name], ready[0].call)
+                rate = frame_rate(options.models()[name], ready[0].pipeline, ready[0].call)
                 fill(task, dataclasses.replace(folder, fps=rate), ready[0], judges[0], world)
         if world.main and options.judging.export is not None:
             for name, folder in folders.items():
@@ -270,14 +271,6 @@ def _load(options: Options, name: str) -> Judged:
             "evaluate it with flowrl eval without --suite"
         )
     return result
-
-
-def _frame_rate(model: str, call: Mapping[str, Any]) -> float:
-    """Frames a second of a model's videos: `model.fps` of a run, or what the pipeline's call is told; else 16."""
-    from flowrl.core import media
-    from flowrl.run.export import frame_rate
-
-    return float(frame_rate(Path(model)) or call.get("frame_rate") or call.get("fps") or media.FPS)
 
 
 def _drawing(options: Options, loaded: Judged, world: World, *, videos: bool) -> Drawing:

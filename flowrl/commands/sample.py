@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -44,7 +43,7 @@ Fps = Annotated[
     float | None,
     option(
         "Frames a second of videos.",
-        "Default: model.fps of a run, the frame_rate or fps of the pipeline's call, else 16.",
+        "Default: model.fps of a run, the frame_rate or fps of the pipeline's call or its default, else 16.",
     ),
 ]
 Settings = Annotated[
@@ -95,13 +94,16 @@ class Video:
     fps: float | None
     """Frames a second; None: nobody said."""
 
-    def of(self, model: str, call: Mapping[str, Any]) -> Video:
-        """With the rate of a run folder, or of a pipeline's call, where the command does not say."""
-        from flowrl.core import media
-        from flowrl.run.export import frame_rate
+    def require(self, pipeline: Any, frames: int) -> None:
+        """Raise ConfigError for an image where the command asks for a kind or a rate of videos."""
+        from flowrl.core.errors import ConfigError
 
-        rate = self.fps or frame_rate(Path(model)) or call.get("frame_rate") or call.get("fps") or media.FPS
-        return replace(self, fps=float(rate))
+        asked = ["--format mp4"] * (self.form == "mp4") + ([] if self.fps is None else [f"--fps {self.fps:g}"])
+        if frames == 1 and asked:
+            raise ConfigError(
+                f"{asked[0]}: it is for videos, and {type(pipeline).__name__} made an image, which is written as PNG; "
+                "leave it out, or ask for more frames"
+            )
 
 
 def _sample(
@@ -125,7 +127,7 @@ def _sample(
     from flowrl.core.files import out_folder
     from flowrl.core.phases import phase
     from flowrl.run import judged
-    from flowrl.run.export import learned_noise
+    from flowrl.run.export import frame_rate, learned_noise
 
     require_finite(guidance)
     records = _records(prompts, image)
@@ -136,6 +138,7 @@ def _sample(
         loaded = judged.load(model, base=base, loras=lora, config=config)
     pipeline = loaded.pipeline
     call = call_of(pipeline, loaded.call, steps, guidance, options)
+    rate = frame_rate(model, pipeline, call) if video.fps is None else video.fps
     for record in records:
         _image_arguments(pipeline, record, call)
     with phase("loading"):
@@ -143,7 +146,7 @@ def _sample(
     pipeline.set_progress_bar_config(disable=True)
     made = loaded.origin(call, guidance)
     with phase("sampling", "; smaller images (--set height=512 --set width=512) and videos of fewer frames take less"):
-        _draw(pipeline, call, records, made, distributions, out, count, seed, video.of(model, call))
+        _draw(pipeline, call, records, made, distributions, out, count, seed, video, rate)
 
 
 def _draw(
@@ -156,6 +159,7 @@ def _draw(
     count: int,
     seed: int,
     video: Video,
+    fps: float,
 ) -> None:
     """Write `count` samples of each prompt into the folder `out` and print their files; `made` is `_drawn.origin`'s."""
     import torch
@@ -180,10 +184,12 @@ def _draw(
             except ValueError as error:  # how pipelines refuse what they are called with
                 raise ConfigError(f"{type(pipeline).__name__}: {error}") from error
             note = provenance(made, record.text, record.images, seed + k)
-            if drawn.ndim == 4:
-                note["fps"] = video.fps
+            frames = len(drawn) if drawn.ndim == 4 else 1
+            video.require(pipeline, frames)
+            if frames > 1:
+                note["fps"] = fps
             levels = eight_bit(drawn).cpu()
-            file = media.write(levels, out / stem(i, k, note), note, fps=video.fps or media.FPS, form=video.form)
+            file = media.write(levels, out / stem(i, k, note), note, fps=fps, form=video.form)
             bar.update(1)
             print(file)
     bar.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from flowrl.commands._arguments import argument, option, reward_entries
+from flowrl.core.mp4 import SUFFIXES
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from flowrl.scoring.scorer import Scorer
 
 LINES = "scores.jsonl"
-_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4", ".m4v", ".mov", ".mkv", ".webm"}
+_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", *SUFFIXES}
 _WITH_RATE = {".webp", ".gif"}
 """Suffixes of images that may be videos."""
 
@@ -256,10 +257,12 @@ def _opened(
         except ConfigError as error:
             _warn(str(error))
             read.append(None)
-    kinds = {levels.ndim == 4 for levels in read if levels is not None}
+    kinds = {
+        levels.ndim == 4: file.name for (file, _, _), levels in zip(samples, read, strict=True) if levels is not None
+    }
     for entry in scorer.distinct:
-        for videos in kinds:
-            require_modality(entry.name, entry.reward.card, videos=videos)
+        for videos, name in kinds.items():
+            require_modality(entry.name, entry.reward.card, videos=videos, file=name)
     whole = True not in kinds or any(entry.reward.card.needs_groups for entry in scorer.distinct)
     ends = [] if whole else _changes([None if levels is None else levels.shape for levels in read])
     for start, stop in itertools.pairwise([0, *ends, len(samples)]):

@@ -32,6 +32,8 @@ FPS = 16.0
 """Frames a second of a video whose rate nobody says: Wan's."""
 _FRAME_MS = 62
 """Time of a frame, in ms, in files that earlier versions of flowrl wrote, without their rate and number of frames."""
+_ANIMATED = ("WEBP", "GIF", "PNG", "AVIF")
+"""Formats of Pillow whose frames are a video's."""
 _QUALITY = 90
 _NOTE = "flowrl"
 """Key of the note in a PNG's text."""
@@ -160,17 +162,23 @@ def facts(path: Path) -> tuple[int, float | None]:
         ConfigError (a ValueError): a file that needs the extra `video`, which is not installed.
     """
     if is_video_file(path):
-        return mp4.facts(path)[:2]
+        frames, rate, _ = mp4.facts(path)
+        return frames or len(mp4.read(path)[0]), rate  # some headers do not say how many
     with opened(path) as image:
         marked = _marked(image)
-        if marked is not None or getattr(image, "n_frames", 1) == 1:
+        if marked is not None or frames_in(image) == 1:
             return marked or (1, None)
     frames, rate = _frames(path)  # of another program: its times are beside its frames
     return len(frames), rate
 
 
+def frames_in(image: Image) -> int:
+    """Frames of an opened file; 1 for an image, also one with a preview (a camera's MPO) or pages (TIFF)."""
+    return getattr(image, "n_frames", 1) if image.format in _ANIMATED else 1
+
+
 def size(path: Path) -> tuple[int, int]:
-    """(width, height) of a file, without its pixels; raises as `facts` does."""
+    """(width, height) of a file as it is stored, without its pixels; raises as `facts` does."""
     if is_video_file(path):
         return mp4.facts(path)[2]
     with opened(path) as image:
@@ -191,9 +199,14 @@ def _mark(frames: int, fps: float) -> bytes:
 
 
 def _marked(image: Image) -> tuple[int, float] | None:
-    """What `_mark` wrote into a file; None: nothing."""
+    """What `_mark` wrote into a file; None: nothing. ValueError: no frames, or a frame rate of 0."""
     found = re.search(rb'flowrl:frames="(\d+)" flowrl:fps="([0-9.e+-]+)"', image.info.get("xmp") or b"")
-    return None if found is None else (int(found[1]), float(found[2]))
+    if found is None:
+        return None
+    count, rate = int(found[1]), float(found[2])
+    if not count or not rate:
+        raise ValueError(f"it says that it has {count} frames, {rate:g} a second; write it again")
+    return count, rate
 
 
 def _frames(file: Path) -> tuple[list[Image], float | None]:
@@ -205,7 +218,8 @@ def _frames(file: Path) -> tuple[list[Image], float | None]:
     times: list[int] = []
     with opened(file) as image:
         marked = _marked(image)
-        for number in range(getattr(image, "n_frames", 1)):
+        form = image.format
+        for number in range(frames_in(image)):
             image.seek(number)
             frames.append(plain(image))
             times.append(image.info.get("duration") or 0)
@@ -218,7 +232,7 @@ def _frames(file: Path) -> tuple[list[Image], float | None]:
         return frames, rate
     if len(frames) == 1:
         return frames, None
-    if any(not time or time % _FRAME_MS for time in times):
+    if form != "WEBP" or any(not time or time % _FRAME_MS for time in times):
         # Browsers show a frame without a time for 0.1 s.
         return frames, len(frames) / sum((time or 100) / 1000 for time in times)
     return [frame for frame, time in zip(frames, times, strict=True) for _ in range(round(time / _FRAME_MS))], FPS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from flowrl.core.media import opened, plain
+from flowrl.core import media
 from flowrl.data.prompts import Prompt
 from flowrl.data.stored_videos import frame_files, frames_of, part_of
 
@@ -92,11 +92,11 @@ class StoredImage:
         return digest.hexdigest()
 
     def _image(self) -> Image:
-        with opened(io.BytesIO(self.source) if isinstance(self.source, bytes) else self._file()) as image:
-            frames = getattr(image, "n_frames", 1)
+        with media.opened(io.BytesIO(self.source) if isinstance(self.source, bytes) else self._file()) as image:
+            frames = media.frames_in(image)
             if frames > 1:
                 raise ValueError(f"it is a video of {frames} frames, and the model makes images")
-            return plain(image)
+            return media.plain(image)
 
     def _frames(self, count: int | None, place: float) -> list[Image]:
         frames = frames_of(self._file())

@@ -102,8 +102,7 @@ def facts(source: Path) -> tuple[int, float | None]:
     """
     if source.is_dir():
         return len(frame_files(source)), None
-    frames, rate = media.facts(source)
-    return frames or len(media.read_frames(source)), rate  # some headers do not say how many
+    return media.facts(source)
 
 
 def frames_of(source: Path) -> list[Image]:

@@ -12,8 +12,9 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.files import damaged, out_folder, writing
 from flowrl.models.base import torch_dtype
 from flowrl.models.classes import pipeline_class
+from flowrl.models.generic.options import rate_of
 from flowrl.models.lora_formats.families import BY_PIPELINE
 from flowrl.models.lora_formats.places import Family
 from flowrl.models.lora_formats.writing import Layout, renamed
@@ -181,9 +183,15 @@ def load_run_pipeline(folder: Path, *, base: bool = False) -> tuple[Any, dict[st
     return adapter.pipeline, call
 
 
-def frame_rate(run: Path) -> float | None:
-    """Frames a second of a run's videos (`model.fps`); None: not a run folder, or a model of images."""
-    return run_tree(run)["model"].get("fps") if (run / "config.yaml").is_file() else None
+def frame_rate(model: str, pipeline: Any, call: Mapping[str, Any]) -> float:
+    """Frames a second of the videos of a call: `model.fps` of a run folder, else what `rate_of` finds.
+
+    Raises:
+        ConfigError: the call is told a rate that is not above 0.
+    """
+    run = Path(model)
+    own = run_tree(run)["model"].get("fps") if (run / "config.yaml").is_file() else None
+    return float(own) if own is not None else rate_of(call, signature(type(pipeline).__call__).parameters, "--set ")
 
 
 def learned_noise(run: Path) -> LearnedNoise | None:

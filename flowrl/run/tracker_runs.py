@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from flowrl.config.trackers import Entry
+from flowrl.core import media
 from flowrl.core.strict import Options
 from flowrl.run import wandb_files
 
@@ -151,24 +152,15 @@ def _image(file: Path) -> Image:
     """An image of at most `_LARGEST_PX`; of a video some frames side by side."""
     from PIL import Image as Pillow
 
-    with Pillow.open(file) as opened:
-        count = 1 if file.suffix == ".png" else _frames(opened)
-        wanted = sorted({round(place * (count - 1) / (_FRAMES - 1)) for place in range(_FRAMES)})
-        shown: list[Image] = []
-        for number in wanted:
-            opened.seek(number)
-            frame = opened.convert("RGB")
-            frame.thumbnail((_LARGEST_PX, _LARGEST_PX))
-            shown.append(frame)
+    frames = media.read_frames(file)
+    wanted = sorted({round(place * (len(frames) - 1) / (_FRAMES - 1)) for place in range(_FRAMES)})
+    shown = [frames[number] for number in wanted]
+    for frame in shown:
+        frame.thumbnail((_LARGEST_PX, _LARGEST_PX))
     sheet = Pillow.new("RGB", (sum(frame.width for frame in shown), shown[0].height))
     for place, frame in enumerate(shown):
         sheet.paste(frame, (place * frame.width, 0))
     return sheet
-
-
-def _frames(opened: Any) -> int:
-    """Number of frames of an opened animated file."""
-    return int(opened.n_frames)
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, str | int | float | bool]:

@@ -128,12 +128,18 @@ def require_metadata(
                 raise ConfigError(f"{key}: prompt {number}, {prompt.text[:60]!r}: {raised}") from error
 
 
-def require_modality(name: str, card: Card, *, videos: bool) -> None:
-    """Refuse a reward that cannot judge what the model makes.
+def require_modality(name: str, card: Card, *, videos: bool, file: str = "") -> None:
+    """Refuse a reward that cannot judge what the model makes, or what is in a file.
 
     Raises:
         ConfigError: naming the reward and the remedy.
     """
+    if file and card.modality != "any" and videos != (card.modality == "video"):
+        judged, given = ("images", "a video") if videos else ("videos", "an image")
+        raise ConfigError(
+            f"reward {name!r} judges {judged}, and {file} is {given}; keep {judged} in a folder of their own, or use a "
+            "reward that `flowrl list rewards` shows for any"
+        )
     if card.modality == "video" and not videos:
         raise ConfigError(
             f"reward {name!r} judges videos, and the model makes images; leave it out, or use a video model with more "

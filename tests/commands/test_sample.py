@@ -124,6 +124,9 @@ def test_a_video_is_written_as_mp4_at_a_rate_of_the_options(draw):
     frames, fps = media.decode_video(video)
     assert (frames.shape, frames.dtype, fps) == ((5, 3, 16, 16), torch.uint8, 24)
     assert media.read_note(video)["fps"] == 24
+    code, printed = draw("wan", "a", "--set", "num_frames=1", "--format", "mp4", "--out", "other")
+    assert (code, list(Path("other").glob("*.*"))) == (2, [])
+    assert "--format mp4: it is for videos, and WanPipeline made an image" in printed
 
 
 @pytest.mark.parametrize(
@@ -138,6 +141,11 @@ def test_a_video_is_written_as_mp4_at_a_rate_of_the_options(draw):
         ("flux", ["a", "--steps", "0"], "--steps"),
         ("flux", ["a", "--set", "num_inference_steps=0"], "num_inference_steps=0: must be a whole number, at least 1"),
         ("flux", ["a", "--fps", "0"], "--fps=0.0: a frame rate must be above 0, in frames a second"),
+        (
+            "flux",
+            ["a", "--fps", "8"],
+            "--fps 8: it is for videos, and FluxPipeline made an image, which is written as PNG",
+        ),
         ("flux", ["a", "--guidance", "inf"], "--guidance inf: must be a finite number"),
         ("flux", ["a", "--set", "heigth=8"], "heigth: FluxPipeline takes no such argument; did you mean 'height'?"),
         ("flux", ["a", "--set", "prompt=b"], "--set prompt: the command sets it by itself"),

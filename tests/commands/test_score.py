@@ -115,7 +115,7 @@ def test_clips_are_scored_by_a_reward_that_takes_them_and_refused_by_one_that_do
     media.write(clip, tmp_path / "clip")
     lines, _ = run(capsys, tmp_path, ["jpeg"])
     assert lines[0]["jpeg_kb"] > 0
-    with pytest.raises(ConfigError, match=r"'shapes' judges images, and the model makes videos"):
+    with pytest.raises(ConfigError, match=r"'shapes' judges images, and clip\.webp is a video"):
         score.command(tmp_path, ["shapes"], batch_size=1)
 
 
@@ -136,6 +136,18 @@ def test_video_files_are_scored_with_their_frame_rate_and_stay_in_8_bits(capsys,
     (tmp_path / "records.jsonl").write_text('{"prompt": "x", "fps": 2}\n' * 3)
     lines, _ = run(capsys, tmp_path, [mine(tmp_path, RATE)], prompts=str(tmp_path / "records.jsonl"))
     assert [line["mine"] for line in lines] == [4.0, 4.0, 4.5], "a given rate stays"
+
+
+def test_a_folder_of_both_is_refused_with_the_file_that_does_not_fit(folder):
+    media.write(torch.rand(8, 3, 8, 8), folder / "4")
+    for reward, words in (
+        ("shapes", r"judges images, and 4\.webp is a video"),
+        ("motion", r"judges videos, and 3\.png is an"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"reward '{reward}' {words}.*; keep (images|videos) in a folder of their"
+        ):
+            score.command(folder, [reward])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flowrl.core import media, mp4
 from flowrl.core.errors import ConfigError
+from flowrl.data.preference_records import StoredImage
 
 pytest.importorskip("av", reason="needs the extra video")
 
@@ -80,6 +81,34 @@ def test_files_of_an_earlier_flowrl_and_of_other_programs_are_read(tmp_path: Pat
     assert media.facts(tmp_path / "still.webp") == (1, None)
     with pytest.raises(ValueError, match="an image, not a video"):
         media.decode_video(tmp_path / "still.webp")
+
+
+def test_previews_and_pages_are_no_frames_and_slow_gifs_keep_theirs(tmp_path: Path):
+    """A camera's MPO has its preview as a second picture; 310 ms are five frames of an earlier flowrl."""
+    images = [Image.fromarray(frame) for frame in plain_frames().permute(0, 2, 3, 1).numpy()[:3]]
+    images[0].save(tmp_path / "camera.jpg", "MPO", save_all=True, append_images=[images[1].resize((8, 8))])
+    images[0].save(tmp_path / "pages.tif", save_all=True, append_images=images[1:])
+    for name in ("camera.jpg", "pages.tif"):
+        assert media.facts(tmp_path / name) == (1, None)
+        assert media.read(tmp_path / name).shape == (3, 32, 48)
+        assert StoredImage(tmp_path / name, name).open().size == (48, 32)
+    images[0].save(tmp_path / "slow.gif", save_all=True, append_images=images[1:], duration=310)
+    assert media.facts(tmp_path / "slow.gif") == (3, pytest.approx(1 / 0.31))
+
+
+def test_a_mark_of_no_rate_is_refused(tmp_path: Path):
+    file = tmp_path / "a.webp"
+    media.encode_video(file, plain_frames(), 16)
+    file.write_bytes(file.read_bytes().replace(b'fps="16.0"', b'fps="00.0"'))
+    for reads in (media.facts, media.decode_video):
+        with pytest.raises(ValueError, match="6 frames, 0 a second; write it again"):
+            reads(tmp_path / "a.webp")
+
+
+def test_frames_that_a_header_does_not_count_are_counted(tmp_path: Path, monkeypatch):
+    media.encode_video(tmp_path / "a.mp4", plain_frames(), 16)
+    monkeypatch.setattr(mp4, "facts", lambda file: (0, 16.0, (48, 32)))
+    assert media.facts(tmp_path / "a.mp4") == (6, 16)
 
 
 @pytest.mark.parametrize(

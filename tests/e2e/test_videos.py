@@ -17,6 +17,7 @@ from PIL import Image
 from flowrl.core import media
 from flowrl.core.errors import ConfigError
 from flowrl.models import generic
+from flowrl.run.export import frame_rate
 from tests import tiny_pipelines as tiny
 from tests.e2e.conftest import train
 from tests.e2e.test_bad_input import command
@@ -123,11 +124,21 @@ def test_a_frame_rate_of_0_is_refused_before_training(clips, monkeypatch, capsys
 
 
 def test_the_rate_of_any_pipeline_is_that_of_its_call():
-    assert generic.Config(path="x").rate == 16
-    assert generic.Config(path="x", call={"frame_rate": 25}).rate == 25
-    assert generic.Config(path="x", call={"frame_rate": 25}, fps=12).rate == 12
-    with pytest.raises(ConfigError, match=r"model\.fps=-1: a frame rate must be above 0"):
-        generic.Config(path="x", call={"frame_rate": -1})
+    """LTX is told a rate, 25 by itself, and moves by it: shown at another, its videos would be too slow."""
+    for name, fps in (("wan", 16), ("ltx", 25)):
+        assert generic.Generic(tiny.make(name), generic.Config(path="x")).fps == fps
+        assert frame_rate("x", tiny.make(name), {}) == fps
+    pipeline, told = tiny.make("ltx"), {"frame_rate": 30}
+    assert generic.Generic(pipeline, generic.Config(path="x", call=told)).fps == frame_rate("x", pipeline, told) == 30
+    assert generic.Generic(pipeline, generic.Config(path="x", call=told, fps=12)).fps == 12
+    wrongs: list[dict[str, Any]] = [{"call": {"frame_rate": -1}}, {"call": {"fps": 0}, "fps": 12}, {"fps": 0}]
+    for wrong in wrongs:
+        with pytest.raises(
+            ConfigError, match=r"model\.(call\.frame_rate=-1|call\.fps=0|fps=0): a frame rate must be above"
+        ):
+            generic.Config(path="x", **wrong)
+    with pytest.raises(ConfigError, match=r"--set frame_rate=0: a frame rate must be above 0"):
+        frame_rate("x", pipeline, {"frame_rate": 0})
 
 
 def test_one_frame_is_a_picture_for_every_adapter(clips: Path):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 from hypothesis import given
@@ -22,11 +23,12 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flowrl.config.schema import RunConfig
-from flowrl.config.trackers import require
+from flowrl.config.trackers import Entry, require
+from flowrl.core import media
 from flowrl.core.errors import ConfigError
 from flowrl.data.options import DataConfig
 from flowrl.evaluation.results import Evaluation
-from flowrl.run import trackers, wandb_files
+from flowrl.run import tracker_runs, trackers, wandb_files
 from flowrl.run.folder import RunFolder
 from flowrl.run.tracker_runs import numbers
 from flowrl.run.trackers import Trackers
@@ -272,6 +274,18 @@ def test_curves_of_tensorboard_are_the_rows_in_float32_each_iteration_once(folde
     assert found["eval/jpeg"] == [(0, 0.25), (8, 0.75)]
     assert found["summary/seconds"] == [(8, 1.5)]
     assert len(list((moved.path / "trackers").iterdir())) == 1
+
+
+@pytest.mark.parametrize("form", ["webp", "mp4"])
+def test_of_a_video_four_frames_are_sent_side_by_side(tmp_path, recorder, form):
+    """Of both kinds that `eval.videos` writes."""
+    if form == "mp4":
+        pytest.importorskip("av", reason="needs the extra video")
+    frames = torch.linspace(0, 1, 7).view(7, 1, 1, 1).expand(7, 3, 16, 24)
+    sent = recorder("run")
+    file = media.write(frames, tmp_path / "00000-0", form=form)
+    tracker_runs.log_images(Entry("trackers.0", "recorder"), sent, "eval", [file], 3)
+    assert sent.calls[-1] == ("images", 3, {"eval": [(16, 4 * 24, 3)]})
 
 
 @given(st.lists(st.binary(max_size=70000), max_size=6), st.integers(0, 40))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError
-from flowrl.core.media import FPS
 from flowrl.core.mp4 import require_rate
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
@@ -23,6 +22,7 @@ from flowrl.models.generic.encoding import SHORT, Calls, Template, learn, one_by
 from flowrl.models.generic.entrance import PROBE_STEPS, Entrance
 from flowrl.models.generic.families import FAMILIES
 from flowrl.models.generic.images import blank
+from flowrl.models.generic.options import RATES
 from flowrl.models.generic.reentry import Visit
 from flowrl.models.savings import give_memory_back, place
 
@@ -37,7 +37,8 @@ class Config(ModelConfig):
     call: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's own call, such as num_frames or max_sequence_length."""
     fps: float | None = None
-    """Frames a second of the videos that are saved and shown; null: `call.frame_rate` where there is one, else 16."""
+    """Frames a second of the videos that are saved and shown; null: that of the pipeline's call
+    (`call.frame_rate`, `call.fps` or its default), else 16."""
     pipeline: str | None = None
     """Class of diffusers to load the checkpoint with, such as WanImageToVideoPipeline for Wan 2.2 TI2V-5B, whose folder
     names the class of text to video; null: the one that it names. With it `model.name` is generic."""
@@ -55,16 +56,14 @@ class Config(ModelConfig):
         require_native(self.shard)
         require_own_guidance(self.guidance_gradient)
         require_seen_overflow(self.vae_precision)
-        require_rate(self.rate, "model.fps")
+        rates = {"fps": self.fps} | {f"call.{name}": self.call.get(name) for name in RATES}
+        for name, rate in rates.items():
+            if rate is not None:
+                require_rate(rate, f"model.{name}")
 
     @property
     def frames(self) -> int:
         return self.call.get("num_frames", self.call.get("frames", 1))
-
-    @property
-    def rate(self) -> Any:
-        """Frames a second, as configured."""
-        return self.call.get("frame_rate", FPS) if self.fps is None else self.fps
 
 
 class Generic(ModelAdapter):
@@ -80,7 +79,7 @@ class Generic(ModelAdapter):
         self.path, self.process, self.prediction_type = door.path, door.path.process, door.path.prediction_type
         self.size, self.height, self.width = door.size, door.size.height, door.size.width
         self.distilled, self.num_frames, self.lora_targets = door.distilled, door.num_frames, door.lora_targets()
-        self.fps = float(config.rate)
+        self.fps = door.fps
         self.channel_axis, self.unguided = self.family.channel_axis, self.family.free_at
         self.image_limits, self.frame_images = door.images.limits, self.family.frames
         self.decodes_with_cond = door.images.holds

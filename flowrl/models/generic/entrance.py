@@ -14,7 +14,7 @@ from flowrl.models._schedulers import distilled, path_of, plain
 from flowrl.models.base import network_config, unused_modules
 from flowrl.models.generic.families import family_of, guidance_of, holds_image
 from flowrl.models.generic.images import ReferenceImages, image_methods
-from flowrl.models.generic.options import Call, Size, check_components, check_fit, find_networks, frames_of
+from flowrl.models.generic.options import Call, Size, check_components, check_fit, find_networks, frames_of, rate_of
 from flowrl.models.generic.reentry import Reentry, Visit
 from flowrl.models.savings import switch_on
 
@@ -50,6 +50,8 @@ class Entrance:
         self.images = ReferenceImages(self.family, pipeline, network_config(first), self.size, crop)
         self.call = Call(pipeline, config, self.family, self.guidance, self.size, self.reentry.parameters)
         self.num_frames = frames_of(pipeline, self.call.fixed, self.reentry.parameters, first)
+        told = rate_of(self.call.fixed, self.reentry.parameters, "model.call.")
+        self.fps = told if config.fps is None else float(config.fps)
         self._freeze()
         switch_on(pipeline, self.networks.values(), config)
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError
+from flowrl.core.media import FPS
+from flowrl.core.mp4 import require_rate
 from flowrl.core.registry import suggest
 from flowrl.models.base import network_config
 from flowrl.models.generic.families import Family, Guidance, family_of, guidance_of
@@ -18,6 +20,8 @@ from flowrl.models.paths import lacks
 
 Asked = tuple[int | None, int | None]
 """(height, width) in pixels; None: the pipeline's default."""
+RATES = ("frame_rate", "fps")
+"""Arguments by which a call is told the frame rate of its videos."""
 _NETWORKS = ("transformer", "transformer_2", "unet")
 _OURS = {
     "prompt": "data.prompts",
@@ -188,6 +192,25 @@ def frames_of(pipeline: Any, given: Mapping[str, Any], parameters: Mapping, netw
             f"use {near}"
         )
     return whole
+
+
+def rate_of(given: Mapping[str, Any], parameters: Mapping, where: str) -> float:
+    """Frames a second of the videos of a call: what it is told, else its own default; `FPS` where it knows no rate.
+
+    Args:
+        given: arguments of the call.
+        parameters: of its signature.
+        where: words before the name of an argument, for messages.
+
+    Raises:
+        ConfigError: it is told a rate that is not above 0.
+    """
+    for name in RATES:
+        if given.get(name) is not None:
+            return require_rate(given[name], where + name)
+        if name in parameters and isinstance(parameters[name].default, int | float):
+            return float(parameters[name].default)
+    return FPS
 
 
 class Call:
