@@ -46,7 +46,7 @@ KEYS = {
     "scale_lr": Key(False, "optim.learning_rate"),
     "lr_scheduler": Key("constant_with_warmup", "optim.schedule", "constant, linear, cosine; others are listed"),
     "lr_warmup_steps": Key(500, "optim.warmup_updates", "none of it with constant"),
-    "use_adafactor": Key(False, "", "the optimizer is AdamW", changes=True),
+    "use_adafactor": Key(False, "optim.name", "true, and with sdxl: adafactor, which has no betas and no epsilon"),
     "adam_beta1": Key(0.9, "optim.betas"),
     "adam_beta2": Key(0.999, "optim.betas"),
     "adam_weight_decay": Key(1e-2, "optim.weight_decay"),
@@ -166,14 +166,17 @@ def _optim(draft: Draft) -> None:
         draft.put("optim.schedule", "constant", note="there is no other of its shape")
         draft.leave("lr_scheduler", "schedules are constant, linear and cosine; constant is written", changes=True)
     draft.put("optim.warmup_updates", warmup, "lr_warmup_steps")
-    betas = [float(draft.number(f"adam_beta{number}")) for number in (1, 2)]
-    draft.put("optim.betas", betas, "adam_beta1", "adam_beta2")
-    draft.put("optim.eps", float(draft.number("adam_epsilon")), "adam_epsilon")
+    if draft.get("sdxl") or draft.get("use_adafactor"):
+        draft.put("optim.name", "adafactor", "use_adafactor", note="their launchers use it with sdxl always")
+        for key in filter(draft.given, ("adam_beta1", "adam_beta2", "adam_epsilon")):
+            draft.leave(key, "Adafactor has none, there and here", changes=False)
+    else:
+        betas = [float(draft.number(f"adam_beta{number}")) for number in (1, 2)]
+        draft.put("optim.betas", betas, "adam_beta1", "adam_beta2")
+        draft.put("optim.eps", float(draft.number("adam_epsilon")), "adam_epsilon")
     draft.put("optim.weight_decay", float(draft.number("adam_weight_decay")), "adam_weight_decay")
     draft.put("optim.max_grad_norm", float(draft.number("max_grad_norm")), "max_grad_norm")
     draft.put("optim.updates_per_iteration", 1, note="an iteration is one of their steps")
-    if draft.get("sdxl"):
-        draft.leave("use_adafactor", "sdxl trains with Adafactor there; the optimizer here is AdamW", changes=True)
 
 
 TOOL = Tool(

@@ -340,6 +340,8 @@ def _rewards(draft: Draft) -> None:
 
 def _optim(draft: Draft, family: str) -> None:
     draft.put("optim.learning_rate", float(draft.number("train.learning_rate")), "train.learning_rate")
+    if draft.choice("train.use_8bit_adam", {True: True, False: False}):
+        draft.put("optim.name", "adamw_8bit", "train.use_8bit_adam")
     betas = [float(draft.number(f"train.adam_beta{number}")) for number in (1, 2)]
     draft.put("optim.betas", betas, "train.adam_beta1", "train.adam_beta2")
     draft.put("optim.eps", float(draft.number("train.adam_epsilon")), "train.adam_epsilon")

@@ -53,7 +53,7 @@ KEYS = {
     "sample.mini_num_image_per_prompt": Key(None, f"algorithm.branch, {_SIZES}, {_P}", "it must divide the group"),
     "sample.kl_reward": Key(0, "", "the reward takes no KL; algorithm.kl.coef is the loss's", changes=True),
     "train.batch_size": Key(1, "", "their scripts train the batches as they were sampled"),
-    "train.use_8bit_adam": Key(False, "", "the optimizer is AdamW with a state in float32", changes=True),
+    "train.use_8bit_adam": Key(False, "optim.name", "true: adamw_8bit, of the same library"),
     "train.learning_rate": Key(3e-4, "optim.learning_rate"),
     "train.adam_beta1": Key(0.9, "optim.betas"),
     "train.adam_beta2": Key(0.999, "optim.betas"),

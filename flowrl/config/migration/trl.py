@@ -40,7 +40,7 @@ KEYS = {
     "sample_batch_size": Key(1, f"{_P}, {_U}, rollout.batch_size", _SIZES),
     "sample_num_batches_per_epoch": Key(2, f"{_P}, {_U}", _SIZES),
     "train_batch_size": Key(1, f"{_U}, optim.batch_size", _SIZES),
-    "train_use_8bit_adam": Key(False, "", "the optimizer is AdamW with a state in float32", changes=True),
+    "train_use_8bit_adam": Key(False, "optim.name", "true: adamw_8bit, of the same library"),
     "train_learning_rate": Key(3e-4, "optim.learning_rate"),
     "train_adam_beta1": Key(0.9, "optim.betas"),
     "train_adam_beta2": Key(0.999, "optim.betas"),
@@ -205,6 +205,8 @@ def _advantages(draft: Draft) -> None:
 
 def _optim(draft: Draft) -> None:
     draft.put("optim.learning_rate", float(draft.number("train_learning_rate")), "train_learning_rate")
+    if draft.choice("train_use_8bit_adam", {True: True, False: False}):
+        draft.put("optim.name", "adamw_8bit", "train_use_8bit_adam")
     betas = [float(draft.number(f"train_adam_beta{number}")) for number in (1, 2)]
     draft.put("optim.betas", betas, "train_adam_beta1", "train_adam_beta2")
     draft.put("optim.eps", float(draft.number("train_adam_epsilon")), "train_adam_epsilon")
