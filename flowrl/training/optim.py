@@ -209,9 +209,14 @@ class Optimizer:
     def state(self) -> tuple[dict[str, Tensor], dict]:
         """(moments as flat names, counters)."""
         tensors: dict[str, Tensor] = {}
+        kept: set[int] = set()
         for name, p in self.weights.values.items():
             for key, value in self.adam.state.get(p, {}).items():
-                tensors[f"{name}/{key}"] = torch.as_tensor(value)
+                value = torch.as_tensor(value)
+                # bitsandbytes has one table for all parameters, and a file takes no tensor twice.
+                value = value.clone() if value.untyped_storage().data_ptr() in kept else value
+                kept.add(value.untyped_storage().data_ptr())
+                tensors[f"{name}/{key}"] = value
         counters = {"updates": self.updates, "skipped": self.skipped, "scale": self.scale, "good": self._good_steps}
         return tensors, counters
 

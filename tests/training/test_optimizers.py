@@ -23,7 +23,7 @@ EIGHT = pytest.param("adamw_8bit", marks=pytest.mark.skipif(not INSTALLED, reaso
 def make(name: Any) -> tuple[Weights, Optimizer]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(80, 60), nn.Linear(60, 2))  # one tensor above 4096 values, and small ones
+        module = nn.Sequential(nn.Linear(80, 60), nn.Linear(60, 70))  # two tensors above 4096 values, and small ones
     weights = Weights(module, None, (), 0)
     return weights, Optimizer(weights, OptimConfig(name=name, learning_rate=0.01), 10)
 
@@ -54,6 +54,17 @@ def test_a_run_goes_on_bitwise_after_a_round_trip_through_a_file(tmp_path, name)
         step(optimizer, seed)
         step(its_optimizer, seed)
         assert torch.equal(flat(again), flat(weights))
+
+
+def test_a_table_that_parameters_share_is_saved_for_each(tmp_path):
+    _, optimizer = make("adafactor")
+    step(optimizer, 0)
+    table = torch.ones(4)
+    for p in optimizer.parameters:
+        optimizer.adam.state[p]["qmap1"] = table
+    tensors, _ = optimizer.state()
+    save_file(tensors, tmp_path / "optim.safetensors")
+    assert all(torch.equal(value, table) for key, value in tensors.items() if key.endswith("/qmap1"))
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", EIGHT])
