@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from _lab_page import METRIC, SIZE, Entry
+from _lab_page import SIZE, Entry
 from _svg import Panel, Picture
 
 COLORS = "abc"
@@ -20,7 +20,7 @@ def curve_of(entry: Entry) -> str | None:
     cells = {seed: cell["summary"] for seed, cell in entry.counted.items()}
     if not cells:
         return None
-    metric, scale = (SIZE, 1.0) if entry.sized else (METRIC, 100.0)
+    metric, scale = (SIZE, 1.0) if entry.sized else (entry.metric, 100.0)
     longest = max(cell["iterations"] for cell in cells.values())
     ends = _ends(cells.values(), metric, scale)
     picture = Picture(232, f"{entry.name}: {metric} against iterations, by seed")

@@ -11,8 +11,9 @@ import numpy as np
 from scipy.stats import t as student_t
 
 METRIC = "shapes_strict"
-PARTIAL = "shapes_partial"
+MOTION = "shapes_motion_strict"
 SIZE = "jpeg_kb"
+PARTIAL = {METRIC: "shapes_partial", MOTION: "shapes_motion_partial"}
 HEAD = """\
 # The lab
 
@@ -51,8 +52,8 @@ image's, {flat:.0f} (`python scripts/lab.py --flat`), on the same captions and s
 difference over the base's. Strict accuracy is not rewarded: its loss is the cost of such a reward.
 """
 WINS = """\
-For methods that learn from preferences: of the held-out captions x 2 seeds, the share where the tuned model's image has
-a higher partial score (`shapes_partial`) than the base's, among those that are not tied; 95 % bootstrap interval.
+For methods that learn from preferences: of the held-out captions x seeds, the share where the tuned model's {what} has
+a higher partial score (`{partial}`) than the base's, among those that are not tied; 95 % bootstrap interval.
 """
 MANY = 9
 """Evaluations on the way from which a recipe is in the race."""
@@ -76,6 +77,13 @@ class Entry:
     """Rewarded for the size of its images alone, which strict accuracy does not measure."""
     preferring: bool = False
     """Learns from pairs of which one is preferred."""
+    moving: bool = False
+    """Its model makes videos."""
+
+    @property
+    def metric(self) -> str:
+        """Name of the strict accuracy that it is measured by."""
+        return MOTION if self.moving else METRIC
 
     @property
     def counted(self) -> dict[int, dict[str, Any]]:
@@ -87,7 +95,7 @@ class Entry:
     def curves(self) -> dict[int, Curve]:
         """Seed -> (CPU seconds, accuracy) of base, evaluations on the way and end."""
         kept = {seed: cell["summary"].get("curve") for seed, cell in self.counted.items()}
-        return {seed: [(p["cpu_seconds"], p[METRIC]) for p in points] for seed, points in kept.items() if points}
+        return {seed: [(p["cpu_seconds"], p[self.metric]) for p in points] for seed, points in kept.items() if points}
 
     @property
     def summaries(self) -> list[dict[str, Any]]:
@@ -132,7 +140,7 @@ def summary_row(entry: Entry) -> str:
     result = entry.summaries
     if not result:
         return row(entry.name, entry.level, *[""] * 6, "not run")
-    gains = [values["difference"][METRIC] for values in result]
+    gains = [values["difference"][entry.metric] for values in result]
     iterations = statistics.mean(values["iterations"] for values in result)
     spent = [sum(v["evaluations"][part] for v in result) / len(result) for part in ("rollout", "train")]
     return row(
@@ -158,10 +166,10 @@ def cell_row(entry: Entry, seed: int) -> str:
     return row(
         entry.name,
         seed,
-        percent(values["base"][METRIC]),
-        f"{percent(rival[METRIC])} at {rival['guidance_scale']:g}" if entry.searched else "not searched",
-        percent(values["tuned"][METRIC]),
-        percent(values["difference"][METRIC], "+"),
+        percent(values["base"][entry.metric]),
+        f"{percent(rival[entry.metric])} at {rival['guidance_scale']:g}" if entry.searched else "not searched",
+        percent(values["tuned"][entry.metric]),
+        percent(values["difference"][entry.metric], "+"),
         values["iterations"],
         f"{spent['rollout']:.2f} + {spent['train']:.2f}",
         cpu_seconds([values]),
@@ -212,16 +220,19 @@ def sizes(entries: list[Entry]) -> list[str]:
 
 
 def wins(entries: list[Entry]) -> list[str]:
-    """Lines on how often the tuned model wins, of recipes that learn from preferences."""
+    """Lines on how often the tuned model wins, of recipes of one kind of model that learn from preferences."""
     rows = []
     for entry in entries:
         for seed, cell in entry.cells.items():
             if cell is not None:
-                result = cell["summary"]["win_rate"][PARTIAL]
+                result = cell["summary"]["win_rate"][PARTIAL[entry.metric]]
                 values = percent(result | {"mean": result["rate"]}), result["n"], f"{100 * result['tie_rate']:.1f}"
                 rows.append(row(entry.name, seed, *values))
-    titles = table("recipe", "seed", "win rate, per cent", "images not tied", "ties, per cent")
-    return ["", "## Win rate", "", WINS, *titles, *rows] if rows else []
+    if not rows:
+        return []
+    what = "videos" if entries[0].moving else "images"
+    titles = table("recipe", "seed", "win rate, per cent", f"{what} not tied", "ties, per cent")
+    return [WINS.format(what=what[:-1], partial=PARTIAL[entries[0].metric]), *titles, *rows]
 
 
 def reached(curve: Curve, goal: float) -> float | None:
@@ -289,22 +300,28 @@ def over_seeds(values: list[float | None]) -> tuple[str, str]:
     return f"{mean:.2f}", f"{max(mean - half, 0):.2f} to {mean + half:.2f}"
 
 
-def page(entries: list[Entry], more: list[str], notes: str) -> str:
-    """The whole page: recipes over their seeds, the race, more sections, wins, sizes, every cell, the notes."""
-    lines = [HEAD]
-    lines += table(
+def summary_table(entries: list[Entry]) -> list[str]:
+    """Recipes over their seeds."""
+    titles = table(
         *("recipe", "level", "mean difference", "lowest lower end", "seeds", "iterations"),
         *("evaluations", "mean CPU seconds", "state"),
     )
-    lines += [summary_row(entry) for entry in entries if not entry.sized]
-    lines += [*race(entries), *more]
-    lines += wins([entry for entry in entries if entry.preferring])
-    lines += sizes([entry for entry in entries if entry.sized])
+    return titles + [summary_row(entry) for entry in entries]
+
+
+def page(entries: list[Entry], more: list[str], notes: str) -> str:
+    """The page: recipes of images over their seeds, the race, more sections, wins, sizes, all cells, the notes."""
+    images = [entry for entry in entries if not entry.moving]
+    lines = [HEAD, *summary_table([entry for entry in images if not entry.sized])]
+    lines += [*race(images), *more]
+    preferring = wins([entry for entry in images if entry.preferring])
+    lines += ["", "## Win rate", "", *preferring] if preferring else []
+    lines += sizes([entry for entry in images if entry.sized])
     lines += ["", "## Every cell", "", STATES]
     lines += table(
         *("recipe", "seed", "base", "base, best CFG", "tuned", "difference", "iterations", "evaluations"),
         *("CPU seconds", "seconds", "code", "commit"),
     )
-    # A recipe without any cell stands in the first table alone.
+    # A recipe without any cell stands in the first tables alone.
     lines += [cell_row(entry, seed) for entry in entries if entry.summaries for seed in entry.cells]
     return "\n".join(lines) + "\n" + ("\n" + notes if notes else "")

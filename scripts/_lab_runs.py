@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from _lab_fingerprints import ROOT, Fingerprints, fingerprints, read_recipe
-from _lab_page import METRIC
+from _lab_page import METRIC, MOTION
 
 from flowrl.core.rows import repeatable
 from flowrl.core.subprocesses import PARENT
@@ -39,7 +39,12 @@ PAIRS = {
         "configs/lab/online_dpo.yaml",
         "rewards=[{name: shapes, outputs: {shapes_partial: 1.0}}]",
         *("--count", "2000", "--per-prompt", "4"),
-    )
+    ),
+    "runs/pairs-motion": (
+        "configs/lab/video-awm.yaml",
+        "rewards=[{name: shapes_motion, outputs: {shapes_motion_partial: 1.0}}]",
+        *("--count", "2000", "--per-prompt", "4"),
+    ),
 }
 """Folder of a preference set -> the words of `flowrl pairs` that make it, the recipe first."""
 MACHINE = ("hardware", "threads_per_process", "python", "torch", "diffusers", "transformers")
@@ -299,7 +304,7 @@ def _cut(evaluation: Evaluation, captions: int) -> Evaluation:
     """The first captions of an evaluation, by strict accuracy alone."""
     # The base is evaluated before the first iteration, whatever its record says of a resumed run.
     iteration = 0 if evaluation.tag == "base" else evaluation.iteration
-    table = {METRIC: evaluation.scores[METRIC][:captions]}
+    table = {name: evaluation.scores[name][:captions] for name in (METRIC, MOTION) if name in evaluation.scores}
     groups = tuple(evaluation.groups[:captions].tolist())
     kept = (evaluation.guidance_scale, evaluation.num_inference_steps, evaluation.prompts[:captions], evaluation.seeds)
     return Evaluation(evaluation.tag, iteration, *kept, table, distinct=groups)
@@ -312,7 +317,7 @@ def curve(folder: Path, captions: int = WAY) -> list[dict[str, float]]:
         {
             "iteration": each.iteration,
             "cpu_seconds": round(float(spent[each.iteration]), 1),
-            METRIC: round(float(np.nanmean(each.scores[METRIC])), 6),
         }
+        | {name: round(float(np.nanmean(scores)), 6) for name, scores in each.scores.items()}
         for each in on_the_way(folder, captions)
     ]

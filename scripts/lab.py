@@ -37,12 +37,13 @@ from _lab_compare import compare
 from _lab_curves import draw_curves
 from _lab_fingerprints import ROOT, Fingerprints, fingerprints, read_recipe, state
 from _lab_long import LONG, draw, long_section, run_long
-from _lab_page import METRIC, Entry, flat_kilobytes, page
+from _lab_page import Entry, flat_kilobytes, page
 from _lab_quotes import bring_up_to_date
 from _lab_replay import differences, replay
 from _lab_runs import RUNS as RUNS
 from _lab_runs import Failed, cell_run, read, run_cell, write
 from _lab_steps import measure, steps_section
+from _lab_videos import SEEDS, seeds_of, videos_section
 
 RESULTS = ROOT / "docs" / "lab" / "results.json"
 LONG_RESULTS = ROOT / "docs" / "lab" / "long.json"
@@ -50,7 +51,6 @@ STEPS_RESULTS = ROOT / "docs" / "lab" / "steps.json"
 PICTURE = ROOT / "docs" / "lab" / "long.svg"
 CURVES = ROOT / "docs" / "lab" / "curves"
 PAGE = ROOT / "docs" / "lab.md"
-SEEDS = (0, 1, 2)
 PREFERRING = ("diffusion_dpo", "online_dpo")
 Cells = dict[str, dict[str, Any]]
 """`<recipe>/<seed>` -> cell."""
@@ -95,8 +95,8 @@ def cell_jobs(chosen: dict[str, Path], seeds: Iterable[int]) -> Iterable[Job]:
     """One seed of all recipes after the other."""
     for seed in seeds:
         for name, recipe in chosen.items():
-            run = cell_run(name, recipe, seed)
-            yield f"{name}/{seed}", recipe, partial(run_cell, run)
+            if seed in seeds_of(name):
+                yield f"{name}/{seed}", recipe, partial(run_cell, cell_run(name, recipe, seed))
 
 
 def long_jobs(chosen: dict[str, Path]) -> Iterable[Job]:
@@ -156,7 +156,8 @@ def read_entry(name: str, recipe: Path, results: Cells) -> Entry:
     tree, now = read_recipe(recipe), fingerprints(recipe)
     source = ROOT / "flowrl" / "algorithms" / f"{tree['algorithm']['name']}.py"
     level = re.search(r'^LEVEL = "(\w+)"', source.read_text(encoding="utf-8"), re.MULTILINE)
-    cells = {seed: results.get(f"{name}/{seed}") for seed in SEEDS}
+    cells = {seed: results.get(f"{name}/{seed}") for seed in seeds_of(name)}
+    rewards = {entry["name"] for entry in (*tree.get("rewards", []), *tree["eval"].get("rewards", []))}
     return Entry(
         name=name,
         level=level[1] if level else "experimental",
@@ -165,6 +166,7 @@ def read_entry(name: str, recipe: Path, results: Cells) -> Entry:
         states={seed: state(cell, now) for seed, cell in cells.items()},
         sized={entry["name"] for entry in tree.get("rewards", [])} == {"jpeg"},
         preferring=tree["algorithm"]["name"] in PREFERRING,
+        moving="shapes_motion" in rewards,
     )
 
 
@@ -181,9 +183,12 @@ def write_page() -> None:
     steps = load(STEPS_RESULTS)
     parts = steps_section(steps, state(steps, fingerprints(recipes()["quickstart"])) if steps else "")
     parts += long_section(long, results, states)
+    parts += videos_section([entry for entry in entries if entry.moving])
     PAGE.write_text(page(entries, parts, text), encoding="utf-8")
     print(PAGE)
-    gains = {each.name: [100 * values["difference"][METRIC]["mean"] for values in each.summaries] for each in entries}
+    gains = {
+        each.name: [100 * values["difference"][each.metric]["mean"] for values in each.summaries] for each in entries
+    }
     bring_up_to_date(ROOT / "docs", gains)
     draw_curves(entries, CURVES)
 

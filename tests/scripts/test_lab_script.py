@@ -537,3 +537,45 @@ def test_the_page_and_the_file_of_results_are_written(lab, monkeypatch):
     touch(lab, "flowrl/diffusion/process.py")
     lab.write_page()
     assert f"| `{results['quickstart/0']['code'][:8]}` stale (code) |" in lab.PAGE.read_text()
+
+
+def moving(lab: ModuleType, gain: float, drawn: float) -> dict:
+    """A cell of videos, whose first samples have a flicker of `drawn`."""
+    result = cell(lab, gain)
+    for block in ("base", "tuned", "difference"):
+        table = result["summary"][block]
+        table["shapes_motion_strict"] = table.pop("shapes_strict")
+        table["shapes_motion_flicker"] = {"mean": 0.02, "low": 0.01, "high": 0.03}
+    for metrics in result["replay"]["rows"]:
+        metrics["reward/shapes_motion_flicker_mean"] = drawn * metrics["iteration"] / 2
+    return result
+
+
+def test_videos_have_a_section_of_their_own_with_the_noise_of_the_samplers(lab):
+    from _lab_page import Entry, page
+    from _lab_videos import videos_section
+
+    cells = {"": (0.12, 0.05), "-cps": (0.1, 0.0625)}
+    entries = [
+        Entry(f"video-sage_grpo{name}", "tested", False, {0: moving(lab, *values)}, {0: "fresh"}, moving=True)
+        for name, values in cells.items()
+    ]
+    lines = videos_section(entries)
+    assert "| video-sage_grpo | tested | +12.0 | +9.0 | 1 of 1 | 50 | 5.00 + 0.10 | 190 | fresh |" in lines
+    assert "| `sage` | +12.0 [+9.0, +15.0] | 5.00 + 0.10 | 50.0 | 20.0 | 20.0 | +20.0 [+10.0, +30.0] |" in lines
+    assert "| `cps` | +10.0 [+7.0, +13.0] | 5.00 + 0.10 | 62.5 | 20.0 | 20.0 | +20.0 [+10.0, +30.0] |" in lines
+    assert videos_section([Entry("video-awm", "tested", False, {0: None}, {0: "not run"}, moving=True)]) == []
+    image = Entry("quickstart", "tested", False, {0: cell(lab)}, {0: "fresh"})
+    first, _, last = page([image, *entries], lines, "").partition("## Every cell")
+    # Means and races of images and of videos do not mix; the table of cells has both.
+    assert first.count("| video-sage_grpo |") == 1
+    assert "| video-sage_grpo-cps | 0 | 40.0 [37.0, 43.0] | not searched | 50.0 [47.0, 53.0] |" in last
+
+
+def test_a_sampler_of_videos_is_measured_on_one_seed(lab, tmp_path):
+    names = ("video-sage_grpo", "video-sage_grpo-cps", "video-branch_grpo", "sage_grpo")
+    keys = [key for key, _, _ in lab.cell_jobs(dict.fromkeys(names, tmp_path), lab.SEEDS)]
+    assert sorted(keys) == sorted(
+        [f"{name}/{seed}" for name in ("video-sage_grpo", "sage_grpo") for seed in (0, 1, 2)]
+        + ["video-sage_grpo-cps/0", "video-branch_grpo/0"]
+    )

@@ -1,0 +1,68 @@
+"""The lab's recipes on videos: how many seeds each has, and their section of the page."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from _lab_page import MOTION, Entry, percent, row, summary_table, table, wins
+
+SEEDS = (0, 1, 2)
+SAMPLED = "video-sage_grpo"
+"""The recipe of SAGE-GRPO; those of the other samplers have its name with theirs at the end."""
+FLICKER = "shapes_motion_flicker"
+TEXT = """\
+The methods on videos: `assets/tiny-wan`, 9 frames of 32 x 32. Strict accuracy (`shapes_motion_strict`) in per cent on
+the {captions} held-out captions of `shapes:motion-heldout`, one fixed seed each, ODE sampler without CFG; the rest as
+above.
+"""
+SAMPLERS = """\
+SAGE-GRPO's recipe with five kinds of noise, and so with equal network evaluations: seed 0, nothing else changed.
+*Flicker* (`shapes_motion_flicker`, less is better) is the change between frames that no asked motion explains, in
+thousandths. *Drawn* is the mean over the samples that the first {rows} iterations learn from, whose noise the sampler
+has added; base and tuned are held-out videos of the ODE sampler, and the last column is their paired difference.
+Videos are what SAGE-GRPO's own noise was made for.
+"""
+
+
+def seeds_of(name: str) -> tuple[int, ...]:
+    """Seeds that a recipe is measured on: GRPO-Guard, BranchGRPO and the other samplers have one on videos."""
+    once = name in ("video-grpo_guard", "video-branch_grpo") or name.startswith(f"{SAMPLED}-")
+    return SEEDS[:1] if once else SEEDS
+
+
+def videos_section(entries: list[Entry]) -> list[str]:
+    """Lines on the recipes whose model makes videos: over their seeds, by sampler, wins of those that prefer."""
+    measured = [entry for entry in entries if entry.summaries]
+    if not measured:
+        return []
+    captions = measured[0].summaries[0]["base"][MOTION]["n"]
+    lines = ["", "## Videos", "", TEXT.format(captions=captions), *summary_table(entries)]
+    lines += _samplers([entry for entry in measured if entry.name.startswith(SAMPLED)])
+    preferring = wins([entry for entry in measured if entry.preferring])
+    return lines + (["", "### Win rate on videos", "", *preferring] if preferring else [])
+
+
+def _samplers(entries: list[Entry]) -> list[str]:
+    """Lines on the same recipe with other samplers."""
+    cells = {entry.name: entry.cells[0] for entry in entries if entry.cells[0] is not None}
+    if len(cells) < 2:
+        return []
+    rows = min(len(cell["replay"]["rows"]) for cell in cells.values())
+    lines = ["", "### Noise of five samplers", "", SAMPLERS.format(rows=rows)]
+    lines += table("sampler", "gain, points", "evaluations", "flicker, drawn", "base", "tuned", "change")
+    return lines + [_sampler_row(name, cell) for name, cell in cells.items()]
+
+
+def _sampler_row(name: str, cell: dict[str, Any]) -> str:
+    values = cell["summary"]
+    drawn = statistics.mean(metrics[f"reward/{FLICKER}_mean"] for metrics in cell["replay"]["rows"])
+    change = {key: 10 * values["difference"][FLICKER][key] for key in ("mean", "low", "high")}
+    return row(
+        f"`{name.removeprefix(SAMPLED).removeprefix('-') or 'sage'}`",
+        percent(values["difference"][MOTION], "+"),
+        " + ".join(f"{values['evaluations'][part]:.2f}" for part in ("rollout", "train")),
+        f"{1000 * drawn:.1f}",
+        *(f"{1000 * values[when][FLICKER]['mean']:.1f}" for when in ("base", "tuned")),
+        percent(change, "+"),
+    )
