@@ -293,21 +293,28 @@ def on_the_way(folder: Path, captions: int = WAY) -> list[Evaluation]:
 
     A run that diverged has no result.
     """
-    parts = folder / "eval"
-    files = [parts / "base.json", *sorted(parts.glob("iteration-*.json")), parts / "tuned.json"]
-    every = [Evaluation.load(file) for file in files if file.is_file()]
+    every = [Evaluation.load(file) for file in _evaluations(folder) if file.is_file()]
     captions = min(captions, len(every[0].prompts))
     return [_cut(each, captions) for each in every if len(each.prompts) >= captions]
 
 
+def _evaluations(folder: Path) -> list[Path]:
+    """Files of the evaluations of a run folder, in their order."""
+    parts = folder / "eval"
+    return [parts / "base.json", *sorted(parts.glob("iteration-*.json")), parts / "tuned.json"]
+
+
+def _iteration(evaluation: Evaluation) -> int:
+    """The base is evaluated before the first iteration, whatever its record says of a resumed run."""
+    return 0 if evaluation.tag == "base" else evaluation.iteration
+
+
 def _cut(evaluation: Evaluation, captions: int) -> Evaluation:
     """The first captions of an evaluation, by strict accuracy alone."""
-    # The base is evaluated before the first iteration, whatever its record says of a resumed run.
-    iteration = 0 if evaluation.tag == "base" else evaluation.iteration
     table = {name: evaluation.scores[name][:captions] for name in (METRIC, MOTION) if name in evaluation.scores}
     groups = tuple(evaluation.groups[:captions].tolist())
     kept = (evaluation.guidance_scale, evaluation.num_inference_steps, evaluation.prompts[:captions], evaluation.seeds)
-    return Evaluation(evaluation.tag, iteration, *kept, table, distinct=groups)
+    return Evaluation(evaluation.tag, _iteration(evaluation), *kept, table, distinct=groups)
 
 
 def curve(folder: Path, captions: int = WAY) -> list[dict[str, float]]:
@@ -321,3 +328,15 @@ def curve(folder: Path, captions: int = WAY) -> list[dict[str, float]]:
         | {name: round(float(np.nanmean(scores)), 6) for name, scores in each.scores.items()}
         for each in on_the_way(folder, captions)
     ]
+
+
+def mean_scores(folder: Path, captions: int, metrics: Sequence[str]) -> list[dict[str, float]]:
+    """Means of every evaluation of a finished run over its first `captions` prompts, by iteration.
+
+    Base and result are evaluated on all held-out prompts, those on the way on the first of them alone.
+    """
+    rows = []
+    for evaluation in map(Evaluation.load, _evaluations(folder)):
+        row = {name: round(float(np.nanmean(evaluation.scores[name][:captions])), 6) for name in metrics}
+        rows.append({"iteration": _iteration(evaluation)} | row)
+    return rows

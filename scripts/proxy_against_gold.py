@@ -26,8 +26,7 @@ import lab
 import make_rewards_doc
 import numpy as np
 from _lab_page import cpu_seconds
-
-from flowrl.evaluation.results import Evaluation
+from _lab_runs import mean_scores
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "configs" / "proxy"
@@ -49,26 +48,11 @@ def recipes() -> dict[str, Path]:
 # ---- running
 
 
-def curve(folder: Path, captions: int) -> list[dict[str, float]]:
-    """Means of every evaluation of a finished run over its first `captions` prompts, by iteration.
-
-    Base and result are evaluated on all held-out prompts, those on the way on the first of them alone.
-    """
-    files = [folder / "base.json", *sorted(folder.glob("iteration-*.json")), folder / "tuned.json"]
-    rows = []
-    for evaluation in map(Evaluation.load, files):
-        tables = {name: evaluation.scores[name][:captions] for name in METRICS}
-        means = {name: round(float(np.nanmean(table)), 6) for name, table in tables.items()}
-        # The base is evaluated before the first iteration, whatever its record says of a resumed run.
-        rows.append({"iteration": 0 if evaluation.tag == "base" else evaluation.iteration} | means)
-    return rows
-
-
 def run_cell(name: str, recipe: Path, seed: int, now: lab.Fingerprints) -> dict[str, Any]:
     """Train one cell as the lab does, in the run folder proxy-NAME-seedN."""
     run = lab.cell_run(f"proxy-{name}", recipe, seed)
     captions = lab.read_recipe(recipe)["eval"]["periodic_prompts"]
-    return lab.run_cell(run, now) | {"curve": curve(lab.RUNS / run.name / "eval", captions)}
+    return lab.run_cell(run, now) | {"curve": mean_scores(lab.RUNS / run.name, captions, METRICS)}
 
 
 def jobs(names: Sequence[str], seeds: Sequence[int]) -> Iterator[lab.Job]:

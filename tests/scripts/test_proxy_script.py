@@ -93,7 +93,7 @@ def test_three_iterations_of_a_recipe_give_a_curve(proxy, name, tmp_path: Path):
 
     words = [*SMALL, f"output={tmp_path}", "name=run"]
     assert Trainer(resolve(load_config(FOLDER / f"{name}.yaml", words))).fit()["status"] == "finished"
-    rows = proxy.curve(tmp_path / "run" / "eval", 2)
+    rows = proxy.mean_scores(tmp_path / "run", 2, proxy.METRICS)
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
     assert all(np.isfinite(list(row.values())).all() for row in rows)
     # What the page takes of a run, as the lab keeps it.
@@ -114,8 +114,8 @@ def test_a_curve_takes_the_same_captions_everywhere(proxy, tmp_path: Path):
         ("tuned", 50, [0.0, 0.0, 1.0, 1.0]),
     ]
     for tag, iteration, strict in parts:
-        evaluation(tag, iteration, strict).save(tmp_path)
-    rows = proxy.curve(tmp_path, 2)
+        evaluation(tag, iteration, strict).save(tmp_path / "eval")
+    rows = proxy.mean_scores(tmp_path, 2, proxy.METRICS)
     assert [(row["iteration"], row["shapes_strict"], row["clip_cos"]) for row in rows] == [
         (0, 0.5, 1.0),
         (25, 1.0, 2.0),
@@ -138,7 +138,7 @@ def test_only_missing_cells_are_run_and_stale_ones_if_asked_to(proxy, files, mon
         return cell([0.3, 0.4])
 
     monkeypatch.setattr(proxy.lab, "run_cell", run_cell)
-    monkeypatch.setattr(proxy, "curve", lambda folder, captions: [captions])
+    monkeypatch.setattr(proxy, "mean_scores", lambda folder, captions, metrics: [captions])
     names = ["flow_grpo", "grpo_guard"]
     old = {f"{name}/{seed}": cell([0.3, 0.6], code="old") for name in names for seed in (0, 1)}
     proxy.lab.write_results(old, proxy.NUMBERS)

@@ -1,0 +1,207 @@
+"""The frozen video: a run rewarded by smoothness alone beside one rewarded by `motion`, whose gate asks for movement.
+
+    python scripts/frozen_video.py            run missing cells, then write the page and its pictures
+    python scripts/frozen_video.py --stale    run stale cells too
+    python scripts/frozen_video.py --write    only write them; the filmstrips need the run folders
+
+A cell is one of the two recipes on seed 0, kept in docs/rewards/frozen_video.json with the lab's fingerprints
+(scripts/lab.py) and its curve. As the lab, it can be stopped at any time, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lab
+import numpy as np
+from _lab_page import cpu_seconds, row, table
+from _lab_runs import mean_scores
+from _svg import Panel, Picture
+from PIL import Image, ImageDraw, ImageFont
+
+from flowrl.core import media
+from flowrl.evaluation.results import Evaluation
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "configs" / "frozen"
+PAGES = ROOT / "docs" / "rewards"
+NUMBERS, PAGE = PAGES / "frozen_video.json", PAGES / "frozen_video.md"
+CURVES, STRIPS = PAGES / "frozen_video.svg", PAGES / "frozen_video.png"
+NAMES = {"smooth": "smoothness alone", "gated": "motion, with its gate"}
+"""Name of a recipe -> what it is rewarded by."""
+METRICS = {
+    "motion_smoothness": "smoothness",
+    "motion_dynamics": "dynamics",
+    "shapes_motion_strict": "strict",
+    "shapes_motion_flicker": "flicker",
+}
+SHOWN, SCALE, LABEL, CAPTION = 3, 2, 96, 18
+"""Captions of the filmstrips, times that pixels are enlarged, widths of the names and heights of the captions."""
+HEAD = """\
+# The frozen video
+
+Written by `python scripts/frozen_video.py`; do not edit. Every measure of smoothness is at its best for a video in
+which nothing moves, so a model that is rewarded by one learns to stand still. `assets/tiny-wan`, {iterations}
+iterations of Flow-GRPO, seed 0, twice: rewarded by `motion_smoothness` alone (`configs/frozen/smooth.yaml`), and by
+`motion` (`configs/frozen/gated.yaml`), which pays for smoothness only as far as something moves. Nothing else differs,
+and the verifier (`shapes_motion`) is only looked at.
+
+![nine frames of base and both tuned models on the same captions and noise](frozen_video.png)
+
+Nine frames of {shown} held-out captions, drawn with a fixed seed before any was looked at; all rows of a caption begin
+with the same noise.
+
+![smoothness, dynamics and strict accuracy against iterations](frozen_video.svg)
+
+Curves are of the first {captions} held-out captions, the table of all {all}; paired differences with 95 % bootstrap
+intervals over captions.
+"""
+TAIL = """\
+**What to do.** Look at videos, not at the reward alone, and train with `motion` itself or with a judge that reads the
+caption.
+"""
+
+
+def recipes() -> dict[str, Path]:
+    """Name -> file, in the order of the page."""
+    return {name: RECIPES / f"{name}.yaml" for name in NAMES}
+
+
+# ---- running
+
+
+def run_cell(name: str, recipe: Path, now: lab.Fingerprints) -> dict[str, Any]:
+    """Train one of the two as the lab does, in the run folder frozen-NAME-seed0."""
+    run = lab.cell_run(f"frozen-{name}", recipe, 0)
+    captions = lab.read_recipe(recipe)["eval"]["periodic_prompts"]
+    return lab.run_cell(run, now) | {"curve": mean_scores(lab.RUNS / run.name, captions, list(METRICS))}
+
+
+def jobs() -> Iterator[lab.Job]:
+    """The cells for `lab.run_missing`."""
+    for name, recipe in recipes().items():
+        yield f"{name}/0", recipe, partial(run_cell, name, recipe)
+
+
+# ---- the pictures
+
+
+def draw_curves(cells: lab.Cells) -> str:
+    """Three panels side by side, a line for each run."""
+    picture = Picture(190, "smoothness, dynamics and strict accuracy against iterations", width=720)
+    colors = dict(zip(NAMES, "ab", strict=True))
+    for place, metric in enumerate(list(METRICS)[:3]):
+        curves = {name: cells[f"{name}/0"]["curve"] for name in NAMES}
+        values = [point[metric] for points in curves.values() for point in points]
+        low, high = np.floor(min(values) * 10) / 10, np.ceil(max(values) * 10) / 10
+        last = max(points[-1]["iteration"] for points in curves.values())
+        left = 44 + 230 * place
+        panel = Panel(picture, ((left, 36), (left + 170, 136)), (0, last), (float(low), float(high)))
+        panel.axes([0, last // 2, last], [round(float(v), 3) for v in np.linspace(low, high, 3)])
+        picture.text(left, 22, METRICS[metric], "small head")
+        for name, points in curves.items():
+            panel.draw([p["iteration"] for p in points], [p[metric] for p in points], colors[name])
+    picture.legend(178, [(colors[name], f"rewarded by {text}") for name, text in NAMES.items()])
+    return picture.svg()
+
+
+def draw_strips(folders: dict[str, Path]) -> Image.Image:
+    """Frames in a row; base and both tuned models below each other, for a few captions."""
+    rows = {"base": folders["smooth"] / "eval" / "base"}
+    rows |= {text: folders[name] / "eval" / "tuned" for name, text in NAMES.items()}
+    prompts = Evaluation.load(folders["smooth"] / "eval" / "base.json").prompts
+    chosen = sorted(
+        np.random.default_rng(0).choice(len(prompts), size=min(SHOWN, len(prompts)), replace=False).tolist()
+    )
+    videos = {
+        (number, text): [frame.convert("RGB") for frame in read_video(place, number)]
+        for number in chosen
+        for text, place in rows.items()
+    }
+    first = videos[chosen[0], "base"]
+    side, gap = SCALE * first[0].width, 2
+    block = CAPTION + len(rows) * (side + gap)
+    sheet = Image.new("RGB", (LABEL + len(first) * (side + gap), len(chosen) * block), (255, 255, 255))
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
+    for place, number in enumerate(chosen):
+        pen.text((LABEL, place * block + 2), prompts[number], fill=(36, 41, 47), font=font)
+        for line, text in enumerate(rows):
+            top = place * block + CAPTION + line * (side + gap)
+            pen.multiline_text((4, top + side // 2 - 13), text.replace(" ", "\n", 1), fill=(36, 41, 47), font=font)
+            for step, frame in enumerate(videos[number, text]):
+                sheet.paste(frame.resize((side, side), Image.Resampling.NEAREST), (LABEL + step * (side + gap), top))
+    return sheet
+
+
+def read_video(folder: Path, number: int) -> list[Image.Image]:
+    """Frames of a saved video of an evaluation.
+
+    Raises:
+        SystemExit: the run folder has none.
+    """
+    file = media.find(folder / f"{number:05d}-0")
+    if file is None:
+        raise SystemExit(f"{folder} has no video of caption {number}: run the cells here, the pictures are theirs")
+    return media.read_frames(file)
+
+
+# ---- the page
+
+
+def change(value: dict[str, float]) -> str:
+    return f"{value['mean']:+.3f} [{value['low']:+.3f}, {value['high']:+.3f}]"
+
+
+def page(cells: lab.Cells) -> str:
+    """The whole page."""
+    first = cells["smooth/0"]
+    recipe = lab.read_recipe(recipes()["smooth"])
+    facts = {
+        "iterations": first["summary"]["iterations"],
+        "shown": SHOWN,
+        "captions": recipe["eval"]["periodic_prompts"],
+    }
+    lines = [HEAD.format(**facts, all=first["summary"]["base"]["shapes_motion_strict"]["n"])]
+    lines += table("output", "base", *(f"rewarded by {text}" for text in NAMES.values()))
+    for metric in METRICS:
+        base = first["summary"]["base"][metric]["mean"]
+        changes = [change(cells[f"{name}/0"]["summary"]["difference"][metric]) for name in NAMES]
+        lines.append(row(f"`{metric}`", f"{base:.3f}", *changes))
+    lines += ["", TAIL, *table("recipe", "CPU seconds", "state")]
+    for name, recipe in recipes().items():
+        cell = cells[f"{name}/0"]
+        lines.append(row(name, cpu_seconds([cell["summary"]]), lab.state(cell, lab.fingerprints(recipe))))
+    return "\n".join(lines) + "\n"
+
+
+def write_page() -> None:
+    """Page and pictures, once both cells are there."""
+    cells = lab.load(NUMBERS)
+    if missing := [name for name in NAMES if f"{name}/0" not in cells]:
+        raise SystemExit(f"not run yet: {', '.join(missing)}")
+    PAGE.write_text(page(cells), encoding="utf-8")
+    CURVES.write_text(draw_curves(cells), encoding="utf-8")
+    folders = {name: lab.RUNS / f"frozen-{name}-seed0" for name in NAMES}
+    if all((folder / "eval" / "tuned.json").is_file() for folder in folders.values()):
+        draw_strips(folders).save(STRIPS, optimize=True)
+    print(PAGE)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--stale", action="store_true", help="run stale cells again")
+    what.add_argument("--write", action="store_true", help="only write the page")
+    args = parser.parse_args()
+    good = args.write or lab.run_missing(jobs(), NUMBERS, stale=args.stale)
+    if good:
+        write_page()
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
