@@ -67,7 +67,8 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     scales.append(("algorithm.guidance_scale", method.config.guidance_scale))
     scales += [(f"eval.best_guidance.{number}", scale) for number, scale in enumerate(run.eval.best_guidance)]
     if is_cfg(adapter):
-        _check_below(scales, adapter.unguided, adapter.kind)
+        reference = ("algorithm.reference_guidance", method.config.reference_guidance)
+        _check_below([*scales, reference], adapter.unguided, adapter.kind)
     _check_gradient(resolved, adapter)
     if not how:
         return []

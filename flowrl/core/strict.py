@@ -30,6 +30,7 @@ _FLOAT = re.compile(
     r"^[-+]?(\.\d[\d_]*|\d[\d_]*(\.[\d_]*)?)[eE][-+]?\d+$|^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)$"
     r"|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN)$"
 )
+_FLOAT_OR_INT = re.compile(rf"{_FLOAT.pattern}|^[-+]?\d[\d_]*$")
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 """First character of a plain value -> (tag, pattern) in the order of trial."""
 
@@ -55,14 +56,17 @@ def parse_yaml(text: str, source: str) -> Any:
         ConfigError: not YAML, or a key twice in a mapping, of which one value would be lost in silence.
     """
     try:
-        node = _Loader(text).get_single_node()  # refuses NUL and other control characters too
+        loader = _Loader(text)  # refuses NUL and other control characters too
+        loader.name = source
+        node = loader.get_single_node()
         if node is not None:
             _refuse_doubled(node, source, (), {})
         return yaml.load(text, _Loader)
     except ConfigError:
         raise
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not valid YAML: {error}") from None
+        mend = "\nYAML is indented by spaces alone: replace the tab by spaces" if r"'\t'" in str(error) else ""
+        raise ConfigError(f"{source}: not valid YAML: {error}{mend}") from None
     except RecursionError:
         raise ConfigError(f"{source}: not valid YAML: it is nested too deeply") from None
     # Errors of PyYAML's constructors: a value that does not fit its tag.
@@ -299,20 +303,47 @@ def _explain(cls: type, error: ValidationError, where: str) -> str:
             message = f"is required{known}"
         elif problem["type"] == "literal_error":
             message += f"; {registry.suggest(str(problem['input']), names)}".removesuffix("; ").rstrip()
+        else:
+            message = _must_be(problem["type"], problem["input"], place) or message
         lines.append(f"{place or 'configuration'}{shown}: {message}")
     return "\n".join(lines)
 
 
+def _must_be(problem: str, value: Any, place: str) -> str:
+    """The reason and the remedy for a value of another type; "" for another problem."""
+    kind = _KINDS.get(problem.removesuffix("_type"), "")
+    if not kind:
+        return ""
+    if value is None:
+        return f"null has no meaning here; it must be {kind}, or left out if it has a default"
+    if problem == "string_type" and isinstance(value, int | float):
+        return "must be text; put it in quotes"
+    if problem in ("int_type", "float_type") and isinstance(value, str) and _FLOAT_OR_INT.match(value):
+        return f"must be {kind}; take the quotes away"
+    if problem == "dict_type" and isinstance(value, str):  # the options of a component
+        key = "path" if place == "model" or value.endswith(".py") else "name"
+        return f"must be {kind}, such as {{{key}: {value}}}"
+    return f"must be {kind}"
+
+
 _SCALARS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
+_LIST, _MAPPING = "a list, such as [a, b]", "a mapping of keys to values"
+_KINDS = _SCALARS | {"string": "text", "list": _LIST, "tuple": _LIST, "dict": _MAPPING, "dataclass": _MAPPING}
+"""First part of pydantic's type of an error -> what the value must be, in words of YAML."""
 
 
 def _either(error: ValidationError) -> dict[tuple[str | int, ...], list[str]]:
     """Place of an option that takes several kinds of plain values -> those kinds in words."""
     result: dict[tuple[str | int, ...], list[str]] = {}
     for problem in error.errors():
+        # pydantic adds the kind that it tried to the place: `int`, `str`, `list[str]`, `literal['a']`, a class.
         kind = str(problem["loc"][-1]) if problem["loc"] else ""
-        if kind in _SCALARS or kind.startswith("literal["):
-            words = _SCALARS.get(kind) or kind.removeprefix("literal[").removesuffix("]").replace("'", "")
+        words = _SCALARS.get(kind) or {"str": "text", "list": "a list"}.get(kind.partition("[")[0])
+        if kind.startswith("literal["):
+            words = kind.removeprefix("literal[").removesuffix("]").replace("'", "").replace(",", ", ")
+        elif problem["type"] == "dataclass_type" and kind[:1].isupper():
+            words = _MAPPING
+        if words:
             result.setdefault(problem["loc"][:-1], []).append(words)
     return {place: choices for place, choices in result.items() if len(choices) > 1}
 
