@@ -33,6 +33,7 @@ from torch import Tensor
 
 from flowrl.core.media import open_image
 from flowrl.core.paths import PATH
+from flowrl.core.strict import require_positive
 from flowrl.reward import Images, Reward, RewardError
 
 LEVEL = "experimental"
@@ -87,6 +88,7 @@ class Config(Backend):
             raise ValueError(f"num_pass={self.num_pass} must be at least 1")
         if self.temperature < 0:
             raise ValueError(f"temperature={self.temperature} must not be negative")
+        require_positive(max_tokens=self.max_tokens)
 
 
 def combine(success: float, kept: float, naturalness: float, artefacts: float) -> dict[str, float]:

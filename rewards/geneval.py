@@ -85,6 +85,11 @@ class Config:
     device: str | None = None
     """Where the networks run; none takes the GPU if there is one."""
 
+    def __post_init__(self) -> None:
+        for name in ("confidence", "counting_confidence"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1): an object counts above it")
+
 
 @dataclass(frozen=True, slots=True)
 class Clause:

@@ -42,6 +42,10 @@ class Config:
     surplus_penalty: float = 0.25
     """Loss of the partial score for each surplus object; two at most count."""
 
+    def __post_init__(self) -> None:
+        if not self.surplus_penalty >= 0:
+            raise ValueError(f"surplus_penalty={self.surplus_penalty} must be at least 0")
+
 
 def _object_score(spec: ObjectSpec, found: Found) -> float:
     """1 for the right shape in the right colour, 0.5 for colour only, 0.25 for shape only."""

@@ -30,6 +30,7 @@ from flowrl.rewards._vision.arrays import to_uint8
 from PIL import Image
 from torch import Tensor
 
+from flowrl.core.strict import require_positive
 from flowrl.reward import Card, Images, Reward, RewardError, ScoreFunction
 
 LEVEL = "experimental"
@@ -95,6 +96,9 @@ class Config(Backend):
     """Version of the model, which decides the text of the question."""
     max_tokens: int = 512
     """Longest answer."""
+
+    def __post_init__(self) -> None:
+        require_positive(max_tokens=self.max_tokens)
 
 
 def question(version: str, caption: str) -> str:

@@ -45,6 +45,7 @@ from flowrl.rewards.diversity import groups_of
 from torch import Tensor
 
 from flowrl.core.paths import NAME_OR_PATH
+from flowrl.core.strict import require_positive
 from flowrl.reward import Card, CompareFunction, Images, Reward, RewardError, ScoreFunction
 
 LEVEL = "experimental"
@@ -63,6 +64,9 @@ class Config(Backend):
     a .yaml file of yours."""
     max_tokens: int = 512
     """Longest answer of a rubric of scale `score`."""
+
+    def __post_init__(self) -> None:
+        require_positive(max_tokens=self.max_tokens)
 
 
 def win_rates(first_wins: Tensor) -> Tensor:

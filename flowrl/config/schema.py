@@ -59,6 +59,8 @@ class EvalConfig:
         )
         if self.every < 0:
             raise ValueError(f"every={self.every} must not be negative")
+        if self.save_images is not None and self.save_images < 0:
+            raise ValueError(f"save_images={self.save_images} must not be negative; null saves all, 0 none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,11 @@ class Config(ModelConfig):
     load_t5: bool = True
     """False replaces T5 by zero tokens, as SD3 allows: 9 GB less in bf16."""
 
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        if not 1 <= self.max_sequence_length <= 512:
+            raise ValueError(f"max_sequence_length={self.max_sequence_length} must be in 1..512")
+
 
 class Sd3(Native):
     lora_targets = LORA_TARGETS

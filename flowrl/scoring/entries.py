@@ -18,7 +18,7 @@ import torch
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError, Fault, described
 from flowrl.core.paths import CACHE, PATH
-from flowrl.core.strict import Options, config_class, validate
+from flowrl.core.strict import Options, UnknownKey, config_class, validate
 from flowrl.core.subprocesses import require_patience
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.scoring.cache import Folder, Memory, ScoreCache
@@ -74,6 +74,8 @@ class RewardEntry:
                     f"outputs.{output}={share:g} must not be below 0, which would train towards what is worse: an "
                     "output of which less is better is negated already (its card's less_is_better)"
                 )
+        if self.scale == 0:
+            raise ValueError("scale=0 makes all training values equal; give weight: 0 to look at the reward alone")
         if self.clip is not None and (len(self.clip) != 2 or self.clip[0] >= self.clip[1]):
             raise ValueError(f"clip={self.clip} must be [low, high]")
         if self.retries is not None and self.retries < 0:
@@ -264,7 +266,10 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
     if clash is not None:
         log.warning("%s: %s", where, clash)
     if hasattr(module, "build"):
-        return RewardPlan(entry, module, validate(config_class(module, where, name), own, where))
+        try:
+            return RewardPlan(entry, module, validate(config_class(module, where, name), own, where))
+        except UnknownKey as error:  # of the reward's own options; the entry has others
+            raise UnknownKey(error.place, error.value, [*error.valid, *common]) from None
     if not callable(getattr(module, "score", None)):
         raise ConfigError(f"{where}: {name} defines neither score(images, prompts, metadata) nor build(config)")
     if own:

@@ -72,8 +72,9 @@ class Http:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         require_patience("deadline_s", self.deadline_s)
-        if self.retries < 0:
-            raise ValueError(f"retries={self.retries} must not be negative")
+        for name in ("retries", "price_prompt", "price_completion"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         if not 2 <= self.top_logprobs <= 20:
             raise ValueError(f"top_logprobs={self.top_logprobs} must be between 2 and 20")
 

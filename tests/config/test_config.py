@@ -322,15 +322,27 @@ def test_an_entry_that_says_the_same_twice_is_refused(read):
 
 REFUSED = [
     # types, ranges, geometry: refused and never converted
-    ("iterations=many", "iterations = 'many'", "integer"),
-    ("iterations=2.0", "iterations = 2.0", "integer"),
-    ("iterations='3'", "iterations = '3'", "integer"),
-    ("iterations=true", "iterations = True", "integer"),
-    ("iterations=", "iterations = None", "integer"),
-    ("optim.learning_rate='1e-4'", "optim.learning_rate = '1e-4'", "number"),
-    ("name=3", "name = 3", "string"),
-    ("deterministic=1", "deterministic = 1", "boolean"),
-    ("rewards=shapes", "rewards = 'shapes'", "array"),
+    ("iterations=many", "iterations = 'many': must be a whole number"),
+    ("iterations=2.0", "iterations = 2.0: must be a whole number"),
+    ("iterations='3'", "iterations = '3': must be a whole number; take the quotes away"),
+    ("iterations=true", "iterations = True: must be a whole number"),
+    ("iterations=", "iterations = None: null has no meaning here; it must be a whole number"),
+    ("optim=null", "optim = None: null has no meaning here; it must be a mapping of keys to values, or left out"),
+    ("optim.learning_rate='1e-4'", "optim.learning_rate = '1e-4': must be a number; take the quotes away"),
+    ("name=3", "name = 3: must be text; put it in quotes"),
+    ("deterministic=1", "deterministic = 1: must be true or false"),
+    ("rewards=shapes", "rewards = 'shapes': must be a list, such as [a, b]"),
+    ("rewards=[shapes]", "rewards.0 = 'shapes': must be a mapping of keys to values, such as {name: shapes}"),
+    ("rewards=[mine.py]", "rewards.0 = 'mine.py': ", "such as {path: mine.py}"),
+    ("algorithm=awm", "algorithm = 'awm': ", "such as {name: awm}"),
+    ("model=tiny-sd3", "model = 'tiny-sd3': ", "such as {path: tiny-sd3}"),
+    # kinds of which one is tried after the other: one line with the option's own key
+    ("eval.preview_prompts=3", "eval.preview_prompts = 3: must be a list or text"),
+    ("algorithm={name: diffusion_nft, old: x}", "algorithm.old = 'x': must be none, ramp, late or a mapping"),
+    ("eval.save_images=-1", "eval", "save_images=-1 must not be negative; null saves all, 0 none"),
+    ("model.max_sequence_length=0", "model", "max_sequence_length=0 must be in 1..512"),
+    ("rewards.0.scale=0", "rewards.0", "scale=0 makes all training values equal", "weight: 0"),
+    ("rewards.0.wait=1", "rewards.0.wait: unknown key", "retries, scale, surplus_penalty, timeout, weight"),
     ("optim.schedule=step", "optim.schedule = 'step'", "'cosine'"),
     ("data=prompts.txt", "data = 'prompts.txt'"),
     ("optim.betas=[0.9, x]", "optim.betas.1 = 'x'", "number"),
@@ -519,6 +531,7 @@ def test_their_neighbours_are_accepted_and_a_method_on_edges_has_its_sampler_wri
         ("a: !!int word\n", ("not valid YAML", "tag")),
         ("[" * 1500, ("not valid YAML", "too deeply")),
         ("a: \0\n", ("not valid YAML", "x0000")),
+        ("a:\n\tb: 1\n", ('in "run.yaml", line 2', "replace the tab by spaces")),
     ],
 )
 def test_a_yaml_that_would_lose_or_break_something_is_refused_with_its_line(text, words):
@@ -559,13 +572,14 @@ def model_with(**facts: Any) -> ModelAdapter:
         ("eval.guidance_scale", "0"),
         ("algorithm.guidance_scale", "0.5"),
         ("eval.best_guidance", "[2, 0.9]"),
+        ("algorithm", "{name: crd, reference_guidance: 0}"),
     ],
 )
 def test_guidance_below_the_scale_that_is_none_is_refused_where_it_changes_nothing(read, key, text):
-    both = [f"{key}={text}", *(["rollout.guidance_scale=0.5"] if key.startswith("algorithm") else [])]
+    both = [f"{key}={text}", *(["rollout.guidance_scale=0.5"] if key.startswith("algorithm.") else [])]
     resolved = resolve(read(*both))
     message = refusal(check_model, resolved, ModelAdapter())
-    assert message.startswith(key if not key.startswith("algorithm") else "rollout.guidance_scale")
+    assert message.startswith(key if not key.startswith("algorithm.") else "rollout.guidance_scale")
     assert "guides above 1 only; set it to 1, which is no guidance" in message
     # The network takes the scale as an input; a pipeline that guides above 0; nothing is known yet.
     for adapter in (model_with(branches=lambda scale: 1), model_with(unguided=0.0), None):

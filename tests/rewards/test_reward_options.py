@@ -48,6 +48,16 @@ SERVED = {"servers": ["http://a"], "reward": "mine"}
         ("vlm_judge", {"http": {"concurency": 3}}, r"http\.concurency: unknown key.*did you mean 'concurrency'"),
         ("vlm_judge", {"http": {"concurrency": 0}}, "concurrency=0 must be above 0"),
         ("vlm_judge", {"http": {"top_logprobs": 40}}, "top_logprobs=40 must be between 2 and 20"),
+        ("vlm_judge", {"http": {"price_prompt": -1.0}}, "price_prompt=-1.0 must not be negative"),
+        *[
+            (judge, {"max_tokens": 0}, "max_tokens=0 must be")
+            for judge in ("edit_score", "unified_reward", "vlm_judge")
+        ],
+        *[
+            ("geneval", {"counting_confidence": value}, r"counting_confidence=.* must be in \[0, 1\)")
+            for value in (-1, 1)
+        ],
+        ("shapes", {"surplus_penalty": -0.1}, "surplus_penalty=-0.1 must be at least 0"),
         ("vlm_judge", {"http": {"retries": -1}}, "retries=-1 must not be negative"),
         ("vlm_judge", {"local": {"batch_size": 0}}, "batch_size=0 must be at least 1"),
         ("vqa_score", {"question": "Is it good?"}, r"must hold \{\}"),
