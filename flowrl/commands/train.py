@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from flowrl.commands._arguments import AsJson, Config, Overrides, Processes, Quiet, option, showing
 from flowrl.core.startup import imports
@@ -26,7 +26,7 @@ Accept = Annotated[
     ),
 ]
 Backend = Annotated[
-    str | None,
+    Literal["nccl", "gloo"] | None,
     option(
         "Communication between processes: nccl or gloo.",
         "nccl: a GPU each; gloo: CPUs, or GPUs that are shared. Default: nccl on GPUs, gloo without.",

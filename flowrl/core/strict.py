@@ -362,8 +362,9 @@ def find_config(path: str | Path) -> Path:
     shipped = assets.recipe_file(str(path))
     if shipped is None:
         close = registry.suggest(str(path), assets.recipes())
+        there = "is a folder without config.yaml, so no run" if file.is_dir() else "does not exist"
         raise ConfigError(
-            f"configuration file {str(path)!r} does not exist, nor does a recipe of this name come with flowrl; {close}"
+            f"configuration file {str(path)!r} {there}, nor does a recipe of this name come with flowrl; {close}"
             "`flowrl list recipes` names them"
         )
     return shipped

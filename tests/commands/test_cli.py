@@ -43,6 +43,14 @@ def test_an_unknown_command_exits_with_2():
     assert flowrl("trian").returncode == 2
 
 
+def test_a_backend_that_there_is_not_is_refused_for_a_single_process_too(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["flowrl", "train", "nowhere", "--backend", "mpi"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert "'mpi' is not one of 'nccl', 'gloo'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [(), ("--debug",)])
 def test_a_failure_shows_its_traceback_on_debug_alone(monkeypatch, capsys, tmp_path, words):
     monkeypatch.setenv(DEBUG, "")  # so that it is put back

@@ -98,6 +98,7 @@ def test_a_file_that_is_no_configuration_is_refused(read, text, reason):
 
 def test_a_missing_file_is_refused_and_two_mistakes_are_named_at_once(read, tmp_path):
     assert "does not exist" in refusal(load_config, tmp_path / "nowhere.yaml")
+    assert "is a folder without config.yaml, so no run" in refusal(load_config, tmp_path)
     message = refusal(read, "iterations=x", "seed=y")
     assert "iterations = 'x'" in message
     assert "seed = 'y'" in message
