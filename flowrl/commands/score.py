@@ -152,7 +152,10 @@ def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> 
     result = sorted(images.iterdir()) if images.is_dir() else [images] if images.is_file() else []
     files = [file for file in result if file.suffix.lower() in _SUFFIXES]
     if not files:
-        raise ConfigError(f"{str(images)!r}: no images there ({', '.join(sorted(_SUFFIXES))})")
+        what = "no images there" if images.exists() else "there is no such file or folder"
+        raise ConfigError(
+            f"IMAGES={str(images)!r}: {what}; give one with images or videos ({', '.join(sorted(_SUFFIXES))})"
+        )
     if prompts is None:
         samples = [(file, str(media.read_note(file).get("prompt", "")), {}) for file in files]
     else:

@@ -7,6 +7,7 @@ images = model.sample(["a small red circle"], seed=0)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core import registry
-from flowrl.core.strict import validate
+from flowrl.core.strict import require_positive, validate
 from flowrl.core.types import Condition, Identity, SampleId
 from flowrl.data.prompts import Prompt, identity
 from flowrl.data.text_cache import Texts
@@ -116,7 +117,15 @@ class Model:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W] of B prompts, in [0, 1] on the CPU, by the deterministic steps.
 
         The noise of a sample is keyed by the seed and its place, so batches of any size give the same samples.
+
+        Raises:
+            ValueError: no prompt, no step, an empty batch, or a guidance scale that is no finite number.
         """
+        require_positive(num_inference_steps=num_inference_steps, batch_size=batch_size)
+        if not math.isfinite(guidance_scale):
+            raise ValueError(f"guidance_scale={guidance_scale} must be a finite number; 1 is none")
+        if not isinstance(prompts, str | Prompt) and not len(prompts):
+            raise ValueError("prompts is empty: give a text, or a list of one or more")
         cond = self.condition(prompts)
         ids, rows = [SampleId(slot, 0) for slot in range(len(cond))], torch.arange(len(cond))
         policy, plan = (

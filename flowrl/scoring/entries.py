@@ -74,6 +74,11 @@ class RewardEntry:
                     f"outputs.{output}={share:g} must not be below 0, which would train towards what is worse: an "
                     "output of which less is better is negated already (its card's less_is_better)"
                 )
+        if self.outputs and not any(self.outputs.values()):
+            raise ValueError(
+                f"outputs={self.outputs}: every share is 0, so nothing of it is trained on; give one a share, or give "
+                "weight: 0 to look at the reward alone"
+            )
         if self.scale == 0:
             raise ValueError("scale=0 makes all training values equal; give weight: 0 to look at the reward alone")
         if self.clip is not None and (len(self.clip) != 2 or self.clip[0] >= self.clip[1]):

@@ -343,6 +343,7 @@ REFUSED = [
     ("eval.save_images=-1", "eval", "save_images=-1 must not be negative; null saves all, 0 none"),
     ("model.max_sequence_length=0", "model", "max_sequence_length=0 must be in 1..512"),
     ("rewards.0.scale=0", "rewards.0", "scale=0 makes all training values equal", "weight: 0"),
+    ("rewards.0.outputs={shapes_strict: 0}", "rewards.0", "every share is 0", "weight: 0"),
     ("rewards.0.wait=1", "rewards.0.wait: unknown key", "retries, scale, surplus_penalty, timeout, weight"),
     ("optim.schedule=step", "optim.schedule = 'step'", "'cosine'"),
     ("data=prompts.txt", "data = 'prompts.txt'"),

@@ -92,3 +92,17 @@ def test_what_cannot_be_meant_is_refused_with_the_remedy(model):
         flowrl.load_model("tiny-sd3", lorra={})
     with pytest.raises(ModelError, match="no such file, folder or embedded asset"):
         flowrl.load_model("./nowhere")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "prompts is empty"),
+        ("a", {"num_inference_steps": 0}, "num_inference_steps=0 must be positive"),
+        ("a", {"batch_size": -1}, "batch_size=-1 must be positive"),
+        ("a", {"guidance_scale": float("nan")}, "guidance_scale=nan must be a finite number"),
+    ],
+)
+def test_a_sample_of_nothing_is_refused_by_the_argument(model, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        model.sample(prompts, **options)
