@@ -186,7 +186,7 @@ def test_a_video_file_that_cannot_be_read_ends_the_command_before_anything_is_sc
         ({"reward": ["jpeg"], "prompts": "bad.jsonl"}, r"line 1: has no 'prompt'"),
         ({"reward": ["jpeg"], "prompts": "other.jsonl"}, r"no record has the image '1.png' \(3 lack one\)"),
         ({"reward": ["jpeg"], "prompts": "gone.txt"}, "no such file"),
-        ({"reward": ["jpeg"], "images": Path("nowhere")}, "IMAGES='nowhere': there is no such file or folder; give one"),
+        ({"reward": ["jpeg"], "images": Path("nowhere")}, "'nowhere': there is no such file or folder; give one"),
         ({"reward": ["jpeg"], "prompts": "two.xlsx"}, "not read from a .xlsx file; give a .txt"),
     ],
 )
