@@ -44,6 +44,8 @@ class Config:
             least = 1 if name in counts else 0.01
             if not value >= least:
                 raise ValueError(f"{name}={value} must be at least {least}")
+        if self.start_s < 0:
+            raise ValueError(f"start_s={self.start_s} must not be negative; 0 asks once")
         require_patience("deadline_s", self.deadline_s)
         if self.token_file is not None and self.token_env is not None:
             raise ValueError("give token_file or token_env, not both")

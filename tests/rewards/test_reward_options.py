@@ -35,6 +35,7 @@ SERVED = {"servers": ["http://a"], "reward": "mine"}
         ("remote", SERVED | {"servers": []}, "must be addresses"),
         ("remote", SERVED | {"servers": ["127.0.0.1:8100"]}, "must be addresses"),
         ("remote", SERVED | {"max_items": 0}, "max_items=0 must be at least 1"),
+        ("remote", SERVED | {"start_s": -1.0}, "start_s=-1.0 must not be negative"),
         ("remote", SERVED | {"timeout_s": float("nan")}, "timeout_s = nan: must be a number"),
         ("remote", SERVED | {"token_file": "a", "token_env": "b"}, "not both"),
         ("safety", {"veto_above": 0.0}, "veto_above=0.0 must be above 0"),
