@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -185,8 +186,8 @@ def build(config: Config) -> Reward:
         if lost:
             unscored(
                 f"{lost} samples of iteration {occasion.iteration} were not compared by anybody (time_limit="
-                f"{config.time_limit}); vote with `flowrl vote {occasion.run}` while the run waits, raise time_limit, "
-                "or let more samples be left out, by max_failed_share of the reward's entry"
+                f"{config.time_limit}); vote with `flowrl vote {shlex.quote(str(occasion.run))}` while the run waits, "
+                "raise time_limit, or let more samples be left out, by max_failed_share of the reward's entry"
             )
         return tables(occasion, questions, closed)
 

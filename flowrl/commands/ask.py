@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,14 +107,14 @@ def _ended(run: Path) -> str:
     """Why a run without a process takes no request, and the remedy."""
     from flowrl.core import status
 
-    summary = status.read(run)
+    summary, there = status.read(run), shlex.quote(str(run))
     if summary.get("status") in status.ENDED:
         ended = "was ended by its guard" if summary["status"] == status.GUARDED else "has finished"
         return (
-            f"the run in {run} {ended}: flowrl sample {run} draws images of it, flowrl eval {run} evaluates it, "
+            f"the run in {run} {ended}: flowrl sample {there} draws images of it, flowrl eval {there} evaluates it, "
             "and its weights are in adapter/; iterations=N with --resume trains on"
         )
-    how = status.describe(summary) or f"It has not begun. Go on with: flowrl train {run} --resume"
+    how = status.describe(summary) or f"It has not begun. Go on with: flowrl train {there} --resume"
     return f"the run in {run} has ended. {how}"
 
 

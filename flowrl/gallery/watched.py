@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,4 +205,4 @@ def _command(summary: dict[str, Any], folder: Path) -> str:
     """The command that continues a run; "": it has finished, or another program than train ended it."""
     if summary.get("status") in status.ENDED:
         return ""
-    return str(summary.get("command") or f"flowrl train {folder} --resume")
+    return str(summary.get("command") or f"flowrl train {shlex.quote(str(folder))} --resume")

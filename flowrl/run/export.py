@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -200,7 +201,9 @@ def learned_noise(run: Path) -> LearnedNoise | None:
     if not file.is_file():
         return None
     if outdated(run) is not None:
-        raise ConfigError(f"{file} is older than the newest checkpoint: flowrl train {run} --resume writes it again")
+        raise ConfigError(
+            f"{file} is older than the newest checkpoint: flowrl train {shlex.quote(str(run))} --resume writes it again"
+        )
     with _reading(file):
         return LearnedNoise.load(file)
 

@@ -6,6 +6,7 @@ folder does not have what it needs. `docs/troubleshooting.md` has a section for 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -127,6 +128,6 @@ def cause(run: Run) -> list[str]:
     found = diagnose(run).findings
     if not found:
         return []
-    first, command = found[0], f"flowrl diagnose {run.folder}"
+    first, command = found[0], f"flowrl diagnose {shlex.quote(str(run.folder))}"
     more = f"{len(found) - 1} more: {command}" if len(found) > 1 else command
     return [f"likely cause: {first.sentence}", f"to change: {first.advice} ({first.docs}; {more})"]

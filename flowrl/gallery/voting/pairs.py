@@ -6,6 +6,7 @@ P prompts, K evaluation seeds.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -74,7 +75,7 @@ def load_pairs(folder: Path) -> list[VotePair]:
     before, after = run.base, run.evaluations.get("tuned")
     if before is None or after is None:
         missing = "base" if before is None else "tuned"
-        command = str(run.summary.get("command") or f"flowrl train {folder} --resume")
+        command = str(run.summary.get("command") or f"flowrl train {shlex.quote(str(folder))} --resume")
         raise ConfigError(
             f"RUN {folder} has no eval/{missing}.json: {_why(run)}; finish it with `{command}`, or give a run that has "
             "ended"

@@ -78,6 +78,14 @@ def test_a_healthy_simulated_run_has_no_finding(tmp_path: Path, seed: int):
     assert cause(load_run(tmp_path / "run")) == []
 
 
+def test_the_command_of_a_cause_can_be_pasted_where_the_folder_has_a_space(tmp_path: Path):
+    run = Simulated(tmp_path / "my run")
+    run.after = run.before
+    run.columns["advantage/dead_group_share"][:] = 1.0
+    told = cause(load_run(run.write()))
+    assert told[1].endswith(f"flowrl diagnose '{tmp_path}/my run')")
+
+
 def test_a_kl_that_feeds_itself_runs_away_and_one_that_grows_as_the_cube_does_not(simulated: Simulated):
     done = np.arange(1, 41) / 40
     # Each step leads where the reward's gradient is larger: growth in proportion to itself.
