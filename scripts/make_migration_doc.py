@@ -27,7 +27,8 @@ without a counterpart is listed at the top of the recipe and on the error stream
 {examples}
 ```
 
-`--from` offers {tools}; left out, the file's ending tells the tool.
+`--from` offers {tools}. Left out, the file's ending tells the tool:
+`.py` flow_grpo, `.sh` diffusion_dpo, `.yaml` flow_factory. Files of TRL have these endings too: give `--from trl`.
 
 - **GPUs.** Other tools state batch sizes per GPU, flowrl states totals over all processes. Where the file does not say
   how many GPUs its run had, give `--gpus N`; a number that differs from the file's is refused.

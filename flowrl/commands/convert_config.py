@@ -41,7 +41,13 @@ def command(file: File, tool: From = None, gpus: Gpus = None, out: Out = None, s
 
     if out is not None and out.exists():
         raise ConfigError(f"--out {out}: it exists; name a new file, or remove it")
-    draft = convert(tool_of(file, tool), file, gpus, Path() if out is None else out.parent)
+    source = tool_of(file, tool)
+    try:
+        draft = convert(source, file, gpus, Path() if out is None else out.parent)
+    except ConfigError as error:
+        if tool is not None:
+            raise
+        raise ConfigError(f"{error} (read as {source.name}'s, by its ending; --from names another tool)") from None
     left = sorted(draft.listed.items(), key=lambda item: not item[1].changes)
     for key, entry in left:
         what = "changes results" if entry.changes else "harmless"
