@@ -50,7 +50,7 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     """Check the options against a model's adapter; None: it is not known yet.
 
     Returns:
-        Notes about a checkpoint distilled to few steps; none about others.
+        Notes about an average that is never taken and about a checkpoint distilled to few steps.
 
     Raises:
         ConfigError: videos that cannot be saved as asked, a KL divisor that does not fit the process, a guidance scale
@@ -69,24 +69,40 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     if is_cfg(adapter):
         reference = ("algorithm.reference_guidance", method.config.reference_guidance)
         _check_below([*scales, reference], adapter.unguided, adapter.kind)
+    for key, scale in scales:
+        if scale is not None and scale < 0:
+            raise ConfigError(f"{key}={scale:g} must not be negative: {adapter.kind} was trained with none below 0")
     _check_gradient(resolved, adapter)
+    notes = _never_averaged(resolved)
     if not how:
-        return []
+        return notes
     for key, scale in scales:
         try:
             if scale is not None:
                 adapter.check_guidance(scale)
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from None
-    notes = [f"the model is distilled {how}: made for 1 to 8 steps; evaluations take its deterministic steps"]
+    notes.append(f"the model is distilled {how}: made for 1 to 8 steps; evaluations take its deterministic steps")
     if resolved.model.config.distilled is None:
-        notes[0] += "; if it is not, set model.distilled=none"
+        notes[-1] += "; if it is not, set model.distilled=none"
     if resolved.training.renoises:
         notes.append(
             f"{method.name} fits the network to re-noised samples, which pulls a distilled one towards blurred means; "
             "methods with log-probs (flow_grpo with rollout.sampler ddim or cps) do not"
         )
     return notes
+
+
+def _never_averaged(resolved: Resolved) -> list[str]:
+    """A note where the run ends before the first update of its averaged weights, which are what it evaluates."""
+    optim, ema = resolved.run.optim, resolved.run.optim.ema
+    updates = resolved.run.iterations * optim.updates_per_iteration * resolved.method.passes
+    if ema is None or not 0 < updates < ema.every:
+        return []
+    return [
+        f"optim.ema.every={ema.every}: the run has {updates} updates, so its averaged weights stay the untrained ones, "
+        f"and those are evaluated and saved; set optim.ema.every to {updates} or less, or optim.ema to null"
+    ]
 
 
 def _check_videos(resolved: Resolved, adapter: ModelAdapter) -> None:

@@ -590,6 +590,17 @@ def test_guidance_below_the_scale_that_is_none_is_refused_where_it_changes_nothi
         check_model, resolve(read("rollout.guidance_scale=0.6")), model_with(unguided=0.7)
     )
     assert check_model(resolve(read("rollout.guidance_scale=1")), ModelAdapter()) == []
+    embedded = model_with(branches=lambda scale: 1)
+    below = refusal(check_model, resolve(read("eval.guidance_scale=-1")), embedded)
+    assert below.startswith("eval.guidance_scale=-1 must not be negative")
+
+
+@pytest.mark.parametrize(("every", "noted"), [(5, True), (4, False)])
+def test_an_average_that_is_never_taken_is_noted_with_the_number_of_updates(read, every, noted):
+    words = (f"optim.ema.every={every}", "iterations=2", "optim.updates_per_iteration=2")
+    notes = check_model(resolve(read(*words)), ModelAdapter())
+    assert [note.partition(":")[0] for note in notes] == ["optim.ema.every=5"] * noted
+    assert not noted or "4 updates" in notes[0]
 
 
 @pytest.mark.parametrize(
