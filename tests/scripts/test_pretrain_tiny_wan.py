@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,11 +53,13 @@ def short(scripts: ModuleType, folder: Path) -> Any:
         moments=4,
         check=1,
         save_every=2,
+        look_every=2,
+        look=1,
     )
 
 
 def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_flowrl(
-    scripts, alone, tmp_path: Path, monkeypatch
+    scripts, alone, tmp_path: Path, monkeypatch, capsys
 ):
     """Each stage is stopped after its third of four steps, a step after its checkpoint."""
     import _tiny_stages
@@ -72,13 +75,17 @@ def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_f
             raise KeyboardInterrupt
 
     whole, stopped = (short(scripts, tmp_path / name) for name in ("whole", "stopped"))
+    whole = replace(whole, look_every=0)
     for train in (stages.train_vae, stages.train_denoiser):
         train(whole, 0)
+        assert ", strict of 1 " not in capsys.readouterr().out
         with monkeypatch.context() as patch:
             patch.setattr(_tiny_stages.Stage, "update", stopping)
             with pytest.raises(KeyboardInterrupt):
                 train(stopped, 0)
         train(stopped, 0)
+        # A look in the middle, and no weight knows of it.
+        assert capsys.readouterr().out.count(" 2, strict of 1 ") == 1
     files = sorted(path.relative_to(whole.output) for path in whole.output.rglob("*.safetensors"))
     assert len(files) == 3
     for file in files:
@@ -97,6 +104,24 @@ def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_f
 
     with pytest.raises(SystemExit, match="its seed=3, but seed=4 is asked for"):
         stages.train_vae(replace(whole, seed=4), 0)
+
+    # Another try of the denoiser keeps the pools, and its record says how the VAE was trained.
+    again = replace(whole, rate=1e-3, steps=1, pools=1)
+    (whole.work / "denoiser.safetensors").unlink()
+    pool = (whole.work / "latents-0-0.safetensors").stat().st_mtime_ns
+    stages.train_denoiser(again, 0)
+    assert (whole.work / "latents-0-0.safetensors").stat().st_mtime_ns == pool
+    monkeypatch.setattr(stages, "strict_accuracy", lambda *args, **call: {"all": 0.0})
+    stages.record(again.output, replace(again, two_share=0.0, vae=()), count=1)
+    told = json.loads((again.output / "pretraining.json").read_text())["settings"]
+    assert (told["rate"], told["two_share"], told["vae_two_share"]) == (1e-3, 0.0, 0.25)
+    assert told["vae"] == [[phase.frames, phase.batch, phase.steps] for phase in whole.vae]
+
+    # With another VAE neither its latents nor its steps count.
+    config = whole.work / "vae" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"latents_mean": [1.0] * 4}))
+    with pytest.raises(SystemExit, match=r"denoiser\.safetensors: its latents_mean=.* is asked for"):
+        stages.train_denoiser(again, 0)
 
 
 def test_tiny_wans_loss_reads_the_vae_and_the_text_as_the_pipeline_does(scripts):
