@@ -273,10 +273,7 @@ def _told(settings: Settings) -> dict[str, Any]:
 def record(folder: Path, settings: Settings | None = None, count: int = 505) -> None:
     """Measure a saved pipeline and write its `pretraining.json`; `settings` None: those of the file stay."""
     file, pipe = folder / "pretraining.json", quiet(MODEL.load(folder))
-    if settings is None:
-        kept = json.loads(file.read_text(encoding="utf-8"))["settings"]
-    else:
-        kept = _told(settings)
+    kept = json.loads(file.read_text(encoding="utf-8"))["settings"] if settings is None else _told(settings)
     strict = {}
     for name, (call, _) in MODEL.calls.items():
         strict[name] = strict_accuracy(pipe, count, **call)

@@ -85,11 +85,21 @@ class Wan(Native):
         return component_names(self.network)
 
     def _check_frames(self) -> None:
-        """Whole latent frames after the first."""
-        step, frames = self.pipeline.vae_scale_factor_temporal, self.num_frames
+        """Whole latent frames after the first, and of these whole patches."""
+        step, frames, patch = self.pipeline.vae_scale_factor_temporal, self.num_frames, self.settings["patch_size"][0]
         if frames < 1 or (frames - 1) % step:
-            near = max(round((frames - 1) / step), 0) * step + 1
+            near = self._near_frames(step, patch)
             raise ModelError(f"model.num_frames={frames} must be one more than a multiple of {step}; use {near}")
+        latents = (frames - 1) // step + 1
+        if latents % patch:
+            raise ModelError(
+                f"model.num_frames={frames} makes {latents} latent frames, and the denoiser reads {patch} at a time; "
+                f"use {self._near_frames(step, patch)}"
+            )
+
+    def _near_frames(self, step: int, patch: int) -> int:
+        """The nearest number of frames that fits."""
+        return (max(round(((self.num_frames - 1) / step + 1) / patch), 1) * patch - 1) * step + 1
 
     def texts(self, prompts: list[str]) -> Condition:
         embeds, _ = self.pipeline.encode_prompt(

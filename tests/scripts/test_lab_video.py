@@ -42,7 +42,7 @@ def first_std(recipe: Path) -> float:
     schedule = schedule_of(path_of(scheduler), scheduler, scheduler.timesteps, scheduler.sigmas)
     sampler, process, x = run.sampler.build(), FlowProcess(), torch.zeros(1, 1)
     step = window(schedule, sampler.default_noise_level(), [0]).steps(torch.tensor([0]), process)
-    return float(sampler.transition(process, process.predict(x, x, step.sigma), x, step).std)
+    return float(sampler.transition(process, process.predict(x, x, step.sigma, "velocity"), x, step).std)
 
 
 def test_the_samplers_that_are_compared_make_equal_noise_on_the_first_step():

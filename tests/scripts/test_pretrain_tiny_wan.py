@@ -16,6 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from flowrl import moving_shapes
+from flowrl.commands._call import call_of
+from flowrl.core.errors import ConfigError, ModelError
+from tests import native
 from tests.tiny_sd3 import ROOT
 
 
@@ -139,4 +142,41 @@ def test_tiny_wans_loss_reads_the_vae_and_the_text_as_the_pipeline_does(scripts)
         texts = [captions[row] for row in rows]
         wanted = pipe.encode_prompt(texts, do_classifier_free_guidance=False, max_sequence_length=12)[0]
         assert torch.equal(_tiny_wan.FlowMatching(pipe).embed(rows), wanted)
+    for frames, message in ((8, "one more than a multiple of 2; use 9"), (5, "makes 3 latent frames, .* 5 at a time")):
+        with pytest.raises(ModelError, match=f"model.num_frames={frames} .*{message}"):
+            native.adapter("wan", pipe, (32, 32), num_frames=frames, max_sequence_length=12)
+    with pytest.raises(ConfigError, match=r"num_frames=7: it makes 4 latent frames, .* 5 at a time; use 9"):
+        call_of(pipe, {}, None, None, ["num_frames=7"])
+    assert call_of(pipe, {}, None, None, ["num_frames=9"]) == {"num_frames": 9}
     assert set(captions[:-1]).isdisjoint(moving_shapes.prompts("heldout") + moving_shapes.prompts("train"))
+
+
+def test_a_perfect_denoiser_has_no_loss_and_wan_pipeline_makes_the_videos_of_the_pool_with_it(
+    scripts, tmp_path: Path, monkeypatch
+):
+    """Noise levels in the network's units, the sign of the velocity, the latents' mean and std, the decoder's clamp."""
+    import _tiny_wan
+    import _tiny_wan_stages as stages
+
+    settings = replace(short(scripts, tmp_path), videos=2)
+    pipe = _tiny_wan.build_pipeline(1)
+    pipe.vae.register_to_config(latents_mean=[0.3, -0.2, 0.1, 0.0], latents_std=[0.5, 2.0, 1.5, 0.8])
+    latents, rows = stages._pool(pipe.vae, settings, 0, 0)
+
+    def perfect(hidden_states: torch.Tensor, timestep: torch.Tensor, **other: Any) -> tuple[torch.Tensor]:
+        x0 = latents[:1].float() if len(hidden_states) == 1 else latents.float()
+        return ((hidden_states - x0) / (timestep.view(-1, 1, 1, 1, 1) / 1000),)
+
+    monkeypatch.setattr(pipe.transformer, "forward", perfect)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        objective = _tiny_wan.FlowMatching(pipe)
+        assert float(objective.loss(latents[:1], rows[:1], 1, generator)) < 1e-8
+        videos, texts = _tiny_wan.draw_batch(stages._rng(settings, stages._POOL, 0, 0), 2, settings.weights)
+        assert [_tiny_wan.caption_rows()[row] for row in rows] == texts
+        wanted = _tiny_wan.decode(pipe.vae, pipe.vae.encode(videos).latent_dist.mean).clamp(-1, 1)
+        pipe.set_progress_bar_config(disable=True)
+        call = _tiny_wan.MODEL.calls["10 steps, CFG 3"][0]
+        found = pipe(texts, output_type="pt", **call).frames.transpose(1, 2) * 2 - 1
+    assert wanted.std() > 0.01
+    torch.testing.assert_close(found, wanted, atol=5e-3, rtol=0)  # the pool is in half precision
