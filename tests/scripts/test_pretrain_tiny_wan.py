@@ -159,7 +159,7 @@ def test_a_perfect_denoiser_has_no_loss_and_wan_pipeline_makes_the_videos_of_the
     import _tiny_wan_stages as stages
 
     settings = replace(short(scripts, tmp_path), videos=2)
-    pipe = _tiny_wan.build_pipeline(1)
+    pipe: Any = _tiny_wan.build_pipeline(1)
     pipe.vae.register_to_config(latents_mean=[0.3, -0.2, 0.1, 0.0], latents_std=[0.5, 2.0, 1.5, 0.8])
     latents, rows = stages._pool(pipe.vae, settings, 0, 0)
 
