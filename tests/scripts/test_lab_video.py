@@ -14,7 +14,7 @@ from flowrl.config.resolved import Resolved
 from flowrl.diffusion.plan import window
 from flowrl.diffusion.process import FlowProcess
 from flowrl.models._schedulers import path_of, schedule_of
-from tests.tiny_sd3 import ROOT
+from tests.tiny_sd3 import ROOT, script
 
 HOMES = (ROOT / "configs", ROOT / "scripts" / "lab_video")
 """Where they are, before or after they have moved."""
@@ -55,3 +55,11 @@ def test_the_samplers_that_are_compared_make_equal_noise_on_the_first_step():
     assert first_std(RECIPES["video-flow_grpo"]) == pytest.approx(0.7, abs=1e-3)
     for name in ("video-dance_grpo", "video-branch_grpo"):
         assert first_std(RECIPES[name]) == pytest.approx(0.6, abs=1e-2)
+
+
+def test_a_cell_in_which_every_video_is_tied_leaves_the_page_whole():
+    page = script("_lab_page")
+    tied = {"rate": None, "low": None, "high": None, "n": 0, "tie_rate": 1.0}
+    cell = {"summary": {"win_rate": {"shapes_motion_partial": tied}}}
+    entry = page.Entry("video-diffusion_dpo", "tested", False, {0: cell}, {0: "fresh"}, preferring=True, moving=True)
+    assert page.wins([entry])[-1] == "| video-diffusion_dpo | 0 | - | 0 | 100.0 |"
