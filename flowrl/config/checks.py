@@ -8,6 +8,7 @@ from flowrl.core import mp4
 from flowrl.core.errors import ConfigError
 from flowrl.diffusion.plan import StepPlan
 from flowrl.models.base import ModelAdapter
+from flowrl.models.weights import component_names
 from flowrl.rollout.outputs import is_cfg
 from flowrl.scoring.build import require_modality
 from flowrl.scoring.entries import check_plans
@@ -54,8 +55,8 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
 
     Raises:
         ConfigError: videos that cannot be saved as asked, a KL divisor that does not fit the process, a guidance scale
-            without an effect, one that a distilled checkpoint does not take, or a branch of guidance without gradient
-            where updates have none.
+            without an effect, one that a distilled checkpoint does not take, a branch of guidance without gradient
+            where updates have none, or two experts that processes would gather at once.
     """
     if adapter is None:
         return []
@@ -65,10 +66,13 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     how, run, method = adapter.distilled, resolved.run, resolved.algorithm
     scales = [("rollout.guidance_scale", run.rollout.guidance_scale), ("eval.guidance_scale", run.eval.guidance_scale)]
     scales.append(("algorithm.guidance_scale", method.config.guidance_scale))
+    if "reference" in resolved.method.roles:
+        scales.append(("algorithm.reference_guidance", method.config.reference_guidance))
     scales += [(f"eval.best_guidance.{number}", scale) for number, scale in enumerate(run.eval.best_guidance)]
     if is_cfg(adapter):
         _check_below(scales, adapter.unguided, adapter.kind)
     _check_gradient(resolved, adapter)
+    _check_experts(resolved, adapter)
     if not how:
         return []
     for key, scale in scales:
@@ -110,6 +114,23 @@ def _check_gradient(resolved: Resolved, adapter: ModelAdapter) -> None:
         raise ConfigError(
             f"model.guidance_gradient=positive takes the gradient of one branch of classifier-free guidance, and "
             f"training with {resolved.algorithm.name} {reason}; leave it out, or set a guidance scale in training"
+        )
+
+
+def _check_experts(resolved: Resolved, adapter: ModelAdapter) -> None:
+    """Refuse `model.shard` where a forward may be of one expert on a process and of the other on the next.
+
+    Each would get the rows of its own expert from every process, which is a mixture of both weights. Methods on steps
+    sort their forwards by expert; training times of finished samples belong to both.
+    """
+    if not (resolved.model.config.shard and resolved.training.renoises):
+        return
+    experts = len(component_names(adapter.network))
+    if experts > 1:
+        raise ConfigError(
+            f"model.shard=true: {resolved.algorithm.name} noises samples to times of all {experts} experts of "
+            f"{adapter.kind}, and processes that share the weights must call the same one; set model.shard=false, or "
+            "use a method with log-probs, such as flow_grpo"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from flowrl.config.checks import check_model
 from flowrl.config.load import load_config, resolve
@@ -18,6 +20,7 @@ from flowrl.config.retired import run_tree
 from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import apply_override, parse_yaml, validate
+from flowrl.models._schedulers import refuse_cfg
 from flowrl.models.base import ModelAdapter
 from flowrl.scoring.build import build_rewards
 from flowrl.scoring.entries import reward_plan
@@ -574,6 +577,49 @@ def test_guidance_below_the_scale_that_is_none_is_refused_where_it_changes_nothi
         check_model, resolve(read("rollout.guidance_scale=0.6")), model_with(unguided=0.7)
     )
     assert check_model(resolve(read("rollout.guidance_scale=1")), ModelAdapter()) == []
+
+
+SAMPLES = ("rollout.sampler=null", "optim.batch_size=8")
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("{name: crd}", r"^algorithm\.reference_guidance: .*takes no CFG"),
+        ("{name: crd, reference_guidance: 1.0}", None),
+        ("{name: crd, kl: {coef: 0.0}}", None),
+        ("{name: dgpo}", None),
+    ],
+)
+def test_guidance_of_the_reference_is_refused_where_the_checkpoint_takes_none(read, method, reason):
+    """By default CRD guides the untouched network: a distilled one was never made for that."""
+
+    def check_guidance(scale: float) -> None:
+        if scale > 1:
+            refuse_cfg("for a test", scale)
+
+    resolved = resolve(read(f"algorithm={method}", "model={name: sd, path: any}", *SAMPLES))
+    adapter = model_with(distilled="for a test", check_guidance=check_guidance)
+    if reason is None:
+        check_model(resolved, adapter)
+    else:
+        assert re.search(reason, refusal(check_model, resolved, adapter))
+
+
+@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("experts", [1, 2])
+def test_processes_that_share_two_experts_train_by_log_probs_alone(read, shard, experts):
+    """Gathered at once from different experts, the rows of a weight would be of both."""
+    parts = {f"transformer{name}": nn.Linear(1, 1) for name in ("", "_2")[:experts]}
+    adapter = model_with(network=nn.ModuleDict(parts))
+    on_samples = resolve(read("algorithm={name: awm}", f"model.shard={shard}", *SAMPLES))
+    if shard and experts == 2:
+        message = refusal(check_model, on_samples, adapter)
+        assert "model.shard=true: awm noises samples to times of all 2 experts" in message
+        assert "set model.shard=false" in message
+    else:
+        assert check_model(on_samples, adapter) == []
+    assert check_model(resolve(read(f"model.shard={shard}")), adapter) == []
 
 
 @pytest.mark.parametrize(
