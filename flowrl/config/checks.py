@@ -8,7 +8,6 @@ from flowrl.core import mp4
 from flowrl.core.errors import ConfigError
 from flowrl.diffusion.plan import StepPlan
 from flowrl.models.base import ModelAdapter
-from flowrl.models.weights import component_names
 from flowrl.rollout.outputs import is_cfg
 from flowrl.scoring.build import require_modality
 from flowrl.scoring.entries import check_plans
@@ -55,8 +54,8 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
 
     Raises:
         ConfigError: videos that cannot be saved as asked, a KL divisor that does not fit the process, a guidance scale
-            without an effect, one that a distilled checkpoint does not take, a branch of guidance without gradient
-            where updates have none, or two experts that processes would gather at once.
+            without an effect, one that a distilled checkpoint does not take, or a branch of guidance without gradient
+            where updates have none.
     """
     if adapter is None:
         return []
@@ -72,7 +71,6 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     if is_cfg(adapter):
         _check_below(scales, adapter.unguided, adapter.kind)
     _check_gradient(resolved, adapter)
-    _check_experts(resolved, adapter)
     if not how:
         return []
     for key, scale in scales:
@@ -114,23 +112,6 @@ def _check_gradient(resolved: Resolved, adapter: ModelAdapter) -> None:
         raise ConfigError(
             f"model.guidance_gradient=positive takes the gradient of one branch of classifier-free guidance, and "
             f"training with {resolved.algorithm.name} {reason}; leave it out, or set a guidance scale in training"
-        )
-
-
-def _check_experts(resolved: Resolved, adapter: ModelAdapter) -> None:
-    """Refuse `model.shard` where a forward may be of one expert on a process and of the other on the next.
-
-    Each would get the rows of its own expert from every process, which is a mixture of both weights. Methods on steps
-    sort their forwards by expert; training times of finished samples belong to both.
-    """
-    if not (resolved.model.config.shard and resolved.training.renoises):
-        return
-    experts = len(component_names(adapter.network))
-    if experts > 1:
-        raise ConfigError(
-            f"model.shard=true: {resolved.algorithm.name} noises samples to times of all {experts} experts of "
-            f"{adapter.kind}, and processes that share the weights must call the same one; set model.shard=false, or "
-            "use a method with log-probs, such as flow_grpo"
         )
 
 

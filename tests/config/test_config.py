@@ -12,7 +12,6 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from flowrl.config.checks import check_model
 from flowrl.config.load import load_config, resolve
@@ -604,22 +603,6 @@ def test_guidance_of_the_reference_is_refused_where_the_checkpoint_takes_none(re
         check_model(resolved, adapter)
     else:
         assert re.search(reason, refusal(check_model, resolved, adapter))
-
-
-@pytest.mark.parametrize("shard", [True, False])
-@pytest.mark.parametrize("experts", [1, 2])
-def test_processes_that_share_two_experts_train_by_log_probs_alone(read, shard, experts):
-    """Gathered at once from different experts, the rows of a weight would be of both."""
-    parts = {f"transformer{name}": nn.Linear(1, 1) for name in ("", "_2")[:experts]}
-    adapter = model_with(network=nn.ModuleDict(parts))
-    on_samples = resolve(read("algorithm={name: awm}", f"model.shard={shard}", *SAMPLES))
-    if shard and experts == 2:
-        message = refusal(check_model, on_samples, adapter)
-        assert "model.shard=true: awm noises samples to times of all 2 experts" in message
-        assert "set model.shard=false" in message
-    else:
-        assert check_model(on_samples, adapter) == []
-    assert check_model(resolve(read(f"model.shard={shard}")), adapter) == []
 
 
 @pytest.mark.parametrize(
