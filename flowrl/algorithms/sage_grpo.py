@@ -16,7 +16,7 @@ Source: arXiv 2603.21872; Tencent-Hunyuan/SAGE-GRPO. The rule of step 4 is ours,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -75,6 +75,8 @@ class TrustConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedOptions):
+    default_sampler: ClassVar[str] = "sage"
+
     sde_steps: list[int] | None = None
     """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
     equalise: bool = True
