@@ -104,6 +104,9 @@ def test_nodes_are_compared_with_the_unbiased_std_so_two_are_at_plus_and_minus_h
     assert_close(credit[0, :, 2], (REWARDS[0] - 2) / REWARDS[0].std(), atol=1e-6, rtol=0)
     assert_close(credit[0, :, 0], torch.tensor([-1, -1, 1, 1]) / math.sqrt(2), check_dtype=False, atol=1e-6, rtol=0)
     assert_close(depth(REWARDS[:1] * 1e-3)[0, :, 0], credit[0, :, 0], atol=1e-4, rtol=0)
+    assert_close(
+        depth(REWARDS[:1], ddof=0)[0, :, 0], torch.tensor([-1.0, -1, 1, 1]), check_dtype=False, atol=1e-6, rtol=0
+    )
 
 
 def test_the_last_step_and_equal_rewards_get_nothing():
