@@ -62,7 +62,8 @@ def assert_alike(model: Any, other: Any, scale: float) -> None:
     for each in (1.0, scale):
         assert_close(native.output(model, each), native.output(other, each), atol=1e-5, rtol=0)
     latents = torch.randn(1, *model.latent_shape(), generator=torch.Generator().manual_seed(0))
-    assert_close(model.decode(latents), other.decode(latents), atol=1e-6, rtol=0)
+    # The latents are scaled by another formula, an ulp apart; a decoder of a few layers makes a dozen of it.
+    assert_close(model.decode(latents), other.decode(latents), atol=1e-5, rtol=0)
     bare = {target.removeprefix("attn.") for target in model.lora_targets}
     assert {target.removeprefix("attn.") for target in other.lora_targets} <= bare
     assert set(other.dead_lora_modules()) <= set(model.dead_lora_modules())
