@@ -226,7 +226,8 @@ def wins(entries: list[Entry]) -> list[str]:
         for seed, cell in entry.cells.items():
             if cell is not None:
                 result = cell["summary"]["win_rate"][PARTIAL[entry.metric]]
-                values = percent(result | {"mean": result["rate"]}), result["n"], f"{100 * result['tie_rate']:.1f}"
+                rate = "-" if result["rate"] is None else percent(result | {"mean": result["rate"]})  # None: all tied
+                values = rate, result["n"], f"{100 * result['tie_rate']:.1f}"
                 rows.append(row(entry.name, seed, *values))
     if not rows:
         return []

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ class Stage:
         self.optimizer.step()
         decay = min(self._average, (1 + step) / (10 + step))
         torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 1 - decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """With the averages in place of the weights, which come back as they were, bit for bit."""
+        kept = [p.detach().clone() for p in self.parameters]
+        self.finish()
+        try:
+            yield
+        finally:
+            for p, value in zip(self.parameters, kept, strict=True):
+                p.data.copy_(value)
 
     def save(self, file: Path, step: int, facts: dict[str, Any]) -> None:
         """Everything that the next step needs; a file that is there is whole."""

@@ -69,6 +69,10 @@ class Settings:
     """Videos over which the latents' mean and std are measured."""
     check: int = 505
     """Held-out captions that are measured at the end."""
+    look_every: int = 1500
+    """Steps between two looks at strict accuracy on the way, under 3 % of the time; they move no weight. 0: none."""
+    look: int = 96
+    """Held-out captions of a look."""
 
     def facts(self, stage: str) -> dict[str, Any]:
         """What decides the weights of a stage, "vae" or "denoiser", and what the record tells of it."""
@@ -79,11 +83,21 @@ class Settings:
         names = ("steps", "rate", "decay_from", "text_rate", "batch_size", "ema", "videos", "pools", "tokens")
         return shared | {name: getattr(self, name) for name in names}
 
+    def pool_facts(self, vae: Any) -> dict[str, Any]:
+        """What decides the latents of a pool: the VAE, by its latents' mean and std, and what is drawn."""
+        names = ("seed", "processes", "two_share", "videos")
+        return {name: getattr(self, name) for name in names} | latent_facts(vae)
+
     @property
     def weights(self) -> dict[str, float]:
         """Shares of the tasks."""
         one = {task: (1 - self.two_share) * share for task, share in ONE.items()}
         return one | {task: self.two_share * share for task, share in TWO.items() if self.two_share}
+
+
+def latent_facts(vae: Any) -> dict[str, list[float]]:
+    """What tells a trained VAE from another: mean and std of its latents."""
+    return {name: getattr(vae.config, name) for name in ("latents_mean", "latents_std")}
 
 
 # ---- the world

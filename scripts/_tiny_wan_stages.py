@@ -14,7 +14,17 @@ import torch.distributed as dist
 from _tiny_report import quiet
 from _tiny_stages import Stage, check_facts, ramp
 from _tiny_training import log, save
-from _tiny_wan import MODEL, FlowMatching, Settings, build_pipeline, caption_rows, decode, draw_batch, vae_loss
+from _tiny_wan import (
+    MODEL,
+    FlowMatching,
+    Settings,
+    build_pipeline,
+    caption_rows,
+    decode,
+    draw_batch,
+    latent_facts,
+    vae_loss,
+)
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -76,7 +86,7 @@ def train_vae(settings: Settings, rank: int) -> None:
     """The phases one after another; then its latents' mean and std are measured and kept in its configuration."""
     vae = MODEL.build(settings.seed).vae
     stage = Stage([([vae], settings.vae_rate)], average=settings.vae_ema, processes=settings.processes)
-    file, facts = settings.work / "vae.safetensors", settings.facts("vae")
+    file, facts = _vae_file(settings), settings.facts("vae")
     done = stage.load(file, facts)
     plan = [phase for phase in settings.vae for _ in range(phase.steps)]
     told = _Told(rank, "vae", len(plan))
@@ -87,6 +97,10 @@ def train_vae(settings: Settings, rank: int) -> None:
         told.add(step, loss.item())
         if rank == 0 and (step % settings.save_every == 0 or step == len(plan)):
             stage.save(file, step, facts)
+        if rank == 0 and _looks(settings, step, len(plan)):
+            with stage.averaged():
+                share = vae_strict(vae, settings.seed, settings.look)
+            log(0, f"vae {step}, strict of {settings.look} rendered videos: {_row(share)}")
     stage.finish()
     if rank == 0:
         _standardise(vae.eval(), settings)
@@ -131,14 +145,14 @@ def train_denoiser(settings: Settings, rank: int) -> None:
     from diffusers import AutoencoderKLWan
 
     folder = settings.work / "vae"
-    if not (folder / "config.json").exists():
+    if not ((folder / "config.json").exists() and _vae_file(settings).exists()):
         raise SystemExit(f"{folder} holds no VAE; run `python scripts/pretrain_tiny.py tiny-wan --stage vae` first")
     pipe = build_pipeline(settings.seed, settings.tokens)
     pipe.register_modules(vae=AutoencoderKLWan.from_pretrained(folder).eval())
     denoiser, *encoders = MODEL.trained(pipe)
     groups = [([denoiser], settings.rate), (encoders, settings.text_rate * settings.rate)]
     stage = Stage(groups, average=settings.ema, processes=settings.processes)
-    file, facts = settings.work / "denoiser.safetensors", settings.facts("denoiser")
+    file, facts = settings.work / "denoiser.safetensors", settings.facts("denoiser") | latent_facts(pipe.vae)
     done = stage.load(file, facts)
     objective, told = FlowMatching(pipe), _Told(rank, "denoiser", settings.steps)
     pool, held = -1, None
@@ -153,6 +167,11 @@ def train_denoiser(settings: Settings, rank: int) -> None:
         told.add(step, loss.item())
         if rank == 0 and (step % settings.save_every == 0 or step == settings.steps):
             stage.save(file, step, facts)
+        if rank == 0 and _looks(settings, step, settings.steps):
+            name, (call, _) = next(iter(MODEL.calls.items()))
+            with stage.averaged():
+                share = strict_accuracy(quiet(pipe), settings.look, **call)
+            log(0, f"denoiser {step}, strict of {settings.look} captions, {name}: {_row(share)}")
     stage.finish()
     if rank == 0:
         save(pipe, MODEL, settings.output)
@@ -170,7 +189,7 @@ def _pool(vae: Any, settings: Settings, rank: int, number: int) -> tuple[Tensor,
     mean, std = (
         torch.tensor(values).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std)
     )
-    facts = settings.facts("denoiser") | {"latents_mean": vae.config.latents_mean}
+    facts = settings.pool_facts(vae)
     if file.exists():
         with safe_open(file, "pt") as held:
             check_facts(file, json.loads(held.metadata()["facts"]), facts)
@@ -195,6 +214,11 @@ def _pool(vae: Any, settings: Settings, rank: int, number: int) -> tuple[Tensor,
 
 
 # ---- what it can do
+
+
+def _looks(settings: Settings, step: int, steps: int) -> bool:
+    """Whether strict accuracy is measured after this step; after the last one it is anyway."""
+    return settings.look_every > 0 and step % settings.look_every == 0 and step < steps
 
 
 def _shares(hits: dict[str, list[float]]) -> dict[str, float]:
@@ -233,13 +257,23 @@ def fingerprint(pipe: Any) -> list[list[list[float]]]:
     return np.round(blocks.astype(float), 4).tolist()
 
 
+def _vae_file(settings: Settings) -> Path:
+    return settings.work / "vae.safetensors"
+
+
+def _told(settings: Settings) -> dict[str, Any]:
+    """Settings of both stages, the VAE's as it was trained: a denoiser may be asked for with others."""
+    own = settings.facts("denoiser")
+    with safe_open(_vae_file(settings), "pt") as held:
+        vae = json.loads(held.metadata()["facts"])
+    others = {key: value for key, value in vae.items() if own.get(key) != value}
+    return own | {key if key.startswith("vae") else f"vae_{key}": value for key, value in others.items()}
+
+
 def record(folder: Path, settings: Settings | None = None, count: int = 505) -> None:
     """Measure a saved pipeline and write its `pretraining.json`; `settings` None: those of the file stay."""
     file, pipe = folder / "pretraining.json", quiet(MODEL.load(folder))
-    if settings is None:
-        kept = json.loads(file.read_text(encoding="utf-8"))["settings"]
-    else:
-        kept = settings.facts("vae") | settings.facts("denoiser")
+    kept = json.loads(file.read_text(encoding="utf-8"))["settings"] if settings is None else _told(settings)
     strict = {}
     for name, (call, _) in MODEL.calls.items():
         strict[name] = strict_accuracy(pipe, count, **call)

@@ -48,7 +48,7 @@ a mapping, whose own keys follow it. A component has further options, on a page 
 """
 CREDITS = """
 The keys below `algorithm.advantages`, for methods that credit a sample by an advantage rule. The rules, values of
-`rule`:
+`name`:
 """
 COMMANDS = """
 `flowrl COMMAND --help` shows the first sentence of each in the terminal.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -42,6 +42,8 @@ class SeparateConfig(AdvantageConfig):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedOptions):
+    default_sampler: ClassVar[str] = "dance_sde"
+
     sde_steps: list[int] | None = None
     """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
     spatial: SpatialConfig | None = None

@@ -48,8 +48,9 @@ class Config(DrawnOptions):
     """The average of the policy, which is also the `old` of the ratio."""
     sample_average_from: int | None = 200
     """Optimizer steps after which the average draws the samples; null: never."""
-    reference_guidance: float = 1.0
-    """CFG of the untouched network; where guidance is an input of the network, it gets the policy's value."""
+    reference_guidance: float | None = None
+    """CFG of the untouched network, in the pipeline's units; null: as the policy, by default none. Where guidance is an
+    input of the network, it gets the policy's value."""
 
     def __post_init__(self) -> None:
         DrawnOptions.__post_init__(self)

@@ -42,7 +42,8 @@ class Config(Options):
     threshold: float = 1e-5
     """KL to the old policy from which on an aligned term is dropped; a mean over dims, so small latents need more."""
     divisor: Literal["variance", "none"] = "variance"
-    """`variance`: the Gaussian KL; `none`: the plain square of the mean's change."""
+    """`variance`: the Gaussian KL; `none`: the plain square of the mean's change, twice what the official code
+    compares without its coefficient."""
 
     def __post_init__(self) -> None:
         check_steps(self.sde_steps)

@@ -57,7 +57,8 @@ class KLConfig:
     """Weight of the KL to the reference; 0 computes no reference."""
     divisor: KLDivisor | None = None
     """`variance`: the Gaussian KL, official with CPS and Wan; `flow_grpo`: without its factor 1/|dt|, official with the
-    Flow-SDE, flows only; `none`: plain square; null: `flow_grpo` on flows, `variance` on noise-prediction models."""
+    Flow-SDE, flows only; `none`: plain square; null: `flow_grpo` on flows, whatever the sampler, `variance` on
+    noise-prediction models."""
 
     def __post_init__(self) -> None:
         if self.coef < 0:

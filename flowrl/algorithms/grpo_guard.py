@@ -25,7 +25,7 @@ from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClippedOptions, Ratio, clipped_loss
 from flowrl.core.types import Step
 from flowrl.credit.advantages import AdvantageConfig
-from flowrl.diffusion.process import expand
+from flowrl.diffusion.process import Process, VPProcess, expand
 from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.samplers.base import Sampler, StepDistribution
 
@@ -40,8 +40,8 @@ class Config(ClippedOptions):
     ratio_norm: bool = True
     """False keeps the plain ratio, with its own clip range."""
     reweight: Reweight = "exact"
-    """Weight of a step: `exact` 1 / |d mean / d velocity|; as published `flow_grpo` 1 / |dt|, `dance_grpo` beta / |dt|;
-    `none` 1."""
+    """Weight of a step: `exact` 1 / |d mean / d velocity|; as published `flow_grpo` 1 / |dt|, `dance_grpo` beta / |dt|,
+    flows only; `none` 1."""
     advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(std="group"))
 
     @property
@@ -55,6 +55,14 @@ class Config(ClippedOptions):
                 "use flow_sde or dance_sde, or set ratio_norm=false"
             )
         ClippedOptions.check(self, sampler, num_steps)
+
+    def check_process(self, process: Process) -> None:
+        ClippedOptions.check_process(self, process)
+        if self.reweight in ("flow_grpo", "dance_grpo") and isinstance(process, VPProcess):
+            raise ValueError(
+                f"reweight={self.reweight} divides by |dt|, which belongs to a flow's SDE; on this noise-prediction "
+                "model (VP) the steps would count up to a hundredfold unevenly: use exact, or none"
+            )
 
 
 def normalised_log_ratio(policy: StepDistribution, mean_old: Tensor, x_next: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """SAGE-GRPO: steps weighed to equal gradient norms, and a trust region around a moving anchor and the old policy.
 
     1. roll out and credit as Flow-GRPO with the sampler `sage`; keep mean_old of every trained step
-    2. N_i = |d mean / d velocity| / std of trained step i;  S_i = median(N) / N_i (the lower median)
+    2. N_i = |d mean / d velocity| / std of trained step i (with cps, whose log p lacks 1 / (2 std^2), times std);
+       S_i = median(N) / N_i (the lower median)
     3. per edge KL_anchor = mean((mean - mean_anchor)^2) / (2 std^2), the anchor a copy of the policy that is
        renewed every n optimizer updates; KL_old = mean((mean - mean_old)^2) / (2 std^2)
        loss = S_i * max(-A ratio, -A clamp(ratio, 1 - c, 1 + c)) + lambda * (KL_anchor + 0.1 KL_old)
@@ -16,7 +17,7 @@ Source: arXiv 2603.21872; Tencent-Hunyuan/SAGE-GRPO. The rule of step 4 is ours,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -75,6 +76,8 @@ class TrustConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(ClippedOptions):
+    default_sampler: ClassVar[str] = "sage"
+
     sde_steps: list[int] | None = None
     """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
     equalise: bool = True
@@ -85,9 +88,13 @@ class Config(ClippedOptions):
 
 
 def gradient_norms(plan: StepPlan, sampler: Sampler, process: Process) -> Tensor:
-    """N of the plan's trained steps, [K]: by how much a unit change of the velocity moves the mean, in stds."""
+    """N of the plan's trained steps, [K]: size of the gradient of log p by the velocity, but for one constant.
+
+    Of a Gaussian by how much a unit change of the velocity moves the mean, in stds; the unscaled form lacks 1 / std^2.
+    """
     step = plan.steps(torch.tensor(plan.train), process)
-    return sampler.velocity_gain(step).abs() / step_std(sampler, process, step)
+    gain, std = sampler.velocity_gain(step).abs(), step_std(sampler, process, step)
+    return gain * std if sampler.log_prob_form == "unscaled" else gain / std
 
 
 def equaliser(plan: StepPlan, sampler: Sampler, process: Process) -> Tensor:

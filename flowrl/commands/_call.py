@@ -10,8 +10,10 @@ from typing import Any
 from flowrl.core.errors import ConfigError
 from flowrl.core.registry import suggest
 from flowrl.core.strict import overridden
+from flowrl.models.base import network_config
 from flowrl.models.generic.options import guidance_arguments
 
+_COUNTS = ("num_inference_steps", "num_frames")
 _OURS = ("self", "prompt", "image", "last_image", "generator", "output_type", "return_dict", "num_images_per_prompt")
 
 
@@ -50,7 +52,25 @@ def _settings(pipeline: Any, words: Sequence[str]) -> dict[str, Any]:
                 f"--set {name}: {kind.__name__} takes no such argument; {suggest(name, known)}"
                 f"there are: {', '.join(known)}"
             )
-    steps = result.get("num_inference_steps", 1)
-    if not isinstance(steps, int) or steps < 1:
-        raise ConfigError(f"--set num_inference_steps={steps}: must be a whole number, at least 1")
+    for name in _COUNTS:
+        count = result.get(name, 1)
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f"--set {name}={count}: must be a whole number, at least 1")
+    _require_patches(pipeline, result.get("num_frames"))
     return result
+
+
+def _require_patches(pipeline: Any, frames: int | None) -> None:
+    """Refuse frames that a denoiser whose patches hold several latent frames cannot take: it would fail inside."""
+    step, network = getattr(pipeline, "vae_scale_factor_temporal", None), getattr(pipeline, "transformer", None)
+    if frames is None or step is None or network is None:
+        return
+    patches = network_config(network).get("patch_size")
+    patch = patches[0] if isinstance(patches, list | tuple) and len(patches) == 3 else 1  # Wan's: time, height, width
+    latents = (frames - 1) // step + 1 if (frames - 1) % step == 0 else frames // step + 1  # as it rounds them
+    if latents % patch:
+        near = (max(round(latents / patch), 1) * patch - 1) * step + 1
+        raise ConfigError(
+            f"--set num_frames={frames}: it makes {latents} latent frames, and the denoiser reads {patch} at a time; "
+            f"use {near}"
+        )

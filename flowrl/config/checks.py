@@ -65,6 +65,8 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     how, run, method = adapter.distilled, resolved.run, resolved.algorithm
     scales = [("rollout.guidance_scale", run.rollout.guidance_scale), ("eval.guidance_scale", run.eval.guidance_scale)]
     scales.append(("algorithm.guidance_scale", method.config.guidance_scale))
+    if "reference" in resolved.method.roles:
+        scales.append(("algorithm.reference_guidance", method.config.reference_guidance))
     scales += [(f"eval.best_guidance.{number}", scale) for number, scale in enumerate(run.eval.best_guidance)]
     if is_cfg(adapter):
         reference = ("algorithm.reference_guidance", method.config.reference_guidance)

@@ -20,6 +20,8 @@ SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm")
 """Suffixes of the files that `read` reads; `write` makes the first."""
 MOST_BYTES = 2**32
 """Size of a decoded video that is refused, in bytes of uint8: 4 GiB, 3,500 frames of 480 x 832."""
+LOWEST_FPS, HIGHEST_FPS = 0.01, 1000.0
+"""Frame rates that both kinds of files can hold: a WebP counts in whole ms, an MP4 in fractions."""
 _CRF = 16
 """Constant rate factor of libx264: 0 is exact, 18 is called visually lossless by FFmpeg's documentation."""
 _RATE_DENOMINATOR = 1001
@@ -33,13 +35,18 @@ def require_rate(fps: Any, where: str) -> float:
     """A frame rate as a float.
 
     Raises:
-        ConfigError: it is not a finite number above 0.
+        ConfigError: it is not a finite number above 0, or none that a file can hold.
 
     >>> require_rate(16, "--fps")
     16.0
     """
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not (math.isfinite(fps) and fps > 0):
         raise ConfigError(f"{where}={fps!r}: a frame rate must be above 0, in frames a second, such as 16")
+    if not LOWEST_FPS <= fps <= HIGHEST_FPS:
+        raise ConfigError(
+            f"{where}={fps!r}: files hold {LOWEST_FPS:g} to {HIGHEST_FPS:g} frames a second; take a rate in this "
+            "range, such as 16"
+        )
     return float(fps)
 
 

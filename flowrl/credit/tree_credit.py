@@ -56,7 +56,8 @@ class Scale:
     pool: Literal["tree", "prompt"] = "tree"
     """Nodes of a step that are compared: those of a tree, or of all trees of the prompt."""
     floor: float = 0.0
-    """Least divisor, as a share of the leaves' std: two nodes alone are else always at +-0.707."""
+    """Least divisor, as a share of the leaves' std: two nodes alone are else always at +-0.707, or +-1
+    with ddof 0."""
     eps: float = 1e-8
     """Added to the std."""
     ddof: Literal[0, 1] = 1

@@ -33,6 +33,16 @@ LORA_TARGETS = ("to_k", "to_out.0", "to_q", "to_v")
 LEVEL = "tested"
 
 
+def needed_anywhere(needed: list[bool], network: nn.Module) -> list[bool]:
+    """What some process needs of those that share the weights of a network and call it together; else `needed`."""
+    mesh: Any = next((getattr(p, "device_mesh", None) for p in network.parameters() if hasattr(p, "device_mesh")), None)
+    if mesh is None:
+        return needed
+    flags = torch.tensor(needed, dtype=torch.int32, device=mesh.device_type)
+    torch.distributed.all_reduce(flags, group=mesh.get_group())
+    return [count > 0 for count in flags.tolist()]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config(FlowConfig):
     num_frames: int = 81
@@ -85,11 +95,21 @@ class Wan(Native):
         return component_names(self.network)
 
     def _check_frames(self) -> None:
-        """Whole latent frames after the first."""
-        step, frames = self.pipeline.vae_scale_factor_temporal, self.num_frames
+        """Whole latent frames after the first, and of these whole patches."""
+        step, frames, patch = self.pipeline.vae_scale_factor_temporal, self.num_frames, self.settings["patch_size"][0]
         if frames < 1 or (frames - 1) % step:
-            near = max(round((frames - 1) / step), 0) * step + 1
+            near = self._near_frames(step, patch)
             raise ModelError(f"model.num_frames={frames} must be one more than a multiple of {step}; use {near}")
+        latents = (frames - 1) // step + 1
+        if latents % patch:
+            raise ModelError(
+                f"model.num_frames={frames} makes {latents} latent frames, and the denoiser reads {patch} at a time; "
+                f"use {self._near_frames(step, patch)}"
+            )
+
+    def _near_frames(self, step: int, patch: int) -> int:
+        """The nearest number of frames that fits."""
+        return (max(round(((self.num_frames - 1) / step + 1) / patch), 1) * patch - 1) * step + 1
 
     def texts(self, prompts: list[str]) -> Condition:
         embeds, _ = self.pipeline.encode_prompt(
@@ -131,21 +151,27 @@ class Wan(Native):
         return call
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
-        """Samples of both experts in one batch make two forwards, one each."""
+        """Samples of both experts in one batch make two forwards, one each.
+
+        Where processes share the weights, all of them call an expert that one of them needs: each gathers its rows from
+        the others. A call without a sample takes the first one's, and counts as an evaluation.
+        """
         # Fake tensors have no values: in the plan of a run the first expert stands for both.
         if len(self.experts) == 1 or isinstance(timestep, FakeTensor):
             return self._guided(True, x, timestep, cond, guidance_scale)
         # Which weights are called is a choice of the host: here, once, it waits for a GPU.
         first = (timestep >= self.boundary).cpu()
-        if len(first.unique()) == 1:
-            return self._guided(bool(first[0]), x, timestep, cond, guidance_scale)
-        places = [(own, (first == own).nonzero().squeeze(1)) for own in (True, False)]
+        needed = needed_anywhere([bool(first.any()), not bool(first.all())], self.network)
+        if sum(needed) == 1:
+            return self._guided(needed[0], x, timestep, cond, guidance_scale)
+        places = [(first == own).nonzero().squeeze(1) for own in (True, False)]
         output = []
-        for own, rows in places:
-            here = sent(rows, x.device)
-            output.append(self._guided(own, x[here], timestep[here], cond.index(rows), guidance_scale))
-        order = torch.cat([rows for _, rows in places]).argsort()
-        return torch.cat(output)[sent(order, x.device)]
+        for own, rows in zip((True, False), places, strict=True):
+            called = rows if len(rows) else torch.zeros(1, dtype=torch.int64)
+            here = sent(called, x.device)
+            # Of a call without a sample no row is kept; its backward pass is made with zeros.
+            output.append(self._guided(own, x[here], timestep[here], cond.index(called), guidance_scale)[: len(rows)])
+        return torch.cat(output)[sent(torch.cat(places).argsort(), x.device)]
 
     def _guided(self, first: bool, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         expert = self.experts["transformer" if first else "transformer_2"]

@@ -13,8 +13,8 @@ from flowrl.rollout.exploration import ExplorationConfig
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
     sampler: Annotated[Options | None, ComponentOf("samplers")] = None
-    """Sampler of the stochastic steps: name and its own options; null: the method's own (flow_sde; ddim for ddpo and
-    dpok)."""
+    """Sampler of the stochastic steps: name and its own options; null: the method's own (flow_sde; dance_sde for
+    branch_grpo and dance_grpo, sage for sage_grpo, ddim for ddpo and dpok)."""
     num_inference_steps: int = 10
     """Denoising steps of a training sample."""
     guidance_scale: float = 1.0

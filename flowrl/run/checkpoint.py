@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,8 @@ KEPT = "kept.json"
 """Checkpoints that retention leaves alone, in the folder of all checkpoints: iteration -> why."""
 STATE = "state.json"
 _TENSORS = re.compile(r"state(-\d{5})?\.safetensors")
+_ASIDE = ".old.tmp"
+"""Ending of a checkpoint that a new one of the same iteration is about to replace; its name begins with a dot."""
 _TEMPORARY = re.compile(r"\..+\.tmp|\.tmp.*|\.writable.*")
 """Names of temporary files: ours, safetensors' (.tmp with random letters), and the one that tests a folder."""
 
@@ -98,6 +101,8 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE, 
     except Exception as error:  # safetensors reports a full disk with an error class of its own
         if world.main:
             shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):  # the next call of the run tries again; `error` is the one to tell
+                _take_back(folder)
         earlier = available(folder)
         safe = f"iteration {earlier[-1]} is safe" if earlier else "there is no earlier checkpoint"
         raise UnwritableCheckpoint(
@@ -138,9 +143,29 @@ def _complete(temporary: Path, target: Path, checkpoint: Checkpoint, parts: list
     for name in (STATE, "manifest.json"):
         fsync(temporary / name)
     fsync(temporary)
-    shutil.rmtree(target, ignore_errors=True)
+    _give_name(temporary, target)
+
+
+def _give_name(temporary: Path, target: Path) -> None:
+    """Give a complete checkpoint its name; an earlier one of its iteration is set aside until then.
+
+    A kill in between leaves the earlier one, which `remove_leftovers` gives its name back.
+    """
+    aside = target.with_name(f".{target.name}{_ASIDE}")
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(target, aside)
     os.rename(temporary, target)
     fsync(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _take_back(folder: Path) -> None:
+    """Give checkpoints that were set aside their names back, where the new ones never came."""
+    for aside in folder.glob(f".iteration-*{_ASIDE}"):
+        target = folder / aside.name.removeprefix(".").removesuffix(_ASIDE)
+        if not target.exists():
+            os.rename(aside, target)
 
 
 def load(
@@ -212,8 +237,9 @@ def fingerprint(file: Path) -> dict:
 def remove_leftovers(folder: Path) -> None:
     """Remove what a killed run left half written in its folder: files and folders with temporary names.
 
-    Those of the votes stay: `flowrl vote` may be writing them.
+    Those of the votes stay: `flowrl vote` may be writing them. A checkpoint that was being replaced is kept.
     """
+    _take_back(folder / "checkpoints")
     # Longest first: the folder of a checkpoint goes after what is in it.
     for path in sorted(folder.rglob(".*"), reverse=True):
         if not _TEMPORARY.fullmatch(path.name) or path.is_relative_to(folder / FOLDER):

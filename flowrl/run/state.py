@@ -80,6 +80,7 @@ class Saver:
         plain |= {
             "due": self.due,
             "guard": self.guard,
+            "bad_updates": session.parts.learner.bad_updates,
             "seconds": self.clock.seconds,
             "processes": session.world.size,
             "versions": versions(),
@@ -164,6 +165,7 @@ class Saver:
         world = session.world
         self.clock.before, self.saved = state["seconds"], iteration
         self.due, self.guard = state.get("due"), state.get("guard")
+        session.parts.learner.bad_updates = state.get("bad_updates", 0)  # older checkpoints lack it
         if world.main:
             # Its row may be there already, if the call that made its evaluation was killed at once.
             folder.forget_after(iteration if self.due is None else iteration - 1)

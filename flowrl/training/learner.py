@@ -72,7 +72,7 @@ class Learner:
     def _one_update(self, work: Work, number: int, sums: Sums) -> None:
         """One optimizer step on the share `number`."""
         scale, names = self.optimizer.scale, self.method.feedback
-        tail = torch.zeros(len(names) + 1, device=self.world.device)
+        tail = torch.zeros(len(names) + 2, device=self.world.device)
         tail[-1] = work.sizes[number]
         for batch, counts in work.batches(number):
             output = self.method.loss(batch, self.networks)
@@ -80,12 +80,13 @@ class Learner:
             if not counts:
                 continue
             sums.add_loss(output, len(batch), batch.steps)
+            tail[-2] += output.loss.detach().abs()
             for place, name in enumerate(names):
                 tail[place] += output.metrics[name]
         sums.fetch()
         gradients, tail = self._reduced(tail)
         count = tail[-1]
-        *means, rows = floats(torch.cat([tail[:-1] / count, tail[-1:]]))
+        *means, loss, rows = floats(torch.cat([tail[:-1] / count, tail[-1:]]))
         if rows == 0:
             self.optimizer.zero_grad()
             return
@@ -93,7 +94,8 @@ class Learner:
         if not report.skipped:
             means = dict(zip(names, means, strict=True))
             self.method.after_update(self.optimizer.updates, self.networks.weights, means)
-        if report.grad_norm == 0 and self.optimizer.updates == 1:
+        # Where all credit is exactly 0 (nodes of a tree that are all equal), so are the loss and its gradient.
+        if report.grad_norm == 0 and loss != 0 and self.optimizer.updates == 1:
             raise RuntimeError("no trainable parameter got a gradient: the loss does not reach the weights")
         self.grad_norm = report.grad_norm
         self.bad_updates = self.bad_updates + 1 if report.skipped else 0

@@ -46,7 +46,7 @@ class OptimConfig:
     warmup_updates: int = 0
     """Updates over which the learning rate rises linearly."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up; linear and cosine fall to 0 at the last update."""
+    """Learning rate after the warm-up; linear and cosine would be 0 at the update after the last one."""
     max_grad_norm: float | None = 1.0
     """Largest gradient norm, to which larger ones are clipped; null: no clipping."""
     updates_per_iteration: int = 2

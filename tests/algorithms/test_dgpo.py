@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -123,3 +123,17 @@ def test_the_reference_has_guidance_of_its_own_only_where_guidance_is_cfg(module
     assert set(cfg.values()) == {1.0}
     assert set(embedded.values()) == {3.5}
     assert "sampling" not in cfg
+
+
+class Above0(ToyAdapter):
+    """Guides above 0: a scale of 1 is CFG."""
+
+    unguided = 0.0
+
+
+@pytest.mark.parametrize("adapter", [ToyAdapter(), Above0(), Embedded()])
+def test_by_default_the_reference_is_guided_as_the_policy_is(adapter):
+    """So that the margin is 0 at the start, in whatever units the pipeline guides."""
+    method, weights = build(Config()), cast(Any, None)
+    scales = set(method.guidance(Networks(Policy(adapter, Ode(), 3.5), weights), method.compared).values())
+    assert scales == {3.5 if isinstance(adapter, Embedded) else adapter.unguided}

@@ -10,10 +10,10 @@ from torch.testing import assert_close
 
 from flowrl.algorithms.flow_grpo import clipped_terms
 from flowrl.algorithms.grpo_guard import Config, Reweight, build, normalised_log_ratio, step_weight
-from flowrl.contracts.grids import flow_schedule
+from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.diffusion.plan import window
-from flowrl.diffusion.process import FlowProcess
-from flowrl.samplers import cps, dance_sde, flow_sde
+from flowrl.diffusion.process import FlowProcess, VPProcess
+from flowrl.samplers import cps, dance_sde, ddim, flow_sde
 from flowrl.samplers.base import StepDistribution
 from tests.toys import ToyAdapter, draw_advantages, make_step, nudge, roll_out
 
@@ -139,3 +139,20 @@ def test_a_normalised_ratio_of_the_unscaled_form_is_refused():
     with pytest.raises(ValueError, match="ratio_norm=true"):
         Config(clip_range=1e-5).check(cps.build(cps.Config()), 10)
     Config(ratio_norm=False).check(cps.build(cps.Config()), 10)
+
+
+@pytest.mark.parametrize(("form", "spread"), [("exact", 1), ("flow_grpo", 18), ("dance_grpo", 327)])
+def test_the_published_weights_are_refused_where_they_equalise_nothing(form, spread):
+    """On SD's 50 steps by DDIM, the largest weighted move of a step over the smallest; |dt| is a flow's."""
+    sampler, process = ddim.build(ddim.Config()), VPProcess()
+    step = window(vp_schedule(50), 1.0).steps(torch.arange(49), process)
+    weight = step_weight(form, sampler, step)
+    assert weight is not None
+    moves = weight * sampler.velocity_gain(step).abs()
+    assert float(moves.max() / moves.min()) == pytest.approx(spread, rel=0.01)
+    Config(reweight=form).check_process(FlowProcess())
+    if form == "exact":
+        Config(reweight=form).check_process(process)
+        return
+    with pytest.raises(ValueError, match=f"reweight={form} .*use exact"):
+        Config(reweight=form).check_process(process)

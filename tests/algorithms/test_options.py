@@ -7,7 +7,9 @@ import pytest
 from flowrl.algorithms.base import EdgeMethod
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError
+from flowrl.core.option_texts import option_texts
 from flowrl.core.strict import validate
+from flowrl.rollout.options import RolloutConfig
 from tests.toys import algorithms
 
 POSITIONAL = ("dance_grpo", "flow_grpo", "flow_grpo_fast", "mix_grpo", "mix_grpo_flash")
@@ -92,6 +94,15 @@ ROLES = [
     ("sage_grpo", {"trust": OFF}, (), "policy"),
 ]
 
+OWN_SAMPLER = {
+    "branch_grpo": "dance_sde",
+    "dance_grpo": "dance_sde",
+    "ddpo": "ddim",
+    "dpok": "ddim",
+    "sage_grpo": "sage",
+}
+"""The methods whose published noise is not the Flow-SDE's."""
+
 
 @pytest.mark.parametrize(("name", "options", "message"), REFUSED)
 def test_an_option_without_a_meaning_is_refused(name, options, message):
@@ -104,3 +115,13 @@ def test_only_the_networks_that_the_options_ask_for_are_kept(name, options, role
     module = registry.load("algorithms", name)
     method = module.build(validate(module.Config, options, "algorithm"))
     assert (method.roles, method.behaviour) == (roles, behaviour)
+
+
+def test_a_run_that_names_no_sampler_has_the_one_of_the_method():
+    """And the text of the option names it."""
+    found = {name: registry.load("algorithms", name).Config.default_sampler for name in registry.names("algorithms")}
+    assert {name: sampler for name, sampler in found.items() if sampler != "flow_sde"} == OWN_SAMPLER
+    (text,) = (option.about for option in option_texts(RolloutConfig) if option.name == "sampler")
+    for sampler in OWN_SAMPLER.values():
+        names = " and ".join(name for name, own in OWN_SAMPLER.items() if own == sampler)
+        assert f"{sampler} for {names}" in text

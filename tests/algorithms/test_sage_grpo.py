@@ -12,7 +12,7 @@ from flowrl.contracts.grids import flow_schedule
 from flowrl.diffusion.plan import window
 from flowrl.diffusion.process import FlowProcess
 from flowrl.diffusion.schedules import Schedule
-from flowrl.samplers import flow_sde, sage
+from flowrl.samplers import cps, flow_sde, sage
 from flowrl.training.metrics import Sums
 from tests.toys import ToyAdapter, draw_advantages, learner_of, nudge, roll_out, rollout_of
 
@@ -29,7 +29,10 @@ def metrics_of(session) -> dict[str, float]:
     return {k: float(v) for k, v in session.algorithm.loss(batch, session.networks).metrics.items()}
 
 
-@pytest.mark.parametrize("sampler", [SAGE, flow_sde.build(flow_sde.Config())])
+LAWS = [SAGE, flow_sde.build(flow_sde.Config()), cps.build(cps.Config())]
+
+
+@pytest.mark.parametrize("sampler", LAWS)
 def test_the_weights_equalise_the_gradient_norms_and_are_one_at_the_median(sampler):
     """4 trained steps, so the lower median is one of them."""
     plan = window(flow_schedule(8), sampler.default_noise_level(), (0, 2, 3, 5))
@@ -38,6 +41,21 @@ def test_the_weights_equalise_the_gradient_norms_and_are_one_at_the_median(sampl
     assert_close(trained * norms, norms.median().expand(4), rtol=1e-6, atol=0)
     assert float(trained[norms == norms.median()]) == 1.0
     assert scale[[1, 4, 6, 7]].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("sampler", LAWS)
+def test_on_policy_the_weighted_gradient_by_the_velocity_has_one_norm_at_all_steps(sampler):
+    """By autograd through the kernel and the sampler's own form of log p, with the same noise at every step."""
+    plan, process = window(flow_schedule(10), sampler.default_noise_level()), FlowProcess()
+    step, scale = plan.steps(torch.arange(9), process), equaliser(plan, sampler, process)[:9]
+    x, v, z = torch.randn(3, 1, 64, generator=torch.Generator().manual_seed(0)).expand(3, 9, 64)
+    v = v.clone().requires_grad_(True)
+    policy = sampler.transition(process, process.predict(v, x, step.sigma, "velocity"), x, step)
+    log_prob = policy.log_prob(policy.sample(z).detach(), sampler.log_prob_form)
+    (gradient,) = torch.autograd.grad((scale * log_prob).sum(), v)
+    norms = gradient.norm(dim=1)
+    assert_close(norms, norms[:1].expand(9), rtol=1e-3, atol=0)
+    assert float(scale.max() / scale.min()) > 10
 
 
 def test_the_norms_and_weights_are_the_published_ones():

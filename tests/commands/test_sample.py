@@ -140,6 +140,9 @@ def test_a_video_is_written_as_mp4_at_a_rate_of_the_options(draw):
         ("flux", ["a", "--image", "cut.png"], "--image 'cut.png' cannot be read as an image"),
         ("flux", ["a", "--steps", "0"], "--steps"),
         ("flux", ["a", "--set", "num_inference_steps=0"], "num_inference_steps=0: must be a whole number, at least 1"),
+        ("wan", ["a", "--set", "num_frames=0"], "num_frames=0: must be a whole number, at least 1"),
+        ("wan", ["a", "--set", "num_frames=4.5"], "num_frames=4.5: must be a whole number, at least 1"),
+        ("wan", ["a", "--fps", "1e-9"], "--fps=1e-09: files hold 0.01 to 1000 frames a second"),
         ("flux", ["a", "--fps", "0"], "--fps=0.0: a frame rate must be above 0, in frames a second"),
         (
             "flux",

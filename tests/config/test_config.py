@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from flowrl.config.retired import run_tree
 from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import apply_override, parse_yaml, validate
+from flowrl.models._schedulers import refuse_cfg
 from flowrl.models.base import ModelAdapter
 from flowrl.scoring.build import build_rewards
 from flowrl.scoring.entries import reward_plan
@@ -601,6 +603,33 @@ def test_an_average_that_is_never_taken_is_noted_with_the_number_of_updates(read
     notes = check_model(resolve(read(*words)), ModelAdapter())
     assert [note.partition(":")[0] for note in notes] == ["optim.ema.every=5"] * noted
     assert not noted or "4 updates" in notes[0]
+
+
+SAMPLES = ("rollout.sampler=null", "optim.batch_size=8")
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("{name: crd}", r"^algorithm\.reference_guidance: .*takes no CFG"),
+        ("{name: crd, reference_guidance: 1.0}", None),
+        ("{name: crd, kl: {coef: 0.0}}", None),
+        ("{name: dgpo}", None),
+    ],
+)
+def test_guidance_of_the_reference_is_refused_where_the_checkpoint_takes_none(read, method, reason):
+    """By default CRD guides the untouched network: a distilled one was never made for that."""
+
+    def check_guidance(scale: float) -> None:
+        if scale > 1:
+            refuse_cfg("for a test", scale)
+
+    resolved = resolve(read(f"algorithm={method}", "model={name: sd, path: any}", *SAMPLES))
+    adapter = model_with(distilled="for a test", check_guidance=check_guidance)
+    if reason is None:
+        check_model(resolved, adapter)
+    else:
+        assert re.search(reason, refusal(check_model, resolved, adapter))
 
 
 @pytest.mark.parametrize(

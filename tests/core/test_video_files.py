@@ -148,6 +148,17 @@ def test_a_frame_rate_of_0_is_refused_by_both(tmp_path: Path, suffix: str, fps: 
         media.encode_video(tmp_path / f"a{suffix}", plain_frames(), fps)
 
 
+@pytest.mark.parametrize("suffix", [".mp4", ".webp"])
+def test_a_rate_that_files_cannot_hold_is_refused_and_the_ends_of_the_range_come_back(tmp_path: Path, suffix: str):
+    """Below it an MP4 became one of 24 frames a second, and a WebP's times an overflow."""
+    for fps in (1e-9, 1e-4, 1e4):
+        with pytest.raises(ConfigError, match=r"files hold 0\.01 to 1000 frames a second"):
+            media.encode_video(tmp_path / f"a{suffix}", plain_frames(), fps)
+    for fps in (0.01, 1000.0):
+        media.encode_video(tmp_path / f"a{suffix}", plain_frames(), fps)
+        assert media.facts(tmp_path / f"a{suffix}")[1] == pytest.approx(fps)
+
+
 def test_a_file_without_a_frame_rate_is_refused(tmp_path: Path, monkeypatch):
     import av
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowrl.algorithms import branch_grpo, g2rpo, tempflow_grpo, tp_grpo, tree_grpo
+from flowrl.algorithms import branch_grpo, flow_grpo, g2rpo, tempflow_grpo, tp_grpo, tree_grpo
 from flowrl.algorithms._tree import NodeConfig
 from flowrl.contracts.grids import flow_schedule
 from flowrl.credit.advantages import AdvantageConfig, aggregate
@@ -104,6 +104,9 @@ def test_nodes_are_compared_with_the_unbiased_std_so_two_are_at_plus_and_minus_h
     assert_close(credit[0, :, 2], (REWARDS[0] - 2) / REWARDS[0].std(), atol=1e-6, rtol=0)
     assert_close(credit[0, :, 0], torch.tensor([-1, -1, 1, 1]) / math.sqrt(2), check_dtype=False, atol=1e-6, rtol=0)
     assert_close(depth(REWARDS[:1] * 1e-3)[0, :, 0], credit[0, :, 0], atol=1e-4, rtol=0)
+    assert_close(
+        depth(REWARDS[:1], ddof=0)[0, :, 0], torch.tensor([-1.0, -1, 1, 1]), check_dtype=False, atol=1e-6, rtol=0
+    )
 
 
 def test_the_last_step_and_equal_rewards_get_nothing():
@@ -352,6 +355,46 @@ def test_an_iteration_in_which_nothing_can_be_compared_updates_nothing():
     learner_of(session).update(1, rollout, credit, sums, gate=torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(before, session.adapter.network.parameters(), strict=True))
     assert sums.means()["nfe/train"] == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "values"),
+    [
+        (branch_grpo, branch_grpo.Config(splits=[0, 2], clip_range=1e-3), [1.0] * 4 + [0.0] * 4),
+        (tp_grpo, tp_grpo.Config(window=2, clip_range=1e-3), [0.0, 1.0, 0.0] + [0.0] * 3),
+    ],
+    ids=["trees that are equal inside", "chains of equal gain"],
+)
+def test_a_first_update_whose_credit_is_all_0_is_no_error(module, config, values):
+    """The rewards differ, so the group is not dead, and no two nodes that are compared do: there is nothing to learn.
+
+    No gradient at the first update is else the sign of a loss that does not reach the weights.
+    """
+    method, sampler = module.build(config), dance_sde.build(dance_sde.Config(eta=0.5))
+    session = roll_out(ToyAdapter(), algorithm=method, sampler=sampler, prompts=1, group=len(values))
+    rewards = torch.tensor([[values]])
+    rollout = rollout_of(session, rewards)
+    credit = method.on_tree(method.advantages(rewards, torch.ones(1)), rollout.leaf_rewards(torch.ones(1)), 1)
+    assert not credit.dead.any()
+    assert credit.steps is not None
+    assert credit.steps[~credit.pruned].eq(0).all()
+    learner, sums = learner_of(session, updates=1), Sums()
+    learner.update(1, rollout, credit, sums)
+    assert learner.optimizer.updates == 1
+    assert sums.means()["grad/norm"] == 0
+
+
+def test_a_first_update_whose_loss_does_not_reach_the_weights_is_an_error():
+    class Lost(flow_grpo.FlowGrpo):
+        def loss(self, batch, networks):
+            output = super().loss(batch, networks)
+            return replace(output, loss=1 + 0 * output.loss)
+
+    session = roll_out(ToyAdapter(), algorithm=Lost(flow_grpo.Config(clip_range=1e-3)))
+    rewards = torch.arange(6.0).reshape(1, 2, 3)
+    credit = session.algorithm.advantages(rewards, torch.ones(1))
+    with pytest.raises(RuntimeError, match="does not reach the weights"):
+        learner_of(session, updates=1).update(1, rollout_of(session, rewards), credit, Sums())
 
 
 # ---- the weight of a step

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tests.e2e.conftest import finish, start
+from flowrl.core.errors import Diverged
+from tests.e2e.conftest import finish, start, train
 from tests.e2e.test_bad_input import command
 
 SHORT = ("iterations=3", "eval.samples_per_prompt=1", "data.max_eval_prompts=2", "checkpoint.every=9")
@@ -19,6 +21,15 @@ def test_a_run_whose_weights_overflow_says_since_when_and_what_to_lower(place, m
     assert "optim.learning_rate is 1e+30, optim.max_grad_norm null; lower one of them" in printed
     assert "Traceback" not in printed
     assert "reward 'brightness'" not in printed
+
+
+def test_bad_updates_are_counted_in_a_row_over_a_resume(place, monkeypatch):
+    """Two in an iteration: the run that goes on ends at the fifth, as the undisturbed one does."""
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda gradients: torch.tensor(torch.nan))
+    words = ("data.max_eval_prompts=1", "eval.num_inference_steps=1", "eval.samples_per_prompt=1")
+    train("iterations=2", *words)
+    with pytest.raises(Diverged, match="5 updates in a row had a gradient whose norm is nan"):
+        train("iterations=3", *words, resume=True)
 
 
 @pytest.mark.slow

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from flowrl.core import media
 from tests import ranks
 from tests.e2e.conftest import ROOT, assert_same_gradient, digest, inside
 from tests.e2e.test_preferences import make_pairs
@@ -28,10 +30,26 @@ SMALL = (
 
 
 def small(recipe: Path) -> list[str]:
-    """Overrides that make it so; given pairs are those of `make_pairs`."""
-    if "pairs:" in recipe.read_text():
-        return [*SMALL, "data.pairs.path=pairs", "data.pairs.per_iteration=2"]
+    """Overrides that make it so; given pairs are those of `make_all_pairs`."""
+    text = recipe.read_text()
+    if "pairs:" in text:
+        folder = "videos" if "num_frames" in text else "pairs"
+        return [*SMALL, f"data.pairs.path={folder}", "data.pairs.per_iteration=2"]
     return [*SMALL, "rollout.prompts_per_iteration=2"]
+
+
+def make_all_pairs(folder: Path) -> None:
+    """Sets of four pairs below a folder: `pairs` of images, `videos` of videos, bright ones preferred to dark ones."""
+    make_pairs(folder / "pairs", 4)
+    videos, lines, draws = folder / "videos", [], torch.Generator().manual_seed(0)
+    videos.mkdir()
+    for k in range(4):
+        names = {side: f"{side}-{k}.webp" for side in ("chosen", "rejected")}
+        for name, light in zip(names.values(), (200, 50), strict=True):
+            levels = torch.randint(light - 50, light + 50, (9, 3, 32, 32), generator=draws)
+            media.encode_video(videos / name, levels.to(torch.uint8), media.FPS)
+        lines.append({"prompt": "a red circle moves left", **names})
+    (videos / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def fit(recipe: Path, *overrides: str, resume: bool = False) -> dict:
@@ -50,7 +68,7 @@ QUICK = ("flow_grpo", "sd-ddpo", "branch_grpo", "diffusion_nft")
     [pytest.param(file, marks=() if file.stem in QUICK else pytest.mark.slow, id=file.stem) for file in RECIPES],
 )
 def test_a_recipe_trains_and_goes_on_bitwise_after_an_interruption(place: Path, recipe: Path):
-    make_pairs(place / "pairs", 4)
+    make_all_pairs(place)
     whole = fit(recipe, "name=whole", "iterations=2")
     fit(recipe, "name=parts", "iterations=1")
     fit(recipe, "name=parts", "iterations=2", resume=True)
@@ -72,7 +90,7 @@ ONE_UPDATE = ("iterations=1", "optim.updates_per_iteration=1")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """In a folder where every recipe has run for one update, in one group of two processes."""
     folder = tmp_path_factory.mktemp("two")
-    make_pairs(folder / "pairs", 4)
+    make_all_pairs(folder)
     with inside(folder):
         jobs = [[str(recipe), *small(recipe), *ONE_UPDATE, f"name={recipe.stem}-2"] for recipe in RECIPES]
         ranks.run(jobs, timeout_s=1800)

@@ -19,6 +19,7 @@ from flowrl.core.types import SampleId
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.plan import window
 from flowrl.diffusion.schedules import shifted_linspace
+from flowrl.models import wan
 from flowrl.models.base import LoraSettings, packed_grid
 from flowrl.models.weights import Weights
 from flowrl.rollout.loop import RunOptions, run
@@ -62,7 +63,8 @@ def assert_alike(model: Any, other: Any, scale: float) -> None:
     for each in (1.0, scale):
         assert_close(native.output(model, each), native.output(other, each), atol=1e-5, rtol=0)
     latents = torch.randn(1, *model.latent_shape(), generator=torch.Generator().manual_seed(0))
-    assert_close(model.decode(latents), other.decode(latents), atol=1e-6, rtol=0)
+    # The latents are scaled by another formula, an ulp apart; a decoder of a few layers makes a dozen of it.
+    assert_close(model.decode(latents), other.decode(latents), atol=1e-5, rtol=0)
     bare = {target.removeprefix("attn.") for target in model.lora_targets}
     assert {target.removeprefix("attn.") for target in other.lora_targets} <= bare
     assert set(other.dead_lora_modules()) <= set(model.dead_lora_modules())
@@ -91,6 +93,32 @@ def test_wans_experts_have_their_own_steps_and_guidance():
     assert [two.batch_key(k) for k in (0, 3)] == [0, 3]
     assert [native.kind("wan")[0].batch_key(k) for k in (0, 3)] == [0, 0]
     assert not torch.allclose(native.output(two, 4.0), native.output(native.kind("wan 2.2 scales")[0], 4.0), atol=1e-4)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_expert_that_only_another_process_needs_is_called_and_changes_nothing(first, monkeypatch):
+    """Processes that share the weights gather an expert together; forward and backward are made by all of them."""
+    two, _ = native.kind("wan 2.2")
+    own, other = ("transformer", "transformer_2") if first else ("transformer_2", "transformer")
+    x, _, cond = native.point(two)
+    timestep = torch.full((len(x),), 900.0 if first else 100.0)
+
+    def gradients() -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        two.network.zero_grad(set_to_none=True)
+        output = two.predict(x, timestep, cond, 1.0)
+        output.square().sum().backward()
+        return output, {name: [p.grad for p in expert.parameters()] for name, expert in two.experts.items()}
+
+    alone, expected = gradients()
+    assert set(map(type, expected[other])) == {type(None)}
+    monkeypatch.setattr(wan, "needed_anywhere", lambda needed, network: [True, True])
+    together, found = gradients()
+    assert torch.equal(together, alone)
+    assert_close(found[own], expected[own], rtol=0, atol=0)
+    # Its backward pass was made too, with zeros.
+    passed = [gradient for gradient in found[other] if gradient is not None]
+    assert passed
+    assert not any(bool(gradient.any()) for gradient in passed)
 
 
 def test_one_frame_is_an_image():

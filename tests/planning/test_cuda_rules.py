@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flowrl.planning.cuda_rules import FLOAT32, FLOAT32_RESULT, LOWER, NORMS, WIDEST, cuda_rules
 
 HALF = torch.bfloat16
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+pytestmark = pytest.mark.skipif(TORCH < (2, 14), reason="the rules are those of torch 2.14: docs/support.md")
 OTHERS = (
     *("cudnn_convolution", "cudnn_convolution_transpose", "_cudnn_rnn"),  # of CUDA alone
     "binary_cross_entropy",  # refused on CUDA, where it would overflow

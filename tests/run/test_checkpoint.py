@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,56 @@ def test_the_leftover_of_a_killed_save_is_no_obstacle(tmp_path):
     save(tmp_path, make(2), keep=3)
     assert_same(load(tmp_path, 2), make(2))
     assert not leftover.exists()
+
+
+@pytest.mark.parametrize("killed_at", ["second name", "removal"])
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_one_of_the_two(tmp_path, monkeypatch, killed_at):
+    """The only checkpoint of a run is written again after a resumed evaluation."""
+
+    class Killed(BaseException):
+        pass
+
+    names, real_rename, real_remove = [], os.rename, shutil.rmtree
+
+    def rename(source: Path, target: Path) -> None:
+        names.append(target)
+        if killed_at == "second name" and len(names) == 2:
+            raise Killed
+        real_rename(source, target)
+
+    def remove(path: Path, ignore_errors: bool = False) -> None:
+        if killed_at == "removal" and len(names) == 2:
+            raise Killed
+        real_remove(path, ignore_errors=ignore_errors)
+
+    folder, other = tmp_path / "checkpoints", Checkpoint(1, {"a": torch.ones(2)}, {"new": True})
+    save(folder, make(1), keep=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        patch.setattr(shutil, "rmtree", remove)
+        with pytest.raises(Killed):
+            save(folder, other, keep=1)
+    assert len(names) == 2
+    checkpoint.remove_leftovers(tmp_path)
+    assert [path.name for path in folder.iterdir()] == ["iteration-000001"]
+    assert_same(load(folder, 1), make(1) if killed_at == "second name" else other)
+
+
+def test_a_disk_that_fails_while_a_checkpoint_is_replaced_leaves_the_earlier_one(tmp_path, monkeypatch):
+    names, real = [], os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        names.append(target)
+        if len(names) == 2:
+            full()
+        real(source, target)
+
+    save(tmp_path, make(1), keep=1)
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(CheckpointError, match="iteration 1 is safe"):
+        save(tmp_path, Checkpoint(1, {"a": torch.ones(2)}, {}), keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-000001"]
+    assert_same(load(tmp_path, 1), make(1))
 
 
 def full(*args: object, **options: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from flowrl import moving_shapes
+from flowrl.commands._call import call_of
+from flowrl.core.errors import ConfigError, ModelError
+from tests import native
 from tests.tiny_sd3 import ROOT
 
 
@@ -52,11 +56,13 @@ def short(scripts: ModuleType, folder: Path) -> Any:
         moments=4,
         check=1,
         save_every=2,
+        look_every=2,
+        look=1,
     )
 
 
 def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_flowrl(
-    scripts, alone, tmp_path: Path, monkeypatch
+    scripts, alone, tmp_path: Path, monkeypatch, capsys
 ):
     """Each stage is stopped after its third of four steps, a step after its checkpoint."""
     import _tiny_stages
@@ -72,13 +78,17 @@ def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_f
             raise KeyboardInterrupt
 
     whole, stopped = (short(scripts, tmp_path / name) for name in ("whole", "stopped"))
+    whole = replace(whole, look_every=0)
     for train in (stages.train_vae, stages.train_denoiser):
         train(whole, 0)
+        assert ", strict of 1 " not in capsys.readouterr().out
         with monkeypatch.context() as patch:
             patch.setattr(_tiny_stages.Stage, "update", stopping)
             with pytest.raises(KeyboardInterrupt):
                 train(stopped, 0)
         train(stopped, 0)
+        # A look in the middle, and no weight knows of it.
+        assert capsys.readouterr().out.count(" 2, strict of 1 ") == 1
     files = sorted(path.relative_to(whole.output) for path in whole.output.rglob("*.safetensors"))
     assert len(files) == 3
     for file in files:
@@ -98,6 +108,24 @@ def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_f
     with pytest.raises(SystemExit, match="its seed=3, but seed=4 is asked for"):
         stages.train_vae(replace(whole, seed=4), 0)
 
+    # Another try of the denoiser keeps the pools, and its record says how the VAE was trained.
+    again = replace(whole, rate=1e-3, steps=1, pools=1)
+    (whole.work / "denoiser.safetensors").unlink()
+    pool = (whole.work / "latents-0-0.safetensors").stat().st_mtime_ns
+    stages.train_denoiser(again, 0)
+    assert (whole.work / "latents-0-0.safetensors").stat().st_mtime_ns == pool
+    monkeypatch.setattr(stages, "strict_accuracy", lambda *args, **call: {"all": 0.0})
+    stages.record(again.output, replace(again, two_share=0.0, vae=()), count=1)
+    told = json.loads((again.output / "pretraining.json").read_text())["settings"]
+    assert (told["rate"], told["two_share"], told["vae_two_share"]) == (1e-3, 0.0, 0.25)
+    assert told["vae"] == [[phase.frames, phase.batch, phase.steps] for phase in whole.vae]
+
+    # With another VAE neither its latents nor its steps count.
+    config = whole.work / "vae" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"latents_mean": [1.0] * 4}))
+    with pytest.raises(SystemExit, match=r"denoiser\.safetensors: its latents_mean=.* is asked for"):
+        stages.train_denoiser(again, 0)
+
 
 def test_tiny_wans_loss_reads_the_vae_and_the_text_as_the_pipeline_does(scripts):
     """What the VAE's loss decodes is what the VAE decodes, and embeddings are the pipeline's; captions are those of
@@ -114,4 +142,41 @@ def test_tiny_wans_loss_reads_the_vae_and_the_text_as_the_pipeline_does(scripts)
         texts = [captions[row] for row in rows]
         wanted = pipe.encode_prompt(texts, do_classifier_free_guidance=False, max_sequence_length=12)[0]
         assert torch.equal(_tiny_wan.FlowMatching(pipe).embed(rows), wanted)
+    for frames, message in ((8, "one more than a multiple of 2; use 9"), (5, "makes 3 latent frames, .* 5 at a time")):
+        with pytest.raises(ModelError, match=f"model.num_frames={frames} .*{message}"):
+            native.adapter("wan", pipe, (32, 32), num_frames=frames, max_sequence_length=12)
+    with pytest.raises(ConfigError, match=r"num_frames=7: it makes 4 latent frames, .* 5 at a time; use 9"):
+        call_of(pipe, {}, None, None, ["num_frames=7"])
+    assert call_of(pipe, {}, None, None, ["num_frames=9"]) == {"num_frames": 9}
     assert set(captions[:-1]).isdisjoint(moving_shapes.prompts("heldout") + moving_shapes.prompts("train"))
+
+
+def test_a_perfect_denoiser_has_no_loss_and_wan_pipeline_makes_the_videos_of_the_pool_with_it(
+    scripts, tmp_path: Path, monkeypatch
+):
+    """Noise levels in the network's units, the sign of the velocity, the latents' mean and std, the decoder's clamp."""
+    import _tiny_wan
+    import _tiny_wan_stages as stages
+
+    settings = replace(short(scripts, tmp_path), videos=2)
+    pipe: Any = _tiny_wan.build_pipeline(1)
+    pipe.vae.register_to_config(latents_mean=[0.3, -0.2, 0.1, 0.0], latents_std=[0.5, 2.0, 1.5, 0.8])
+    latents, rows = stages._pool(pipe.vae, settings, 0, 0)
+
+    def perfect(hidden_states: torch.Tensor, timestep: torch.Tensor, **other: Any) -> tuple[torch.Tensor]:
+        x0 = latents[:1].float() if len(hidden_states) == 1 else latents.float()
+        return ((hidden_states - x0) / (timestep.view(-1, 1, 1, 1, 1) / 1000),)
+
+    monkeypatch.setattr(pipe.transformer, "forward", perfect)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        objective = _tiny_wan.FlowMatching(pipe)
+        assert float(objective.loss(latents[:1], rows[:1], 1, generator)) < 1e-8
+        videos, texts = _tiny_wan.draw_batch(stages._rng(settings, stages._POOL, 0, 0), 2, settings.weights)
+        assert [_tiny_wan.caption_rows()[row] for row in rows] == texts
+        wanted = _tiny_wan.decode(pipe.vae, pipe.vae.encode(videos).latent_dist.mean).clamp(-1, 1)
+        pipe.set_progress_bar_config(disable=True)
+        call = _tiny_wan.MODEL.calls["10 steps, CFG 3"][0]
+        found = pipe(texts, output_type="pt", **call).frames.transpose(1, 2) * 2 - 1
+    assert wanted.std() > 0.01
+    torch.testing.assert_close(found, wanted, atol=5e-3, rtol=0)  # the pool is in half precision

@@ -230,7 +230,8 @@ def _dgpo(draft: Draft, updates: int) -> None:
     reason = "the average of the ratio draws the samples here, there the slower one of ema_decay"
     draft.leave(keys[0], reason, changes=True)
     draft.put("algorithm.against_average", bool(draft.get("train.use_ema_ref")), "train.use_ema_ref")
-    draft.put("algorithm.reference_guidance", max(1.0, float(draft.number("train.kl_cfg"))), "train.kl_cfg")
+    guidance = float(draft.number("train.kl_cfg"))
+    draft.put("algorithm.reference_guidance", guidance if guidance > 1 else None, "train.kl_cfg")
     limit, slope = draft.number("train.ema_ref_max_decay", least=0), draft.number("train.ema_ref_ramp_rate", least=0)
     draft.put("algorithm.average.limit", float(limit), "train.ema_ref_max_decay")
     draft.put("algorithm.average.slope", float(slope), "train.ema_ref_ramp_rate")

@@ -59,7 +59,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "algorithm.kl.coef": 0.001,
         "algorithm.sample_average_from": 200,
         "algorithm.against_average": False,
-        "algorithm.reference_guidance": 1.0,
+        "algorithm.reference_guidance": None,
         "algorithm.average": LINEAR | {"slope": 0.001, "limit": 0.3},
         "algorithm.guidance_scale": None,
         "algorithm.times.count": 4,
