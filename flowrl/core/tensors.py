@@ -7,21 +7,21 @@ from torch import Tensor
 
 
 def floats(values: Tensor) -> list[float]:
-    """Values [N] as numbers.
+    """Values [N] as numbers; a GPU is waited for once.
 
     >>> floats(torch.tensor([0.5, 2.0]))
     [0.5, 2.0]
     """
-    return [float(value) for value in values.unbind()]
+    return [float(value) for value in values.cpu().unbind()]
 
 
 def ints(values: Tensor) -> list[int]:
-    """Whole values [N] as numbers.
+    """Whole values [N] as numbers; a GPU is waited for once.
 
     >>> ints(torch.tensor([3, 1]))
     [3, 1]
     """
-    return [int(value) for value in values.unbind()]
+    return [int(value) for value in values.cpu().unbind()]
 
 
 def distinct(values: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *wor
     [
         ("optim.learning_rat=1", ["optim.learning_rat", "did you mean 'learning_rate'"]),
         ("rolout.group_size=4", ["rolout", "did you mean 'rollout'"]),
-        ("iterations=many", ["iterations", "'many'", "integer"]),
+        ("iterations=many", ["iterations", "'many'", "whole number"]),
         ("optim.learning_rate=[1]", ["optim.learning_rate", "number"]),
         ("optim.learning_rate=-1", ["learning_rate=-1", "positive"]),
         ("rollout.sampler.noise_level=-0.1", ["noise_level=-0.1"]),
