@@ -27,6 +27,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -229,6 +231,8 @@ def main() -> None:
         raise SystemExit(0 if good else 1)
     if args.check:
         results = load(RESULTS)
+        # As Ctrl-C: what was replayed until then is kept.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             good = all([check_recipe(name, recipe, results, list(args.seeds)) for name, recipe in chosen.items()])
         finally:

@@ -229,6 +229,25 @@ def test_a_replay_with_the_same_numbers_makes_the_cells_fresh_until_the_code_cha
     assert states(lab, results) == ["stale: recipe", "stale: recipe", "not run"]
 
 
+def test_a_check_that_is_stopped_keeps_what_it_has_replayed(lab, monkeypatch):
+    def check_recipe(name: str, recipe: Path, results: dict, seeds: list[int]) -> bool:
+        results["quickstart/0"]["checked"] = {"code": "now", "commit": "c", "seed": 0}
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it went on")
+
+    lab.write_results({"quickstart/0": cell(lab)})
+    monkeypatch.setattr(lab, "check_recipe", check_recipe)
+    monkeypatch.setattr(sys, "argv", ["lab.py", "--check"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            lab.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert lab.load(lab.RESULTS)["quickstart/0"]["checked"]["code"] == "now"
+
+
 def test_what_counts_as_a_difference(lab):
     recorded = cell(lab)
     assert lab.differences(recorded, replayed(recorded)) == []
