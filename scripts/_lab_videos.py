@@ -17,7 +17,7 @@ the {captions} held-out captions of `shapes:motion-heldout`, one fixed seed each
 above.
 """
 SAMPLERS = """\
-SAGE-GRPO's recipe with five kinds of noise, and so with equal network evaluations: seed 0, nothing else changed.
+SAGE-GRPO's recipe with other kinds of noise, and so with equal network evaluations: seed 0, nothing else changed.
 *Flicker* (`shapes_motion_flicker`, less is better) is the change between frames that no asked motion explains, in
 thousandths. *Drawn* is the mean over the samples that the first {rows} iterations learn from, whose noise the sampler
 has added; base and tuned are held-out videos of the ODE sampler, and the last column is their paired difference.
@@ -49,7 +49,7 @@ def _samplers(entries: list[Entry]) -> list[str]:
     if len(cells) < 2:
         return []
     rows = min(len(cell["replay"]["rows"]) for cell in cells.values())
-    lines = ["", "### Noise of five samplers", "", SAMPLERS.format(rows=rows)]
+    lines = ["", "### Noise of the samplers", "", SAMPLERS.format(rows=rows)]
     lines += table("sampler", "gain, points", "evaluations", "flicker, drawn", "base", "tuned", "change")
     return lines + [_sampler_row(name, cell) for name, cell in cells.items()]
 

@@ -45,10 +45,10 @@ HEAD = """\
 # The frozen video
 
 Written by `python scripts/frozen_video.py`; do not edit. Every measure of smoothness is at its best for a video in
-which nothing moves, so a model that is rewarded by one learns to stand still. `assets/tiny-wan`, {iterations}
-iterations of Flow-GRPO, seed 0, twice: rewarded by `motion_smoothness` alone (`configs/frozen/smooth.yaml`), and by
-`motion` (`configs/frozen/gated.yaml`), which pays for smoothness only as far as something moves. Nothing else differs,
-and the verifier (`shapes_motion`) is only looked at.
+which nothing moves, so a model that is rewarded by one alone is asked to stand still. Does it? `assets/tiny-wan`,
+{iterations} iterations of Flow-GRPO, seed 0, twice: rewarded by `motion_smoothness` alone
+(`configs/frozen/smooth.yaml`), and by `motion` (`configs/frozen/gated.yaml`), which pays for smoothness only as far as
+something moves. Nothing else differs, and the verifier (`shapes_motion`) is only looked at.
 
 ![nine frames of base and both tuned models on the same captions and noise](frozen_video.png)
 

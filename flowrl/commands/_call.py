@@ -69,8 +69,9 @@ def _require_patches(pipeline: Any, frames: int | None) -> None:
     patch = patches[0] if isinstance(patches, list | tuple) and len(patches) == 3 else 1  # Wan's: time, height, width
     latents = (frames - 1) // step + 1 if (frames - 1) % step == 0 else frames // step + 1  # as it rounds them
     if latents % patch:
-        near = (max(round(latents / patch), 1) * patch - 1) * step + 1
+        from flowrl.models.wan import near_frames
+
         raise ConfigError(
             f"--set num_frames={frames}: it makes {latents} latent frames, and the denoiser reads {patch} at a time; "
-            f"use {near}"
+            f"use {near_frames(frames, step, patch)}"
         )

@@ -33,6 +33,15 @@ LORA_TARGETS = ("to_k", "to_out.0", "to_q", "to_v")
 LEVEL = "tested"
 
 
+def near_frames(frames: int, step: int, patch: int) -> int:
+    """The nearest number of frames whose latent frames, one and one more every `step` frames, fill whole patches.
+
+    >>> near_frames(5, 2, 5), near_frames(80, 4, 1)
+    (9, 81)
+    """
+    return (max(round(((frames - 1) / step + 1) / patch), 1) * patch - 1) * step + 1
+
+
 def needed_anywhere(needed: list[bool], network: nn.Module) -> list[bool]:
     """What some process needs of those that share the weights of a network and call it together; else `needed`."""
     mesh: Any = next((getattr(p, "device_mesh", None) for p in network.parameters() if hasattr(p, "device_mesh")), None)
@@ -98,18 +107,14 @@ class Wan(Native):
         """Whole latent frames after the first, and of these whole patches."""
         step, frames, patch = self.pipeline.vae_scale_factor_temporal, self.num_frames, self.settings["patch_size"][0]
         if frames < 1 or (frames - 1) % step:
-            near = self._near_frames(step, patch)
+            near = near_frames(frames, step, patch)
             raise ModelError(f"model.num_frames={frames} must be one more than a multiple of {step}; use {near}")
         latents = (frames - 1) // step + 1
         if latents % patch:
             raise ModelError(
                 f"model.num_frames={frames} makes {latents} latent frames, and the denoiser reads {patch} at a time; "
-                f"use {self._near_frames(step, patch)}"
+                f"use {near_frames(frames, step, patch)}"
             )
-
-    def _near_frames(self, step: int, patch: int) -> int:
-        """The nearest number of frames that fits."""
-        return (max(round(((self.num_frames - 1) / step + 1) / patch), 1) * patch - 1) * step + 1
 
     def texts(self, prompts: list[str]) -> Condition:
         embeds, _ = self.pipeline.encode_prompt(
