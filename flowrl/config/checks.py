@@ -50,7 +50,8 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     """Check the options against a model's adapter; None: it is not known yet.
 
     Returns:
-        Notes about an average that is never taken and about a checkpoint distilled to few steps.
+        Notes about an average or a learning rate that the run never gets to, and about a checkpoint distilled to few
+        steps.
 
     Raises:
         ConfigError: videos that cannot be saved as asked, a KL divisor that does not fit the process, a guidance scale
@@ -75,7 +76,7 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
         if scale is not None and scale < 0:
             raise ConfigError(f"{key}={scale:g} must not be negative: {adapter.kind} was trained with none below 0")
     _check_gradient(resolved, adapter)
-    notes = _never_averaged(resolved)
+    notes = _never_reached(resolved)
     if not how:
         return notes
     for key, scale in scales:
@@ -95,16 +96,25 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     return notes
 
 
-def _never_averaged(resolved: Resolved) -> list[str]:
-    """A note where the run ends before the first update of its averaged weights, which are what it evaluates."""
-    optim, ema = resolved.run.optim, resolved.run.optim.ema
+def _never_reached(resolved: Resolved) -> list[str]:
+    """Notes where the run ends before its averaged weights or its learning rate get anywhere."""
+    optim, ema, warmup = resolved.run.optim, resolved.run.optim.ema, resolved.run.optim.warmup_updates
     updates = resolved.run.iterations * optim.updates_per_iteration * resolved.method.passes
-    if ema is None or not 0 < updates < ema.every:
+    if updates == 0:
         return []
-    return [
-        f"optim.ema.every={ema.every}: the run has {updates} updates, so its averaged weights stay the untrained ones, "
-        f"and those are evaluated and saved; set optim.ema.every to {updates} or less, or optim.ema to null"
-    ]
+    notes = []
+    if ema is not None and updates < ema.every:
+        notes.append(
+            f"optim.ema.every={ema.every}: the run has {updates} updates, so its averaged weights stay the untrained "
+            f"ones, and those are evaluated and saved; set optim.ema.every to {updates} or less, or optim.ema to null"
+        )
+    if updates < warmup:
+        notes.append(
+            f"optim.warmup_updates={warmup}: the run has {updates} updates, so its learning rate ends at "
+            f"{optim.learning_rate * updates / warmup:.3g} and never gets to optim.learning_rate="
+            f"{optim.learning_rate:g}; set optim.warmup_updates to {updates} or less"
+        )
+    return notes
 
 
 def _check_videos(resolved: Resolved, adapter: ModelAdapter) -> None:

@@ -597,12 +597,18 @@ def test_guidance_below_the_scale_that_is_none_is_refused_where_it_changes_nothi
     assert below.startswith("eval.guidance_scale=-1 must not be negative")
 
 
-@pytest.mark.parametrize(("every", "noted"), [(5, True), (4, False)])
-def test_an_average_that_is_never_taken_is_noted_with_the_number_of_updates(read, every, noted):
-    words = (f"optim.ema.every={every}", "iterations=2", "optim.updates_per_iteration=2")
+@pytest.mark.parametrize("key", ["optim.ema.every", "optim.warmup_updates"])
+@pytest.mark.parametrize(("value", "noted"), [(5, True), (4, False)])
+def test_what_a_run_of_too_few_updates_never_gets_to_is_noted_with_their_number(read, key, value, noted):
+    words = (f"{key}={value}", "iterations=2", "optim.updates_per_iteration=2")
     notes = check_model(resolve(read(*words)), ModelAdapter())
-    assert [note.partition(":")[0] for note in notes] == ["optim.ema.every=5"] * noted
+    assert [note.partition(":")[0] for note in notes] == [f"{key}=5"] * noted
     assert not noted or "4 updates" in notes[0]
+
+
+def test_the_rate_that_a_warm_up_ends_at_is_the_one_of_the_last_update(read):
+    words = ("optim.warmup_updates=8", "iterations=2", "optim.updates_per_iteration=2", "optim.learning_rate=1e-4")
+    assert "ends at 5e-05" in check_model(resolve(read(*words)), ModelAdapter())[0]
 
 
 SAMPLES = ("rollout.sampler=null", "optim.batch_size=8")
