@@ -17,7 +17,8 @@ from flowrl.evaluation.statistics import difference, summary
 STEPS = (6, 10, 20)
 TEXT = """\
 Seed 0 of the quickstart, which trains and evaluates at {own} steps, on the same captions and seeds at others:
-`python scripts/lab.py --steps`. {state}
+`python scripts/lab.py --steps`. {state} The tuned model is of a run of its own: on another processor than the cell's,
+its row at {own} steps differs from the cell by what rounding makes of a whole training.
 """
 
 
