@@ -43,8 +43,9 @@ class Settings:
     seed: int
     processes: int
     output: Path
+    """Folder of the pipeline: the VAE after the first stage, the whole after the second."""
     work: Path
-    """Checkpoints of the stages, the trained VAE and the denoiser's latents."""
+    """Checkpoints of the stages and the denoiser's latents."""
     vae: tuple[Phase, ...] = (
         Phase(frames=1, batch=32, steps=5000),
         Phase(frames=5, batch=8, steps=3500),
@@ -79,7 +80,7 @@ class Settings:
         shared = {"seed": self.seed, "processes": self.processes, "two_share": self.two_share}
         if stage == "vae":
             phases = [[phase.frames, phase.batch, phase.steps] for phase in self.vae]
-            return shared | {"vae": phases, "vae_rate": self.vae_rate, "vae_ema": self.vae_ema}
+            return shared | {"phases": phases, "rate": self.vae_rate, "ema": self.vae_ema}
         names = ("steps", "rate", "decay_from", "text_rate", "batch_size", "ema", "videos", "pools", "tokens")
         return shared | {name: getattr(self, name) for name in names}
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from flowrl import moving_shapes
 
+RECORD = "pretraining.json"
 FINGERPRINT = {"prompt": "a red circle moves left", "seed": 0}
 WARM = {"vae": 100, "denoiser": 300}
 SHOWN_EVERY = 25
@@ -83,10 +84,13 @@ class _Told:
 
 
 def train_vae(settings: Settings, rank: int) -> None:
-    """The phases one after another; then its latents' mean and std are measured and kept in its configuration."""
+    """The phases one after another; then its latents' mean and std are measured and kept in its configuration.
+
+    What the output folder then holds, the VAE and the start of `pretraining.json`, is all that the next stage needs.
+    """
     vae = MODEL.build(settings.seed).vae
     stage = Stage([([vae], settings.vae_rate)], average=settings.vae_ema, processes=settings.processes)
-    file, facts = _vae_file(settings), settings.facts("vae")
+    file, facts = settings.work / "vae.safetensors", settings.facts("vae")
     done = stage.load(file, facts)
     plan = [phase for phase in settings.vae for _ in range(phase.steps)]
     told = _Told(rank, "vae", len(plan))
@@ -104,9 +108,10 @@ def train_vae(settings: Settings, rank: int) -> None:
     stage.finish()
     if rank == 0:
         _standardise(vae.eval(), settings)
-        vae.save_pretrained(settings.work / "vae")
-        share = vae_strict(vae, settings.seed, min(settings.check, 128))
+        vae.save_pretrained(settings.output / "vae")
+        share = vae_strict(vae, settings.seed, settings.check)
         log(0, "vae, strict of rendered videos: " + _row(share))
+        _write(settings.output, {"settings": {"vae": facts}, "captions": settings.check, "vae_strict": share})
     dist.barrier()
 
 
@@ -142,13 +147,8 @@ def vae_strict(vae: Any, seed: int, count: int) -> dict[str, float]:
 
 def train_denoiser(settings: Settings, rank: int) -> None:
     """Denoiser and text encoder on pools of latents; then the whole pipeline is saved."""
-    from diffusers import AutoencoderKLWan
-
-    folder = settings.work / "vae"
-    if not ((folder / "config.json").exists() and _vae_file(settings).exists()):
-        raise SystemExit(f"{folder} holds no VAE; run `python scripts/pretrain_tiny.py tiny-wan --stage vae` first")
     pipe = build_pipeline(settings.seed, settings.tokens)
-    pipe.register_modules(vae=AutoencoderKLWan.from_pretrained(folder).eval())
+    _take_vae(pipe.vae, settings.output)
     denoiser, *encoders = MODEL.trained(pipe)
     groups = [([denoiser], settings.rate), (encoders, settings.text_rate * settings.rate)]
     stage = Stage(groups, average=settings.ema, processes=settings.processes)
@@ -176,6 +176,23 @@ def train_denoiser(settings: Settings, rank: int) -> None:
     if rank == 0:
         save(pipe, MODEL, settings.output)
     dist.barrier()
+
+
+def _take_vae(vae: Any, output: Path) -> None:
+    """Give a VAE the weights and the latents' mean and std of the one in the output folder.
+
+    They are copied, since the pipeline is saved over the files that were read.
+
+    Raises:
+        SystemExit: the folder holds none.
+    """
+    folder = output / "vae"
+    if not ((folder / "config.json").exists() and (output / RECORD).exists()):
+        raise SystemExit(f"{output} holds no VAE; run `python scripts/pretrain_tiny.py tiny-wan --stage vae` first")
+    trained = type(vae).from_pretrained(folder)
+    vae.load_state_dict(trained.state_dict())
+    vae.register_to_config(**latent_facts(trained))
+    vae.eval()
 
 
 @torch.no_grad()
@@ -257,33 +274,26 @@ def fingerprint(pipe: Any) -> list[list[list[float]]]:
     return np.round(blocks.astype(float), 4).tolist()
 
 
-def _vae_file(settings: Settings) -> Path:
-    return settings.work / "vae.safetensors"
-
-
-def _told(settings: Settings) -> dict[str, Any]:
-    """Settings of both stages, the VAE's as it was trained: a denoiser may be asked for with others."""
-    own = settings.facts("denoiser")
-    with safe_open(_vae_file(settings), "pt") as held:
-        vae = json.loads(held.metadata()["facts"])
-    others = {key: value for key, value in vae.items() if own.get(key) != value}
-    return own | {key if key.startswith("vae") else f"vae_{key}": value for key, value in others.items()}
+def _write(folder: Path, facts: dict[str, Any]) -> None:
+    (folder / RECORD).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 def record(folder: Path, settings: Settings | None = None, count: int = 505) -> None:
     """Measure a saved pipeline and write its `pretraining.json`; `settings` None: those of the file stay."""
-    file, pipe = folder / "pretraining.json", quiet(MODEL.load(folder))
-    kept = json.loads(file.read_text(encoding="utf-8"))["settings"] if settings is None else _told(settings)
+    pipe = quiet(MODEL.load(folder))
+    told = json.loads((folder / RECORD).read_text(encoding="utf-8"))["settings"]
+    if settings is not None:
+        told["denoiser"] = settings.facts("denoiser")
     strict = {}
     for name, (call, _) in MODEL.calls.items():
         strict[name] = strict_accuracy(pipe, count, **call)
         print(f"{name}: {_row(strict[name])}", flush=True)
     facts = {
-        "settings": kept,
+        "settings": told,
         "captions": count,
-        "vae_strict": vae_strict(pipe.vae, kept["seed"], count),
+        "vae_strict": vae_strict(pipe.vae, told["vae"]["seed"], count),
         "strict": strict,
         "fingerprint": {**FINGERPRINT, "blocks": fingerprint(pipe)},
     }
     print(f"VAE's round trip: {_row(facts['vae_strict'])}", flush=True)
-    file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    _write(folder, facts)

@@ -9,7 +9,8 @@ tiny-clip: trains an open_clip model on the same world (scripts/_tiny_clip.py) a
 how far it agrees with the verifier (scripts/_tiny_clip_measure.py). One thread, a few minutes.
 
 tiny-wan: a real WanPipeline of 9 frames at 32 px (scripts/_tiny_wan.py) on the shapes world in motion, in two stages
-that resume where they were stopped (scripts/_tiny_wan_stages.py); a full training on two cores is
+that resume where they were stopped (scripts/_tiny_wan_stages.py). The second one needs the output folder alone of the
+first; a full training on two cores is
 
     python scripts/pretrain_tiny.py tiny-wan --stage vae
     python scripts/pretrain_tiny.py tiny-wan --stage denoiser
@@ -44,7 +45,8 @@ WAN_HELP = """A full training on two cores; a stage that was stopped goes on whe
 
 Every 1500 steps a line tells the strict accuracy so far. Where it falls short of two-object captions: the denoiser
 alone again, with --two-share 0.15 or 0, another --rate, or --tokens 80, which takes twice as long. Its checkpoint,
-denoiser.safetensors, is removed first, and for another --two-share latents-*.safetensors too.
+denoiser.safetensors, is removed first, and for another --two-share latents-*.safetensors too. The denoiser's stage
+takes the VAE in the output folder.
 """
 VAE_FROM = {"tiny-sd3": None, "tiny-sd": ASSETS / "tiny-sd3"}
 

@@ -79,6 +79,8 @@ def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_f
 
     whole, stopped = (short(scripts, tmp_path / name) for name in ("whole", "stopped"))
     whole = replace(whole, look_every=0)
+    with pytest.raises(SystemExit, match=r"tiny-wan holds no VAE; run .*--stage vae"):
+        stages.train_denoiser(whole, 0)
     for train in (stages.train_vae, stages.train_denoiser):
         train(whole, 0)
         assert ", strict of 1 " not in capsys.readouterr().out
@@ -108,7 +110,9 @@ def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_f
     with pytest.raises(SystemExit, match="its seed=3, but seed=4 is asked for"):
         stages.train_vae(replace(whole, seed=4), 0)
 
-    # Another try of the denoiser keeps the pools, and its record says how the VAE was trained.
+    # Another try of the denoiser keeps the pools, and its record says how each was trained; the VAE's checkpoint is not
+    # needed any more.
+    (whole.work / "vae.safetensors").unlink()
     again = replace(whole, rate=1e-3, steps=1, pools=1)
     (whole.work / "denoiser.safetensors").unlink()
     pool = (whole.work / "latents-0-0.safetensors").stat().st_mtime_ns
@@ -117,11 +121,11 @@ def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_f
     monkeypatch.setattr(stages, "strict_accuracy", lambda *args, **call: {"all": 0.0})
     stages.record(again.output, replace(again, two_share=0.0, vae=()), count=1)
     told = json.loads((again.output / "pretraining.json").read_text())["settings"]
-    assert (told["rate"], told["two_share"], told["vae_two_share"]) == (1e-3, 0.0, 0.25)
-    assert told["vae"] == [[phase.frames, phase.batch, phase.steps] for phase in whole.vae]
+    assert (told["denoiser"]["rate"], told["denoiser"]["two_share"], told["vae"]["two_share"]) == (1e-3, 0.0, 0.25)
+    assert told["vae"]["phases"] == [[phase.frames, phase.batch, phase.steps] for phase in whole.vae]
 
     # With another VAE neither its latents nor its steps count.
-    config = whole.work / "vae" / "config.json"
+    config = whole.output / "vae" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"latents_mean": [1.0] * 4}))
     with pytest.raises(SystemExit, match=r"denoiser\.safetensors: its latents_mean=.* is asked for"):
         stages.train_denoiser(again, 0)
