@@ -21,9 +21,11 @@ def status(run: Run) -> str:
 
 
 def seconds(run: Run) -> float:
-    """Wall time of the summary; while there is none, the sum over the iterations."""
-    known = number(run.summary.get("seconds"))
-    return known if math.isfinite(known) else float(np.nansum(run.curve("time/iteration_s")[1]))
+    """Wall time of the summary; of iterations that it does not have, their sum."""
+    known, (x, y) = number(run.summary.get("seconds")), run.curve("time/iteration_s")
+    if not math.isfinite(known):
+        return float(np.nansum(y))
+    return known + (float(np.nansum(y[x > (run.summary.get("iterations") or 0)])) if run.begun else 0.0)
 
 
 def duration(time: float) -> str:

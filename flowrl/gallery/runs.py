@@ -143,9 +143,15 @@ class Run:
         return self.summary.get("status") in status.ENDED
 
     @property
+    def begun(self) -> bool:
+        """Whether the summary is that of the run's start or resumption, with the iterations and seconds of then."""
+        return self.summary.get("status") in ("running", status.DIED)
+
+    @property
     def iterations(self) -> int:
         """Number of trained iterations."""
-        return int(self.summary.get("iterations") or (self.rows[-1]["iteration"] if self.rows else 0))
+        stated, last = int(self.summary.get("iterations") or 0), self.rows[-1]["iteration"] if self.rows else 0
+        return max(stated, last) if self.begun else stated or last
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(iterations [N], values [N]) of the rows that have `key`; NaN for null."""

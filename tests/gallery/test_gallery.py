@@ -23,7 +23,7 @@ from PIL import Image
 
 from flowrl import shapes
 from flowrl.core import media
-from flowrl.gallery import build, builder, certainty, charts, images, results
+from flowrl.gallery import build, builder, certainty, charts, facts, images, results
 from flowrl.gallery.live import Served
 from flowrl.gallery.results import Metric
 from flowrl.gallery.runs import load_run
@@ -421,6 +421,19 @@ def test_a_partial_summary_is_no_obstacle(tmp_path, summary):
     folder = make_run(tmp_path / "partial", finished=False, num_prompts=4)
     (folder / "summary.json").write_text(summary)
     assert "This run has not finished." in Page(build([folder])).text("b")
+
+
+def test_iterations_and_time_of_a_run_under_way_are_those_of_its_rows_too(tmp_path):
+    folder = make_run(tmp_path / "resumed", finished=False, num_prompts=4)
+    # Written when the run was resumed after iteration 20; 80 rows are there.
+    stated = {"status": "running", "iterations": 20, "seconds": 1000.0}
+    (folder / "summary.json").write_text(json.dumps(stated))
+    run = load_run(folder)
+    after = sum(row["time/iteration_s"] for row in run.rows[20:])
+    assert facts.status(run) == "died, 80 of 120 iterations"
+    assert facts.seconds(run) == pytest.approx(1000 + after)
+    change(folder / "summary.json", status="stopped", iterations=80, seconds=1100.0)
+    assert facts.seconds(load_run(folder)) == 1100.0
 
 
 def test_a_run_that_has_only_a_configuration_still_builds(tmp_path):
