@@ -146,7 +146,11 @@ def metrics_of(run: Run) -> list[Metric]:
 
 
 def estimates_of(run: Run, metric: Metric) -> Estimates:
-    """Estimates of summary.json; while it has none, means of the evaluations without an interval."""
+    """Estimates of summary.json; while it has none, means of the evaluations without an interval.
+
+    An evaluation during training may have the first prompts alone. Where it stands for the tuned model, the base and
+    its best guidance are those of the same prompts, and without an interval too.
+    """
     result = {block: Estimate() for block in BLOCKS}
     if run.base:
         result["base"] = Estimate(run.base.mean(metric.name))
@@ -159,6 +163,9 @@ def estimates_of(run: Run, metric: Metric) -> Estimates:
         entry = _block(run, block).get(metric.name)
         if isinstance(entry, dict):
             result[block] = Estimate(*(number(entry.get(key)) for key in ("mean", "low", "high")))
+    if not isinstance(_block(run, "tuned").get(metric.name), dict) and _has_fewer(run):
+        for block, evaluation in (("base", run.base), ("base_best_guidance", _rival(run))):
+            result[block] = Estimate(level_while_training(run, evaluation, metric))
     if _is_own_guidance(run) and not (run.config.get("eval") or {}).get("best_guidance"):
         # No other scale was tried, so the base model's own need not be its best.
         result["base_best_guidance"] = Estimate()
@@ -310,6 +317,23 @@ def settings(evaluation: Evaluation) -> str:
     if evaluation.guidance_scale is not None:
         parts.append(f"guidance {evaluation.guidance_scale:g}")
     return ", ".join([*parts, f"seeds {', '.join(map(str, evaluation.seeds))}"])
+
+
+def _has_fewer(run: Run) -> bool:
+    """Whether an evaluation during training, of fewer prompts or seeds than the base's, stands for the tuned model."""
+    if not run.both or run.both[1].tag == "tuned":
+        return False
+    base, after = run.both
+    return len(after.prompts) < len(base.prompts) or len(after.seeds) < len(base.seeds)
+
+
+def _rival(run: Run) -> Evaluation | None:
+    """The base at the best guidance that the summary names."""
+    if _is_own_guidance(run):
+        return run.base
+    scale = number(_block(run, "base_best_guidance").get("guidance_scale"))
+    tried = (e for e in run.evaluations.values() if e.tag.startswith("base-guidance-"))
+    return next((e for e in tried if number(e.guidance_scale) == scale), None)
 
 
 def _is_own_guidance(run: Run) -> bool:

@@ -436,6 +436,31 @@ def test_iterations_and_time_of_a_run_under_way_are_those_of_its_rows_too(tmp_pa
     assert facts.seconds(load_run(folder)) == 1100.0
 
 
+def test_base_and_rival_of_a_run_under_way_are_of_the_prompts_that_its_evaluation_has(tmp_path):
+    folder = make_run(tmp_path / "few", finished=False)
+    for path in (folder / "eval").glob("iteration-*.json"):
+        document = json.loads(path.read_text())
+        scores = {name: table[:5] for name, table in document["scores"].items()}
+        change(path, prompts=document["prompts"][:5], scores=scores)
+    tables = {
+        tag: np.asarray(json.loads((folder / "eval" / f"{tag}.json").read_text())["scores"]["shapes_strict"])
+        for tag in ("base", "base-guidance-3", "iteration-000080")
+    }
+    # As a run writes it at its start, of all prompts.
+    stated = {"base": {"shapes_strict": estimate(tables["base"])}, "primary": "shapes_strict", "status": "running"}
+    best = {"shapes_strict": estimate(tables["base-guidance-3"]), "guidance_scale": 3.0}
+    (folder / "summary.json").write_text(json.dumps(stated | {"base_best_guidance": best}))
+    run = load_run(folder)
+    found = results.estimates_of(run, results.metrics_of(run)[0])
+    for block, tag in (("base", "base"), ("base_best_guidance", "base-guidance-3"), ("tuned", "iteration-000080")):
+        assert found[block].mean == pytest.approx(tables[tag][:5].mean())
+        assert not found[block].bounded, "the interval of the summary is that of other prompts"
+    assert found["difference"].mean == pytest.approx(found["tuned"].mean - found["base"].mean)
+    for path in (folder / "eval").glob("iteration-*.json"):
+        path.unlink()
+    assert results.estimates_of(load_run(folder), results.metrics_of(run)[0])["base"].bounded, "nothing to compare yet"
+
+
 def test_a_run_that_has_only_a_configuration_still_builds(tmp_path):
     (tmp_path / "config.yaml").write_text("name: fresh\n")
     assert Page(build([tmp_path])).text("h1") == "Nothing has been evaluated yet"
