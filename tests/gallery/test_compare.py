@@ -232,6 +232,22 @@ def test_curves_run_from_the_base_over_what_training_has_spent(folders, monkeypa
     assert seen["time of training, seconds"]["awm"] == [0, 3, 6]
 
 
+def test_a_run_without_scores_is_never_the_leader(tmp_path):
+    folders = [make_run(tmp_path / name, gain) for name, gain in (("bare", 0.1), ("good", -0.2), ("bad", 0.2))]
+    for folder in folders:
+        summary = json.loads((folder / "summary.json").read_text())
+        (folder / "summary.json").write_text(json.dumps(summary | {"lower_is_better": ["brightness"]}))
+    bare = json.loads((folders[0] / "eval" / "tuned.json").read_text())
+    bare["scores"] = {"brightness": [[None, None]] * len(bare["prompts"])}
+    (folders[0] / "eval" / "tuned.json").write_text(json.dumps(bare))
+    shared = share([load_run(folder) for folder in folders])
+    assert shared is not None
+    table = standings(shared, shared.metrics[0])
+    assert [row.run for row in table] == [1, 2, 0], "lower is better"
+    assert table[1].over_leader is not None
+    assert np.isfinite(table[1].over_leader.estimate.low)
+
+
 def test_the_front_has_the_runs_that_no_other_beats_in_both():
     marks = [Point(name, Style(0), x, y, 0, 0) for name, x, y in (("a", 1, 1), ("b", 2, 3), ("c", 3, 2), ("d", 2, 2))]
     assert [mark.label for mark in front(marks, 1)] == ["a", "b"]

@@ -63,7 +63,8 @@ def standings(shared: Shared, of: SharedMetric) -> list[Standing]:
     before = np.stack([prompt_means(shared.table(i, metric, base=True)) for i in members])
     tables = [(shared.table(i, metric, base=True), shared.table(i, metric, base=False)) for i in members]
     gains = np.stack([prompt_means(tuned - base) for base, tuned in tables])
-    means = metric.sign * np.asarray([np.nanmean(row) if np.isfinite(row).any() else -np.inf for row in after])
+    # A run without any score is the last one, in both directions.
+    means = np.asarray([metric.sign * np.nanmean(row) if np.isfinite(row).any() else -np.inf for row in after])
     order = [int(k) for k in np.argsort(-means, kind="stable")]
     lead = tables[order[0]][1]
     behind = np.stack([prompt_means(tuned - lead) for _, tuned in tables])
