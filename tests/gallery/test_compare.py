@@ -248,6 +248,18 @@ def test_a_run_without_scores_is_never_the_leader(tmp_path):
     assert np.isfinite(table[1].over_leader.estimate.low)
 
 
+def test_names_of_runs_and_metrics_keep_their_capitals_in_sentences(tmp_path):
+    settings: list[dict[str, Any]] = [{"algorithm": {"name": name}} for name in ("one", "two")]
+    pairs = zip(("GRPO-Mine", "other"), settings, strict=True)
+    folders = [make_run(tmp_path / name, 0.1, metric="CLIP", config=config) for name, config in pairs]
+    file = folders[0] / "metrics.jsonl"
+    rows = [json.loads(line) | {"nfe/rollout": None} for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(build(folders, tmp_path / "page"))
+    assert "Network evaluations in training: not logged by GRPO-Mine." in page.text("p")
+    assert {"CLIP during training", "CLIP against cost"} <= set(page.texts["h2"])
+
+
 def test_the_front_has_the_runs_that_no_other_beats_in_both():
     marks = [Point(name, Style(0), x, y, 0, 0) for name, x, y in (("a", 1, 1), ("b", 2, 3), ("c", 3, 2), ("d", 2, 2))]
     assert [mark.label for mark in front(marks, 1)] == ["a", "b"]
