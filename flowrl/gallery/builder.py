@@ -27,7 +27,7 @@ from flowrl.gallery.links import run_marks
 from flowrl.gallery.pairs import Page
 from flowrl.gallery.places import PAGE, page_folder
 from flowrl.gallery.runs import Run, load_run
-from flowrl.gallery.view import view
+from flowrl.gallery.view import num_bytes, view
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -71,7 +71,7 @@ def render(runs: Sequence[Run], place: Place, *, alike: bool, live: Mapping[str,
     """
     compared = comparison(runs, place, alike=alike) if len(runs) > 1 else None
     shown = runs if len(runs) <= WHOLE else []
-    page = Page(place, run_marks([run.name for run in runs]))
+    page = Page(place, run_marks([run.name for run in runs]), num_bytes(compared))
     views = [view(run, index, page) for index, run in enumerate(shown)]
     return (
         _environment()

@@ -14,7 +14,7 @@ from flowrl.gallery.results import Metric, paired
 from flowrl.gallery.runs import Run
 
 _FIXED_BYTES, _ROW_BYTES, _CARD_BYTES, _TEXTS = 200_000, 500, 1_500, 4
-"""Bytes of the page without images: style, script and curves; of a prompt's row; of a card; texts a card repeats."""
+"""Bytes of style, script and tables; of a prompt's row; of a card; texts a card repeats."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Page:
     place: Place
     marks: Sequence[str]
     """End of the permanent anchors of each run."""
+    taken: int = 0
+    """Bytes of what the page has above the runs."""
 
     @property
     def alone(self) -> bool:

@@ -61,11 +61,11 @@ def view(run: Run, index: int, page: Page) -> dict[str, Any]:
         "num_during": run.during[-1].num_distinct() if run.during else 0,
         "config_text": run.config_text,
         "provenance": list(facts.flatten(run.provenance)),
-    } | _pictures(run, metrics, index, page)
+    } | _pictures(run, metrics, index, page, num_bytes([curves, more_curves, run.config_text]))
 
 
-def _pictures(run: Run, metrics: list[Metric], index: int, page: Page) -> dict[str, Any]:
-    """The sections with images: pairs, filmstrips, trees, regressions, gains, every prompt."""
+def _pictures(run: Run, metrics: list[Metric], index: int, page: Page, taken: int) -> dict[str, Any]:
+    """The sections with images: pairs, filmstrips, trees, regressions, gains, every prompt; `taken`: bytes of others."""
     anchor, available = f"run-{index}", images.imaged(run)
     gain = np.full(available.shape, np.nan)
     if metrics:
@@ -79,7 +79,7 @@ def _pictures(run: Run, metrics: list[Metric], index: int, page: Page) -> dict[s
         "worst": images.largest_drops(gain, available),
         "best": images.largest_drops(-gain, available),
     }
-    room = PAGE_BYTES // len(page.marks) - sum(map(_num_bytes, (film, own, trees)))
+    room = (PAGE_BYTES - page.taken) // len(page.marks) - taken - num_bytes([film, own, trees])
     cards = collect(run, metrics, [pair for pairs in drawn.values() for pair in pairs], available, room, index, page)
     pairs, worst, best = ([cards.card(pair, f"{anchor}-{kind}") for pair in pairs] for kind, pairs in drawn.items())
     every = cards.every()
@@ -118,12 +118,12 @@ def _video(shown: Album) -> str:
     return f"{text}, at most {images.VIDEO_PX} pixels a side{size}. Both sides of a pair play together."
 
 
-def _num_bytes(values: Any) -> int:
+def num_bytes(values: Any) -> int:
     """Characters of all texts in nested values."""
     if isinstance(values, dict):
-        return sum(_num_bytes(value) for value in values.values())
-    if isinstance(values, list):
-        return sum(map(_num_bytes, values))
+        return sum(num_bytes(value) for value in values.values())
+    if isinstance(values, list | tuple):
+        return sum(map(num_bytes, values))
     return len(values) if isinstance(values, str) else 0
 
 

@@ -109,3 +109,22 @@ def test_a_page_of_many_long_prompts_keeps_to_its_size(bench_report, tmp_path, m
     text = page.read_text()
     assert "Images on this page are WebP of at most" in text
     assert len(re.findall(r'id="p-[0-9a-f]{10}-s0"', text)) == 20
+
+
+def test_curves_and_a_comparison_leave_less_room_for_images(tmp_path, monkeypatch):
+    rng, rooms = np.random.default_rng(0), []
+
+    def nothing(main, further, room, prefix, place):
+        rooms.append(room)
+        return album.Album(prefix, album.SIZES[-1], {}, 0)
+
+    monkeypatch.setattr(album, "fill", nothing)
+    runs = [make_run(tmp_path / name, name=name, num_prompts=8, iterations=20) for name in ("one", "two")]
+    for file in (file for run in runs for file in run.glob("eval/*/*.png")):
+        Image.fromarray(rng.integers(0, 256, (90, 90, 3), dtype=np.uint8)).save(file, compress_level=1)
+    rows = [{"iteration": i} | {f"x/{k}": i % 7 for k in range(40)} for i in range(1, 401)]
+    (runs[0] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for shown in (runs[:1], runs):
+        rooms.clear()
+        size = build(shown, tmp_path / "page").stat().st_size
+        assert 14_000_000 < size + sum(rooms) <= album.PAGE_BYTES
