@@ -279,6 +279,15 @@ def test_images_end_where_the_budget_is_spent_and_the_page_says_so(folders, tmp_
     assert "all runs have the same one" in small.text("p")
 
 
+def test_runs_of_one_name_are_told_apart_where_they_are_only_listed(tmp_path):
+    folders = [tmp_path / "one" / "run", tmp_path / "two" / "run"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(json.dumps({"name": "run"}))
+    page = Page(build(folders, tmp_path / "page"))
+    assert {f"run ({folder})" for folder in folders} <= set(page.texts["a"])
+
+
 def test_runs_without_evaluations_still_give_a_page(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

@@ -7,18 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowrl.gallery import charts, facts, results
+from flowrl.gallery.compare.shared import label_of
 from flowrl.gallery.runs import Run
 
 
 def comparison(runs: Sequence[Run], *, alike: bool) -> dict[str, Any]:
     """Table of several runs, each by its primary metric, and a chart of their evaluations if they are `alike`."""
     rows, drawn = [], []
-    for run in runs:
+    for number, run in enumerate(runs):
+        label = label_of(runs, number)
         metric = next(iter(results.metrics_of(run)), None)
         estimates = results.estimates_of(run, metric) if metric else None
         rows.append(
             {
-                "name": run.name,
+                "name": label,
                 "status": facts.status(run),
                 "algorithm": str(facts.value_at(run.config, "algorithm", "name") or results.DASH),
                 "on": run.subject.on.strip(),
@@ -28,7 +30,7 @@ def comparison(runs: Sequence[Run], *, alike: bool) -> dict[str, Any]:
             }
         )
         if metric:
-            named = f"{run.name}{run.subject.on}"
+            named = f"{label}{run.subject.on}"
             drawn.append((metric, charts.Series(named, *results.evaluated_curve(run, metric), markers=True)))
     changes = [e for e in (row["change"] for row in rows) if e and e.known]
     ends = [v for e in changes for v in (e.mean, e.low, e.high) if math.isfinite(v)]
