@@ -6,6 +6,12 @@ function numberIn(cell) {
   return Number.isNaN(value) ? null : value;
 }
 
+// Smaller gains first, or larger ones for a sign of -1; a pair without a score comes last.
+function byGain(a, b, sign) {
+  const gains = [a, b].map(card => parseFloat(card.dataset.gain)), bare = gains.map(Number.isNaN);
+  return bare[0] || bare[1] ? bare[0] - bare[1] : sign * (gains[0] - gains[1]);
+}
+
 const PAGE_SIZE = 24;
 
 // The cards of `list` that contain `needle`, a page at a time. Returns functions that filter, and that turn to a card.
@@ -13,8 +19,8 @@ function pagedList(box, list) {
   const all = Array.from(list.children), pager = box.querySelector(".pager"), order = box.querySelector("select");
   const orders = {
     given: () => 0,
-    worst: (a, b) => a.dataset.gain - b.dataset.gain,
-    best: (a, b) => b.dataset.gain - a.dataset.gain,
+    worst: (a, b) => byGain(a, b, 1),
+    best: (a, b) => byGain(a, b, -1),
     text: (a, b) => promptOf(a).localeCompare(promptOf(b)),
   };
   let shown = all, first = 0;

@@ -1,0 +1,36 @@
+"""Functions of the page's script that need no browser, in Node."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+from flowrl.gallery.builder import TEMPLATES
+
+NODE = shutil.which("node")
+pytestmark = pytest.mark.skipif(NODE is None, reason="no node on the PATH")
+
+
+def run(file: str, name: str, code: str) -> Any:
+    """The value of an expression that uses the function `name` of a script file."""
+    text = (TEMPLATES / "script" / f"{file}.js").read_text()
+    found = re.search(rf"^function {name}\(.*?^}}", text, re.DOTALL | re.MULTILINE)
+    assert found
+    assert NODE is not None
+    program = f"{found[0]}\nconsole.log(JSON.stringify({code}))"
+    done = subprocess.run([NODE, "-e", program], capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(done.stdout)
+
+
+def test_cards_are_in_the_order_of_their_gain_and_those_without_a_score_come_last():
+    gains = ["0.5", "nan", "-0.3", "nan", "-0.9", "0.1"]
+    cards = json.dumps([{"dataset": {"gain": gain}} for gain in gains])
+    code = f"[1, -1].map(s => {cards}.sort((a, b) => byGain(a, b, s)).map(c => c.dataset.gain))"
+    worst, best = run("prompts", "byGain", code)
+    assert worst == ["-0.9", "-0.3", "0.1", "0.5", "nan", "nan"]
+    assert best == ["0.5", "0.1", "-0.3", "-0.9", "nan", "nan"]
