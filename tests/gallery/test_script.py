@@ -34,3 +34,8 @@ def test_cards_are_in_the_order_of_their_gain_and_those_without_a_score_come_las
     worst, best = run("prompts", "byGain", code)
     assert worst == ["-0.9", "-0.3", "0.1", "0.5", "nan", "nan"]
     assert best == ["0.5", "0.1", "-0.3", "-0.9", "nan", "nan"]
+
+
+def test_a_reading_is_found_again_by_its_number_with_a_gap_between_thousands():
+    code = '["iteration 40: 3", "20 000: one 0.5, two 0.6", "1.25: 7"].map(placeIn)'
+    assert run("charts", "placeIn", code) == [40, 20000, 1.25]

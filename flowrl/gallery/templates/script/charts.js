@@ -1,5 +1,10 @@
 // The values of a chart at the pointer, or at the arrow keys.
 
+// The number that a reading begins with: "iteration 40: ..." or, with a gap between thousands, "20 000: ...".
+function placeIn(text) {
+  return parseFloat(text.split(":")[0].replace("iteration", "").replace(/ /g, ""));
+}
+
 function makeReadable(chart) {
   const points = JSON.parse(chart.dataset.readout);
   const cursor = chart.querySelector(".cursor"), text = chart.closest(".chart-box").querySelector(".readout");
@@ -33,8 +38,7 @@ function makeReadable(chart) {
   chart.addEventListener("blur", leave);
   // Reads at the point that is the nearest to a text's: the same iteration, also on an axis that has grown.
   chart.readAgain = function (text) {
-    const iteration = parseFloat(text.replace("iteration ", ""));
-    const distances = points.map(point => Math.abs(parseFloat(point[1].replace("iteration ", "")) - iteration));
+    const distances = points.map(point => Math.abs(placeIn(point[1]) - placeIn(text)));
     read(distances.indexOf(Math.min(...distances)));
   };
 }
