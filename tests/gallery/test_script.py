@@ -39,3 +39,17 @@ def test_cards_are_in_the_order_of_their_gain_and_those_without_a_score_come_las
 def test_a_reading_is_found_again_by_its_number_with_a_gap_between_thousands():
     code = '["iteration 40: 3", "20 000: one 0.5, two 0.6", "1.25: 7"].map(placeIn)'
     assert run("charts", "placeIn", code) == [40, 20000, 1.25]
+
+
+def test_below_the_last_card_the_key_k_leads_to_it():
+    page = (
+        "globalThis.viewer = {open: false}; globalThis.isShown = () => true; globalThis.currentCard = () => null;"
+        "const seen = [], card = top => ({getBoundingClientRect: () => ({top}), scrollIntoView() {},"
+        " querySelector: () => ({focus: () => seen.push(top)})});"
+    )
+    press = (
+        "(tops, by) => { globalThis.document = {querySelectorAll: () => tops.map(card)}; step(by); return seen.pop(); }"
+    )
+    code = f"(() => {{ {page} const press = {press}; "
+    code += "return [press([-9, -3], -1), press([-9, 3], -1), press([-9, 3], 1)] })()"
+    assert run("keys", "step", code) == [-3, -9, 3]

@@ -20,8 +20,8 @@ function currentCard() {
 function step(by) {
   if (viewer.open) return turn(by);
   const shown = Array.from(document.querySelectorAll(".card")).filter(isShown), here = currentCard();
-  const below = shown.findIndex(card => card.getBoundingClientRect().top >= 0);
-  const next = here ? shown[shown.indexOf(here) + by] : shown[by > 0 ? below : below - 1];
+  const above = shown.filter(card => card.getBoundingClientRect().top < 0).length;
+  const next = here ? shown[shown.indexOf(here) + by] : shown[by > 0 ? above : above - 1];
   if (!next) return;
   next.querySelector(".enlarge").focus({ preventScroll: true });
   next.scrollIntoView({ block: "nearest" });
