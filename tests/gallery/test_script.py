@@ -53,3 +53,12 @@ def test_below_the_last_card_the_key_k_leads_to_it():
     code = f"(() => {{ {page} const press = {press}; "
     code += "return [press([-9, -3], -1), press([-9, 3], -1), press([-9, 3], 1)] })()"
     assert run("keys", "step", code) == [-3, -9, 3]
+
+
+def test_a_prompt_without_spaces_is_cut_where_the_line_of_a_copied_image_is_full():
+    pen = "{measureText: text => ({width: [...text].length})}"
+    code = f"['a red circle left', '\u4e00\u53ea\u732b\u5728\u684c\u5b50\u4e0a\u9762'].map(t => lines({pen}, t, 6))"
+    assert run("share", "lines", code) == [
+        ["a red", "circle", "left"],
+        ["\u4e00\u53ea\u732b\u5728\u684c\u5b50", "\u4e0a\u9762"],
+    ]

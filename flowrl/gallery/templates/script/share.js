@@ -13,8 +13,16 @@ function lines(pen, text, width) {
   const found = [""];
   for (const word of text.split(/\s+/)) {
     const longer = (found[found.length - 1] + " " + word).trim();
-    if (pen.measureText(longer).width <= width) found[found.length - 1] = longer;
-    else found.push(word);
+    if (pen.measureText(longer).width <= width) {
+      found[found.length - 1] = longer;
+      continue;
+    }
+    found.push("");
+    // Chinese and Japanese have no spaces: such a text is cut where the line is full.
+    for (const letter of word) {
+      if (pen.measureText(found[found.length - 1] + letter).width > width) found.push("");
+      found[found.length - 1] += letter;
+    }
   }
   return found.filter(Boolean);
 }
