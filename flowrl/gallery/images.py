@@ -259,5 +259,5 @@ def _frame(evaluation: Evaluation, metric: Metric, prompt: int, saved: bool, pla
         "label": _frame_label(evaluation),
         "picture": place.picture(evaluation.image(prompt, 0), FRAME_PX) if saved else None,
         "score": metric.single(score),
-        "tone": {1.0: "better", 0.0: "worse"}.get(score, "same") if metric.percent else "same",
+        "tone": metric.tone(score - 0.5) if metric.percent else "same",
     }

@@ -58,11 +58,11 @@ class Metric:
     def single(self, x: float) -> str:
         """The score of one image: pass or fail, or a number with one digit less than a mean."""
         if self.percent and math.isfinite(x):
-            return "pass" if x else "fail"
+            return "pass" if bool(x) == (self.sign > 0) else "fail"
         return self.value(x, digits=max(self.decimals - 1, 0))
 
     def single_change(self, x: float) -> str:
-        """The change of one image; from fail to pass is 1, not 100 percentage points."""
+        """The change of one image; from 0 to 1 is 1, not 100 percentage points."""
         if self.percent and math.isfinite(x):
             return {1: "+1", 0: "0", -1: f"{MINUS}1"}[round(x)]
         return self.change(x, digits=max(self.decimals - 1, 0))

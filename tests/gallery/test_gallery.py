@@ -512,6 +512,13 @@ def test_lower_is_better_turns_the_ranking_and_the_colours(tmp_path):
     lower = Page(build([folder]))
     assert ("class", "verdict worse") in lower.attributes
     assert min(lower.deltas["worst"]) > 0 > max(lower.deltas["best"] or [-1])
+    metric = Metric("unsafe", percent=True, decimals=3, sign=-1)
+    assert [metric.single(x) for x in (1.0, 0.0)] == ["fail", "pass"]
+    rows = images.film(load_run(folder), results.metrics_of(load_run(folder)), images.OnDisk(tmp_path))["rows"]
+    tones = {(cell["score"], cell["tone"]) for row in rows for cell in row["cells"]}
+    assert tones == {("pass", "better"), ("fail", "worse")}
+    scores = json.loads((folder / "eval" / "base.json").read_text())["scores"]["shapes_strict"]
+    assert rows[0]["cells"][0]["score"] == ("fail" if scores[0][0] else "pass"), "1 is a failure"
 
 
 def test_two_runs_get_a_table_on_top_and_a_part_each(tmp_path, run_folder):
