@@ -241,7 +241,10 @@ def _frames(run: Run) -> list[Evaluation]:
     tuned = run.evaluations.get("tuned")
     # The last evaluation during training may have the weights of the tuned model.
     during = [e for e in run.during if tuned is None or e.iteration != tuned.iteration]
-    frames = [e for e in (run.base, *during, tuned) if e is not None]
+    later = [e for e in (*during, tuned) if e is not None]
+    if not run.finished:  # it may go on after a first end, whose evaluation is older than others then
+        later.sort(key=lambda e: e.iteration)
+    frames = [*(() if run.base is None else (run.base,)), *later]
     chosen = np.linspace(0, len(frames) - 1, min(MAX_FRAMES, len(frames)))
     return [frames[i] for i in chosen.round().astype(int)]
 

@@ -80,7 +80,10 @@ def _columns(run: Run) -> list[Drawn]:
     tuned = found.get("tuned")
     during = sorted((each for tag, each in found.items() if tag.startswith("iteration-")), key=lambda d: d.iteration)
     during = [each for each in during if tuned is None or each.iteration != tuned.iteration]
-    return [each for each in (found.get("base"), *during, tuned) if each is not None]
+    later = [each for each in (*during, tuned) if each is not None]
+    if not run.finished:  # as in the filmstrip of the evaluated prompts
+        later.sort(key=lambda each: each.iteration)
+    return [*([found["base"]] if "base" in found else []), *later]
 
 
 def _read(file: Path) -> Drawn:

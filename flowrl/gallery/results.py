@@ -215,7 +215,7 @@ def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
     levels = f"from {metric.value(base.mean)} to {metric.value(tuned.mean)}"
     if not change.bounded:
         at = run.after.label if run.after else ""
-        when = "no interval" if run.evaluations.get("tuned") else f"so far, at {at}, no interval yet"
+        when = "no interval" if at == "tuned" else f"so far, at {at}, no interval yet"
         return f"{label} went {levels} ({metric.change(change.mean)}; {when})", "same"
     interval = f"95 % CI {metric.value(change.low, unit='')} to {metric.value(change.high, unit='')}"
     verb = "rose" if change.low > 0 else "fell" if change.high < 0 else "did not change measurably:"

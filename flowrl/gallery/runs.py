@@ -117,8 +117,14 @@ class Run:
 
     @property
     def after(self) -> Evaluation | None:
-        """The tuned model's evaluation or, while the run is under way, the latest one."""
-        return self.evaluations.get("tuned") or (self.during[-1] if self.during else None)
+        """The tuned model's evaluation or, while the run is under way, the latest one.
+
+        A finished run that goes on with more iterations still has the evaluation of its first end.
+        """
+        tuned, during = self.evaluations.get("tuned"), self.during
+        if not during or (tuned is not None and (self.finished or tuned.iteration >= during[-1].iteration)):
+            return tuned
+        return during[-1]
 
     @property
     def both(self) -> tuple[Evaluation, ...]:

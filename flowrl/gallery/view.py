@@ -65,7 +65,7 @@ def view(run: Run, index: int, page: Page) -> dict[str, Any]:
 
 
 def _pictures(run: Run, metrics: list[Metric], index: int, page: Page, taken: int) -> dict[str, Any]:
-    """The sections with images: pairs, filmstrips, trees, regressions, gains, every prompt; `taken`: bytes of others."""
+    """The sections with images: pairs, filmstrips, trees, ranking, every prompt; the others take `taken` bytes."""
     anchor, available = f"run-{index}", images.imaged(run)
     gain = np.full(available.shape, np.nan)
     if metrics:
@@ -186,8 +186,10 @@ def _trees(run: Run, anchor: str, place: Place) -> dict[str, Any] | None:
     during = sorted(
         (tree for tag, tree in run.trees.items() if tag.startswith("iteration-")), key=lambda t: t.iteration
     )
-    chosen = [run.trees.get("base"), *during[-DURING_TREES:], run.trees.get("tuned")]
-    result = [tree for tree in chosen if tree is not None]
+    later = [*during[-DURING_TREES:], *(tree for tag, tree in run.trees.items() if tag == "tuned")]
+    if not run.finished:  # as in the filmstrip
+        later.sort(key=lambda tree: tree.iteration)
+    result = [*(tree for tag, tree in run.trees.items() if tag == "base"), *later]
     if not result:
         return None
     ranges, drawings = treechart.Ranges.of(result), []

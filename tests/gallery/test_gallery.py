@@ -461,6 +461,24 @@ def test_base_and_rival_of_a_run_under_way_are_of_the_prompts_that_its_evaluatio
     assert results.estimates_of(load_run(folder), results.metrics_of(run)[0])["base"].bounded, "nothing to compare yet"
 
 
+def test_a_finished_run_that_goes_on_is_shown_by_its_latest_evaluation(tmp_path):
+    folder = make_run(tmp_path / "longer", num_prompts=4, iterations=40)
+    later = json.loads((folder / "eval" / "base.json").read_text()) | {"iteration": 60}
+    (folder / "eval" / "iteration-000060.json").write_text(json.dumps(later))
+    finished = load_run(folder)
+    assert finished.after is not None
+    assert finished.after.tag == "tuned", "of a run that has ended the result counts, as after a rollback"
+    change(folder / "summary.json", status="running", tuned=None, difference=None)
+    run = load_run(folder)
+    metrics = results.metrics_of(run)
+    assert run.after is not None
+    assert run.after.label == "iteration 60"
+    sentence = results.verdict(run, metrics[0], results.estimates_of(run, metrics[0]))[0]
+    assert "so far, at iteration 60" in sentence
+    frames = images.film(run, metrics, images.OnDisk(tmp_path))["frames"]
+    assert frames == ["base", "20", "tuned (40)", "60"]
+
+
 def test_a_run_that_has_only_a_configuration_still_builds(tmp_path):
     (tmp_path / "config.yaml").write_text("name: fresh\n")
     assert Page(build([tmp_path])).text("h1") == "Nothing has been evaluated yet"
