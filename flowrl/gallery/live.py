@@ -29,6 +29,8 @@ SHARE = 20
 _KEPT = 8
 """Versions of a page whose parts are remembered, for the browsers that still show them."""
 _PART = re.compile(r'<(section|header|footer) id="([^"]+)">.*?</\1>', re.DOTALL)
+_FRAME = ""
+"""Key of what stands between the parts, such as which metric a group of them is about."""
 _MAIN = re.compile(r"<main>.*</main>", re.DOTALL)
 _TITLE = re.compile(r"<title>(.*?)</title>", re.DOTALL)
 
@@ -109,7 +111,7 @@ class LivePage:
         self._at = 0.0
         self._problem = ""
         self._older: dict[str, dict[str, str]] = {}
-        """Version -> hash of each part."""
+        """Version -> hash of each part, and of what stands between them."""
 
     def state(self) -> dict[str, Any]:
         """What a page asks for every few seconds: calls of stat, and the lines that were added to `metrics.jsonl`."""
@@ -146,10 +148,10 @@ class LivePage:
                 "took_s": round(built.took_s, 3),
                 "title": html.unescape(title[1]) if title else "",
             }
-            if known is None or list(known) != list(built.parts):
+            hashes = self._older[built.version]
+            if known is None or list(known) != list(hashes) or known[_FRAME] != hashes[_FRAME]:
                 main = _MAIN.search(built.page)
                 return result | {"main": main[0] if main else ""}
-            hashes = self._older[built.version]
             return result | {"parts": {id_: text for id_, text in built.parts.items() if hashes[id_] != known[id_]}}
 
     def require(self) -> None:
@@ -188,8 +190,10 @@ class LivePage:
         parts = {found[2]: found[0] for found in _PART.finditer(page)}
         self._at = time.monotonic()
         self._built = Built(version, page, parts, time.perf_counter() - start)
+        main = _MAIN.search(page)
+        frame = {_FRAME: _PART.sub("", main[0] if main else "")}
         self._older[version] = {
-            id_: hashlib.sha256(text.encode("utf-8", "replace")).hexdigest() for id_, text in parts.items()
+            id_: hashlib.sha256(text.encode("utf-8", "replace")).hexdigest() for id_, text in (frame | parts).items()
         }
         while len(self._older) > _KEPT:
             self._older.pop(next(iter(self._older)))

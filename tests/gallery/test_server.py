@@ -281,6 +281,19 @@ def test_several_runs_are_compared_and_have_pages_of_their_own(folder, tmp_path)
         assert "m0-leaders" in changes(server, before)["parts"]
 
 
+def test_parts_that_are_about_another_metric_than_before_come_with_their_frame(folder, tmp_path):
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    with serving(folder, other) as server:
+        before = changes(server, "")
+        assert re.findall(r'data-metric="(\w+)"', before["main"]) == ["shapes_strict", "shapes_partial"]
+        for run in (folder, other):
+            summary = json.loads((run / "summary.json").read_text()) | {"primary": "shapes_partial"}
+            (run / "summary.json").write_text(json.dumps(summary))
+        after = changes(server, before["version"])
+        assert "parts" not in after, "the page would keep the old metric around the new numbers"
+        assert re.findall(r'data-metric="(\w+)"', after["main"]) == ["shapes_partial", "shapes_strict"]
+
+
 # ---- rows
 
 
