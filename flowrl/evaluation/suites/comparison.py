@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.evaluation.suites.base import Line, Suite, Table
-from flowrl.evaluation.suites.intervals import paired, shares, stratified, won
+from flowrl.evaluation.suites.intervals import paired, shares, stratified, together, won
 from flowrl.statistics.paired import flip_tests, holm
 
 
@@ -57,8 +57,9 @@ def compare(base: Table, tuned: Table, lower_is_better: Collection[str] = ()) ->
         sign = -1 if after.output in lower_is_better else 1
         wins = paired(before.parts, after.parts, lambda a, b, sign=sign: won(sign * (b - a)))
         width = None if after.bounds is None else after.bounds[1] - after.bounds[0]
-        gain = stratified(parts, None if width is None else (-width, width))
-        result.append(Change(after.name, *gain, *stratified(wins, (0.0, 1.0)), float(one), float(adjusted)))
+        over = together if after.shared and len(parts) > 1 else stratified
+        gain = over(parts, None if width is None else (-width, width))
+        result.append(Change(after.name, *gain, *over(wins, (0.0, 1.0)), float(one), float(adjusted)))
     return result
 
 

@@ -9,6 +9,7 @@ from flowrl.evaluation.suites.base import Row, Table, line, score
 from flowrl.evaluation.suites.comparison import compare, markdown, plain, table_text
 from flowrl.evaluation.suites.geneval import TASKS
 from flowrl.evaluation.suites.intervals import Part, shares, stratified
+from flowrl.evaluation.suites.points import mean_of_parts
 
 
 def rows(values, name="s"):
@@ -74,6 +75,22 @@ def test_the_interval_of_a_mean_of_tasks_draws_inside_each():
     groups = [[(float(number), float(number))] * 12 for number in range(len(TASKS))]
     overall = table(groups).lines[-1]
     assert (overall.low, overall.mean, overall.high) == pytest.approx((2.5, 2.5, 2.5))
+
+
+@pytest.mark.parametrize("count", [20, 80])
+def test_the_change_of_parts_that_share_their_prompts_draws_a_prompt_once(count):
+    """Nine dimensions of the same values say what two say, not twice as exactly."""
+    values = np.random.default_rng(0).normal(size=count)
+
+    def overall(scale, kinds):
+        part = Part({f"p{n}": (float(scale * value),) for n, value in enumerate(values)})
+        return Table((mean_of_parts("overall", [part] * kinds, count, count),), "overall")
+
+    two, nine = (compare(overall(0.0, kinds), overall(1.0, kinds))[0] for kinds in (2, 9))
+    assert (nine.mean, nine.win_rate, nine.p) == pytest.approx((two.mean, two.win_rate, two.p))
+    assert nine.high - nine.low == pytest.approx(two.high - two.low)
+    assert nine.win_high - nine.win_low == pytest.approx(two.win_high - two.win_low)
+    assert nine.high - nine.low == pytest.approx(4 * values.std(ddof=1) / count**0.5, rel=0.1)
 
 
 def test_tables_show_what_is_missing():
