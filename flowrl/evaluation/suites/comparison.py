@@ -34,7 +34,7 @@ class Change:
 
 
 def compare(base: Table, tuned: Table, lower_is_better: Collection[str] = ()) -> list[Change]:
-    """The changes of the lines that are means in both tables, in the tuned table's order.
+    """The changes of the lines that are means of the same parts in both tables, in the tuned table's order.
 
     Args:
         base: before training.
@@ -45,7 +45,9 @@ def compare(base: Table, tuned: Table, lower_is_better: Collection[str] = ()) ->
     pairs = [
         (known[line.name], line)
         for line in tuned.lines
-        if line.parts and line.name in known and len(known[line.name].parts) == len(line.parts)
+        if line.parts
+        and line.name in known
+        and [part.name for part in known[line.name].parts] == [part.name for part in line.parts]
     ]
     differences = [paired(before.parts, after.parts, lambda a, b: b - a) for before, after in pairs]
     columns = [shares(parts) for parts in differences]

@@ -22,6 +22,8 @@ class Part:
     values: dict[str, tuple[float, ...]]
     """Prompt -> values of its images (or test points), NaN where there is none; they are not independent."""
     weight: float = 1.0
+    name: str = ""
+    """What tells it from other parts of a line where which ones it has depends on the results; "": its place does."""
 
     def totals(self) -> Iterator[tuple[str, float, int]]:
         """(prompt, sum, number) of the values of each prompt that has any."""

@@ -20,6 +20,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +149,23 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
 
 
 def compat(rows: Sequence[Row], items: Sequence[Item]) -> Table:
-    """As the official script counts: a dimension without a result has the mean 0, before it is normalised."""
+    """As the official script counts: a dimension without a result has the mean 0, before it is normalised.
+
+    Raises:
+        ConfigError: no dimension has a result.
+    """
     groups = _judged(rows, items)
-    zero = {name: Part({"": (_scaled(name, 0.0),)}, DIMENSIONS[name][2]) for name in DIMENSIONS}
-    parts = {name: _normalised(name, groups[name]) if name in groups else zero[name] for name in DIMENSIONS}
+    if not groups:
+        raise ConfigError(
+            "--compat: the official script's table is made of the official tools' results; give --results"
+        )
+    prompts = dict.fromkeys(row.prompt for own in groups.values() for row in own)
+
+    def zero(name: str) -> Part:
+        """Of every judged prompt, so that it adds none; without a name: it is compared with no result of another."""
+        return Part(dict.fromkeys(prompts, (_scaled(name, 0.0),)), DIMENSIONS[name][2])
+
+    parts = {name: _normalised(name, groups[name]) if name in groups else zero(name) for name in DIMENSIONS}
     return _table(groups, parts, lambda name, count, of: f"{name} (compat)")
 
 
@@ -172,7 +186,7 @@ def _table(groups: dict[str, list[Row]], parts: dict[str, Part], named: Callable
             own = {each: parts[each] for each in half if each in parts}
             weight = 1.0 if len(both) == 1 else QUALITY_WEIGHT if half is QUALITY else SEMANTIC_WEIGHT
             sum_ = math.fsum(each.weight for each in own.values())
-            weighted += [Part(each.values, weight * each.weight / sum_) for each in own.values()]
+            weighted += [Part(each.values, weight * each.weight / sum_, each.name) for each in own.values()]
         # A total needs dimensions of both halves: of one alone it would be that half.
         if not weighted or (len(both) > 1 and not all(any(each in parts for each in half) for half in both)):
             continue
@@ -199,13 +213,13 @@ def _scaled(name: str, value: float) -> float:
 
 
 def _normalised(name: str, rows: Sequence[Row]) -> Part:
-    """The normalised scores of a dimension by prompt, with its weight."""
+    """The normalised scores of a dimension by prompt, with its weight and name."""
 
     def value(row: Row) -> float:
         own = row.scores.get(OFFICIAL + name)
         return math.nan if own is None else _scaled(name, own)
 
-    return part(rows, value, DIMENSIONS[name][2])
+    return replace(part(rows, value, DIMENSIONS[name][2]), name=name)
 
 
 def _of_another_judge(rows: Sequence[Row], items: Sequence[Item]) -> Table:
