@@ -129,7 +129,7 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
     main = OFFICIAL if any(OFFICIAL in row.scores for row in rows) else chosen_output(rows, OUTPUT)
     lines = _categories(rows, items, after) if has_points(rows) else []
     bounds = PERCENT if main in (OUTPUT, OFFICIAL) else None
-    lines.append(prompt_line("dpg", rows, lambda row: row.scores.get(main), 100.0, bounds))
+    lines.append(prompt_line("dpg", rows, lambda row: row.scores.get(main), 100.0, bounds, main))
     return Table(tuple(lines), "dpg")
 
 

@@ -66,7 +66,8 @@ def prompt_line(
     rows: Sequence[Row],
     value: Callable[[Row], float | None],
     scale: float = 1.0,
-    bounds: tuple[float, float] | None = None,
+    bounds: Bounds | None = None,
+    output: str = "",
 ) -> Line:
     """The mean over prompts of the mean of each over its images; an image without a value is left out."""
     found: dict[str, list[float]] = {}
@@ -79,7 +80,7 @@ def prompt_line(
     for key, own in found.items():
         mean = math.fsum(own) / len(own) if own else math.nan
         values[texts[key]] = (*values.get(texts[key], ()), mean)
-    return line_of(name, (Part(values),), len(rows), sum(map(len, found.values())), bounds=bounds)
+    return line_of(name, (Part(values),), len(rows), sum(map(len, found.values())), bounds=bounds, output=output)
 
 
 def mean_of_kinds(name: str, parts: Mapping[str, Part], n_images: int, n_scored: int, seed: int = 0) -> Line:

@@ -7,6 +7,7 @@ import pytest
 from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suites import dpg
 from flowrl.evaluation.suites.base import Row
+from flowrl.evaluation.suites.comparison import compare
 from tests.evaluation.suites.written import means, rows_of
 from tests.tiny_suites import dpg as tiny
 
@@ -128,3 +129,12 @@ def test_images_of_a_prompt_share_a_grid_and_the_evaluators_scores_come_back(ite
         file.write_text(wrong)
         with pytest.raises(ConfigError, match=words):
             dpg.read_results(file, items)
+
+
+def test_another_judge_of_which_less_is_better_wins_by_less(items):
+    base, tuned = (
+        dpg.aggregate([Row(item.id, item.text, 0, scores={"artifacts": value}) for item in items], items)
+        for value in (0.9, 0.2)
+    )
+    (change,) = compare(base, tuned, {"artifacts"})
+    assert (change.name, change.mean, change.win_rate) == ("dpg", pytest.approx(-70), 1.0)
