@@ -101,6 +101,8 @@ def evaluate(options: Options) -> None:
     if options.judging.compat and suite.compat is None:
         raise ConfigError(f"--compat: the official code of {options.suite} has no table of its own; leave it out")
     every = suite.items(options.prompts)
+    if not every:
+        raise ConfigError(f"--prompts {options.prompts}: there is no prompt in it; give those of {suite.facts.where}")
     if options.judging.results and len(options.judging.results) != len(options.models()):
         raise ConfigError("--results: give one file for MODEL, and with --base a second one, of the base")
     pair = pair_plan(options.judging.pair_name, options.judging.pair_settings, options.base)

@@ -153,6 +153,17 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, bright, options, words):
         run("tiny-sd3", tmp_path / "out", **({"judge": [bright]} | options))
 
 
+@pytest.mark.parametrize(
+    ("suite", "name", "text"),
+    [("wise", "culture.json", "[]"), ("geneval2", "data.jsonl", ""), ("t2i_compbench", "color_val.txt", "\n")],
+)
+def test_a_file_without_a_prompt_is_refused_before_anything_is_loaded(tmp_path, suite, name, text):
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"there is no prompt in it; give those of github "):
+        run("tiny-sd3", tmp_path / "out", suite=suite, prompts=file)
+
+
 def test_a_folder_that_is_no_model_is_refused_with_what_to_give(tmp_path, bright):
     with pytest.raises(ModelError, match=r"model_index.json"):
         run(str(tmp_path), tmp_path / "out", judge=[bright])

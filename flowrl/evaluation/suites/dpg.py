@@ -52,7 +52,7 @@ def items(path: Path | None) -> list[Item]:
     Raises:
         ConfigError: no file, a row of another form, or a question whose parent is none of its prompt.
     """
-    from flowrl.evaluation.suites.reading import records_of
+    from flowrl.evaluation.suites.reading import records_of, text_of
 
     file = require_path(path, "dpg", FACTS, _FORMS)
     file = file / "dpg_bench.csv" if file.is_dir() else file
@@ -65,7 +65,7 @@ def items(path: Path | None) -> list[Item]:
         if not _SAFE.fullmatch(key):
             raise ConfigError(f"{where}: item_id={key!r} must be letters, digits, - and _: images are named after it")
         question = _question(record, where)
-        texts.setdefault(key, str(record["text"]))
+        texts.setdefault(key, text_of(record["text"], where))
         rows.setdefault(key, {})[question["id"]] = question
         first = first or f"{key} {question['id']}"
     return [_item(key, texts[key], list(own.values()), first, file) for key, own in rows.items()]

@@ -103,7 +103,7 @@ _NEAR = 1e-3
 def items(path: Path | None) -> list[Item]:
     """The prompts of the official list; one that stands there twice belongs to the dimensions of both."""
     from flowrl.core.strict import read_text
-    from flowrl.evaluation.suites.reading import id_of
+    from flowrl.evaluation.suites.reading import id_of, text_of
 
     given = require_path(path, "vbench", FACTS, _FORMS)
     name = "VBench_full_info.json"
@@ -113,20 +113,19 @@ def items(path: Path | None) -> list[Item]:
         raise ConfigError(f"--prompts {given}: there is no {name} in it; give {_FORMS}")
     try:
         records: Any = json.loads(read_text(file, f"--prompts {file}"))
-        prompts = [(str(one["prompt_en"]), list(one["dimension"]), one.get("auxiliary_info") or {}) for one in records]
+        prompts = [(one["prompt_en"], list(one["dimension"]), dict(one.get("auxiliary_info") or {})) for one in records]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ConfigError(
             f"--prompts {file}: must be a list of objects with prompt_en and dimension; give {_FORMS}"
         ) from None
     result: dict[str, Item] = {}
-    for text, dimensions, extra in prompts:
+    for given_text, dimensions, extra in prompts:
+        text = text_of(given_text, f"--prompts {file}")
         unknown = [one for one in dimensions if one not in DIMENSIONS]
-        if unknown or not text.strip():
+        if unknown or not dimensions:
+            what = f"the dimension {unknown[0]!r}" if unknown else "no dimension"
             raise ConfigError(
-                f"--prompts {file}: {text[:60]!r} has the dimension {unknown[0]!r}; those of VBench 1 are "
-                f"{', '.join(DIMENSIONS)}"
-                if unknown
-                else f"--prompts {file}: a prompt is empty; give {_FORMS}"
+                f"--prompts {file}: {text[:60]!r} has {what}; those of VBench 1 are {', '.join(DIMENSIONS)}"
             )
         known = result.get(text, Item(id_of(text), text, {"auxiliary_info": {}}))
         tags = tuple(one for one in DIMENSIONS if one in (*known.tags, *dimensions))

@@ -96,7 +96,10 @@ def test_the_list_is_read_from_a_file_a_folder_or_the_repository_and_one_text_is
             '[{"prompt_en": "a", "dimension": ["Human_Anatomy"]}]',
             "'a' has the dimension 'Human_Anatomy'; those of VBench 1",
         ),
-        ('[{"prompt_en": " ", "dimension": []}]', "a prompt is empty"),
+        ('[{"prompt_en": " ", "dimension": []}]', "the prompt ' ' must be a text that is not empty"),
+        ('[{"prompt_en": null, "dimension": ["color"]}]', "the prompt None must be a text"),
+        ('[{"prompt_en": "a", "dimension": []}]', "'a' has no dimension; those of VBench 1"),
+        ('[{"prompt_en": "a", "dimension": ["color"], "auxiliary_info": [1]}]', "must be a list of objects"),
     ],
 )
 def test_a_list_of_another_form_is_named(tmp_path, text, words):
