@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.evaluation.suites.base import Line, Suite, Table
+from flowrl.evaluation.suites.folder import differences
 from flowrl.evaluation.suites.intervals import paired, shares, stratified, together, won
 from flowrl.statistics.paired import flip_tests, holm
 
@@ -105,6 +106,17 @@ def markdown(suite: Suite, tables: dict[str, Table], changes: Sequence[Change], 
     lines += [note, ""] if note else []
     lines += [f"Differs from the official protocol: {suite.facts.differs}.", "", f"Source: {suite.facts.source}.", ""]
     return "\n".join(lines)
+
+
+def unlike(headers: dict[str, dict[str, Any]]) -> str:
+    """A sentence about settings in which the model and the base differ, which then are a part of every difference."""
+    keys = ("pipeline", "steps", "guidance", "arguments", "dtype", "scheduler")
+    if "base" not in headers:
+        return ""
+    before, after = ({key: headers[name]["made_with"].get(key) for key in keys} for name in ("base", "model"))
+    found = differences(before, after)
+    words = [one.replace(" was ", " (base ", 1).replace(", now ", ", model ", 1) + ")" for one in found]
+    return f" Base and model differ in settings too: {'; '.join(words[:6])}." if words else ""
 
 
 def table_text(table: Table) -> str:
