@@ -42,7 +42,8 @@ class Part:
 def stratified(parts: Sequence[Part], bounds: Bounds | None = None, seed: int = 0) -> tuple[float, float, float]:
     """(mean, low, high) of the weighted mean of the parts' means, with a 95 % interval over prompts in each part.
 
-    A part without a value makes all three NaN: the mean of the others is another number.
+    A part without a value makes all three NaN: the mean of the others is another number. A part of one prompt says
+    nothing of its spread, and leaves no interval.
 
     Args:
         parts: the strata.
@@ -60,6 +61,8 @@ def stratified(parts: Sequence[Part], bounds: Bounds | None = None, seed: int = 
         return (mean, *of_few(samples[0], mean, seed, bounds))
     result = over_strata(samples, [part.weight for part in parts], seed)
     mean, low, high = result["mean"], result["low"], result["high"]
+    if min(map(len, samples)) < 2:
+        return mean, math.nan, math.nan
     return (mean, low, high) if bounds is None else (mean, max(low, bounds[0]), min(high, bounds[1]))
 
 
@@ -133,11 +136,16 @@ def won(difference: float) -> float:
 
 
 def shares(parts: Sequence[Part]) -> dict[str, float]:
-    """Prompt -> its share of the weighted mean of the parts' means, which is the sum of all shares."""
+    """Prompt -> its share of the weighted mean of the parts' means, which is the sum of all shares.
+
+    {} where a part has no value: the mean of the others is another number.
+    """
     total = math.fsum(part.weight for part in parts)
     result: dict[str, float] = {}
     for part in parts:
         count = sum(n for _, _, n in part.totals())
+        if not count:
+            return {}
         for prompt, value, _ in part.totals():
             result[prompt] = result.get(prompt, 0.0) + part.weight / total * value / count
     return result

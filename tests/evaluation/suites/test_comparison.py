@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -91,6 +93,21 @@ def test_the_change_of_parts_that_share_their_prompts_draws_a_prompt_once(count)
     assert nine.high - nine.low == pytest.approx(two.high - two.low)
     assert nine.win_high - nine.win_low == pytest.approx(two.win_high - two.win_low)
     assert nine.high - nine.low == pytest.approx(4 * values.std(ddof=1) / count**0.5, rel=0.1)
+
+
+def test_a_mean_that_does_not_exist_is_not_tested():
+    """A task of which the base has no score leaves no overall difference, and so none that is significant."""
+    gains = [(float(number),) for number in range(20)]
+    base, tuned = table([[(0.0,)] * 20, [(None,)]]), table([gains, [(1.0,)]])
+    changes = {change.name: change for change in compare(base, tuned)}
+    assert changes["task 0"].p < 0.001
+    assert math.isnan(changes["overall"].mean)
+    assert changes["overall"].p == 1.0
+
+
+def test_a_task_of_one_prompt_leaves_no_interval_however_many_the_others_have():
+    overall = table([[(float(number % 7),) for number in range(60)], [(1.0,)]]).lines[-1]
+    assert (overall.mean, math.isnan(overall.low), math.isnan(overall.high)) == (pytest.approx(1.95), True, True)
 
 
 def test_tables_show_what_is_missing():
