@@ -54,8 +54,9 @@ FACTS = Facts(
     "dimension and none of the official scores",
     differs="noise by (prompt, k) instead of one seed for each list of prompts; videos are kept as WebP "
     "at the model's frame rate (without loss below 128 pixels, else at quality 90) and exported as H.264 at that rate, "
-    "where the official pseudo-code writes 8 a second; temporal_flickering is of all videos unless the official "
-    "static_filter.py is run on the folder first; a total of fewer than the sixteen dimensions is named so, where the "
+    "where the official pseudo-code writes 8 a second; temporal_flickering has 25 videos a prompt there "
+    "(--samples 25), and is of all of them unless the official static_filter.py is run on the folder first; a "
+    "total of fewer than the sixteen dimensions is named so, where the "
     "official script counts missing ones as 0 (--compat)",
     reward=None,
     level=LEVEL,
