@@ -223,6 +223,11 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
             ) from None
         if len(values) < 2:
             raise ConfigError(f"{path}, line {number}: needs the score of each image, and their mean")
+        strange = next((value for value in values if not math.isnan(value) and not 0 <= value <= 1), None)
+        if strange is not None:
+            raise ConfigError(
+                f"{path}, line {number}: the score {strange} must be from 0 to 1; run the evaluator again"
+            )
         key = PurePosixPath(name.replace("\\", "/")).name
         for k, value in enumerate(values[:-1]):
             keep_once(result, (key, k), {OFFICIAL: value}, f"{path}, line {number}")

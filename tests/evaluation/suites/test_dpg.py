@@ -125,6 +125,7 @@ def test_images_of_a_prompt_share_a_grid_and_the_evaluators_scores_come_back(ite
         (text + "\nout/a1.png, 1.0, 1.0", "prompt 'a1', sample 0 has a result already"),
         ("out/a1.png, (0, 0, 1, 1), Is it?, yes", "give the file of scores, not the _detail one"),
         ("Model: x", "holds no line of an image"),
+        ("out/a1.png, 50.0, 100.0, 75.0", "the score 50.0 must be from 0 to 1"),
     ):
         file.write_text(wrong)
         with pytest.raises(ConfigError, match=words):
