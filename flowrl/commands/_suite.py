@@ -101,8 +101,10 @@ def evaluate(options: Options) -> None:
     if options.judging.compat and suite.compat is None:
         raise ConfigError(f"--compat: the official code of {options.suite} has no table of its own; leave it out")
     every = suite.items(options.prompts)
-    if options.judging.results and len(options.judging.results) != len(options.models()):
-        raise ConfigError("--results: give one file for MODEL, and with --base a second one, of the base")
+    if not every:
+        raise ConfigError(f"--prompts {options.prompts}: there is no prompt in it; give those of {suite.facts.where}")
+    if options.judging.results:
+        _require_results_alone(options)
     pair = pair_plan(options.judging.pair_name, options.judging.pair_settings, options.base)
     if pair is not None and pair.card is not None:
         require_modality(pair.name, pair.card, videos=suite.facts.videos)
@@ -119,7 +121,7 @@ def evaluate(options: Options) -> None:
     )
     folders = _folders(options, videos=suite.facts.videos)
     if options.judging.results:
-        _take_results(options, task, folders)
+        _take_results(options, task, every, folders)
     else:
         if options.making.processes > 1 and "WORLD_SIZE" not in os.environ:
             code = _launch(options)
@@ -130,6 +132,19 @@ def evaluate(options: Options) -> None:
             return
     pairs = compared(pair, task, folders, options.folder, rejudge=options.judging.rejudge)
     _report(options, task, len(every), folders, pairs)
+
+
+def _require_results_alone(options: Options) -> None:
+    """Refuse --results of another number of models, or next to what judges or exports here."""
+    from flowrl.core.errors import ConfigError
+
+    judging = options.judging
+    if len(judging.results) != len(options.models()):
+        raise ConfigError("--results: give one file for MODEL, and with --base a second one, of the base")
+    idle = {"--judge": judging.names, "--judge-set": judging.settings, "--export": judging.export}
+    given = next((name for name, value in idle.items() if value), None)
+    if given is not None:
+        raise ConfigError(f"{given}: --results takes the scores of the official evaluator, so leave {given} out")
 
 
 def _folders(options: Options, *, videos: bool) -> dict[str, ResultsFolder]:
@@ -229,14 +244,12 @@ def _begin(
 ) -> Drawing:
     """Load a model and begin its folder."""
     from flowrl.core.versions import versions
-    from flowrl.evaluation.suites.runner import fingerprint
     from flowrl.run.folder import commit
     from flowrl.run.launch import command_line
 
     loaded = _load(options, name)
     drawing = _drawing(options, loaded, world, videos=folder.videos)
-    made = {"suite": options.suite, "prompts": fingerprint(every), "base_seed": options.making.seed}
-    made |= {
+    made = _identity(options, every) | {
         key: value for key, value in loaded.origin(dict(drawing.call), options.making.guidance).items() if key != "run"
     }
     scheduler = loaded.pipeline.scheduler
@@ -250,6 +263,13 @@ def _begin(
         facts |= {"command": command_line(), "target": options.models()[name]}
         folder.begin(made, {} if judge is None else judge.facts, facts)
     return drawing
+
+
+def _identity(options: Options, every: Sequence[Item]) -> dict[str, Any]:
+    """What decides which samples there are, and their noise."""
+    from flowrl.evaluation.suites.runner import fingerprint
+
+    return {"suite": options.suite, "prompts": fingerprint(every), "base_seed": options.making.seed}
 
 
 def _load(options: Options, name: str) -> Judged:
@@ -287,10 +307,13 @@ def _drawing(options: Options, loaded: Judged, world: World, *, videos: bool) ->
     return drawing
 
 
-def _take_results(options: Options, task: Task, folders: dict[str, ResultsFolder]) -> None:
+def _take_results(options: Options, task: Task, every: Sequence[Item], folders: dict[str, ResultsFolder]) -> None:
     """Put the scores of the official evaluator into the folders."""
     from flowrl.evaluation.suites.exchange import with_results
 
+    made = _identity(options, every)
+    for folder in folders.values():
+        folder.require_made(made)
     for (_, folder), file in zip(folders.items(), options.judging.results, strict=True):
         rows = with_results(task, folder, file)
         digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else str(file)
@@ -311,7 +334,7 @@ def _report(
 ) -> None:
     """Write table.md and result.json, and print the table; `listed` is the number of prompts before --limit."""
     from flowrl.core.files import json_ready, write_atomically
-    from flowrl.evaluation.suites.comparison import compare, markdown, plain
+    from flowrl.evaluation.suites.comparison import compare, markdown, plain, unlike
     from flowrl.evaluation.suites.judge_noise import judge_noise, noise_text
     from flowrl.evaluation.suites.runner import rows_of
 
@@ -322,7 +345,7 @@ def _report(
     judges = headers["model"]["judged_by"].values()
     lower = {output for judge in judges for output in _lower(judge)}
     changes = compare(tables["base"], tables["model"], lower) if "base" in tables else []
-    note = _note(options, task, listed, headers["model"]) + _unlike(headers)
+    note = _note(options, task, listed, headers["model"]) + unlike(headers)
     named = {f"{name}: {options.models()[name]}": table for name, table in tables.items()}
     noise = judge_noise(task, folders["base" if "base" in folders else "model"])
     text = "\n".join(filter(None, (markdown(suite, named, changes, note), noise_text(noise), pairs[1])))
@@ -369,16 +392,3 @@ def _note(options: Options, task: Task, listed: int, header: dict[str, Any]) -> 
         f"{made['pipeline']}, {made['steps']} steps, guidance {made['guidance']}, {made['dtype']}, seed "
         f"{options.making.seed}{lora}. Judge: {', '.join(header['judged_by']) or 'none'}{foreign}."
     )
-
-
-def _unlike(headers: dict[str, dict[str, Any]]) -> str:
-    """A sentence about settings in which the model and the base differ, which then are a part of every difference."""
-    from flowrl.evaluation.suites.folder import differences
-
-    keys = ("pipeline", "steps", "guidance", "arguments", "dtype", "scheduler")
-    if "base" not in headers:
-        return ""
-    before, after = ({key: headers[name]["made_with"].get(key) for key in keys} for name in ("base", "model"))
-    found = differences(before, after)
-    words = [one.replace(" was ", " (base ", 1).replace(", now ", ", model ", 1) + ")" for one in found]
-    return f" Base and model differ in settings too: {'; '.join(words[:6])}." if words else ""

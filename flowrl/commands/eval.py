@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 SUITE = "With --suite"
 """Heading of the options of a benchmark."""
+BATCH = 4
+"""Images sampled at once where nothing is said."""
 
 Target = Annotated[
     str,
@@ -179,7 +181,7 @@ def command(
     settings: Settings = None,
     limit: Limit = None,
     seed: Seed = 0,
-    batch_size: BatchSize = 4,
+    batch_size: BatchSize = BATCH,
     processes: Processes = 1,
     export: Export = None,
     results: Results = None,
@@ -197,7 +199,8 @@ def command(
     own = {"--base": base, "--lora": lora, "--prompts": prompts, "--judge": judge, "--judge-set": judge_set}
     own |= {"--samples": samples, "--steps": steps, "--guidance": guidance, "--set": settings, "--limit": limit}
     own |= {"--export": export, "--results": results, "--rejudge": rejudge, "--compat": compat}
-    own |= {"--pair-judge": pair_judge, "--pair-set": pair_set}
+    own |= {"--pair-judge": pair_judge, "--pair-set": pair_set, "--seed": seed or None}
+    own |= {"--batch-size": None if batch_size == BATCH else batch_size}
     _require_fit(suite, own, overrides, accept or as_json, processes)
     with showing(quiet, as_json):
         if suite is None:
@@ -218,7 +221,8 @@ def _require_fit(
     from flowrl.core.errors import ConfigError
 
     if suite is None:
-        given = [name for name, value in own.items() if value not in (None, False)]
+        # A guidance of 0 equals False.
+        given = [name for name, value in own.items() if value is not None and value is not False]
         given += ["--processes"] if processes > 1 else []
         if given:
             raise ConfigError(f"{given[0]} belongs to a benchmark suite: add --suite NAME (flowrl list suites)")

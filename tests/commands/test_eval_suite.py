@@ -133,6 +133,8 @@ def test_the_official_evaluators_folder_goes_out_and_its_results_come_back(tmp_p
     result = run("tiny-sd3", out, results=[results])
     assert {line["mean"] for line in result["models"]["model"]["lines"]} == {1.0}
     assert list(result["headers"]["model"]["judged_by"]) == ["official evaluator"]
+    with pytest.raises(ConfigError, match=r"images made in another way: base_seed was 0, now 7\. Give the old values"):
+        run("tiny-sd3", out, results=[results], seed=7)
     with pytest.raises(ConfigError, match="give one file for MODEL, and with --base a second one"):
         run("tiny-sd3", out, results=[results], base="tiny-sd")
 
@@ -146,11 +148,29 @@ def test_the_official_evaluators_folder_goes_out_and_its_results_come_back(tmp_p
         ({"base": "tiny-sd3"}, r"is MODEL itself: there is nothing to compare"),
         ({"overrides": ["model.name=sd"]}, r"model.name=sd belongs to an evaluation by a configuration"),
         ({"suite": None}, r"--judge belongs to a benchmark suite: add --suite NAME"),
+        ({"results": [Path("r.jsonl")]}, r"--judge: --results takes the scores of the official evaluator, so leave"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(tmp_path, bright, options, words):
     with pytest.raises(ConfigError, match=words):
         run("tiny-sd3", tmp_path / "out", **({"judge": [bright]} | options))
+
+
+@pytest.mark.parametrize(("option", "value"), [("guidance", 0.0), ("seed", 3), ("batch_size", 8)])
+def test_options_of_a_suite_are_refused_without_one(option, value):
+    with pytest.raises(ConfigError, match=rf"--{option.replace('_', '-')} belongs to a benchmark suite: add --suite"):
+        evaluation.command("quickstart", **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("suite", "name", "text"),
+    [("wise", "culture.json", "[]"), ("geneval2", "data.jsonl", ""), ("t2i_compbench", "color_val.txt", "\n")],
+)
+def test_a_file_without_a_prompt_is_refused_before_anything_is_loaded(tmp_path, suite, name, text):
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"there is no prompt in it; give those of github "):
+        run("tiny-sd3", tmp_path / "out", suite=suite, prompts=file)
 
 
 def test_a_folder_that_is_no_model_is_refused_with_what_to_give(tmp_path, bright):

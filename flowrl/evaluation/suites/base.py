@@ -164,6 +164,8 @@ class Line:
     """The score that it is made of, whose judge says whether more is better; "": more is."""
     bounds: Bounds | None = None
     """Least and largest possible value; None: not known."""
+    shared: bool = False
+    """The parts share their prompts, each of which is drawn with its values in all of them."""
 
 
 @dataclass(frozen=True, slots=True)

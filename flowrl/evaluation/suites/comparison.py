@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from flowrl.evaluation.suites.base import Line, Suite, Table
-from flowrl.evaluation.suites.intervals import paired, shares, stratified, won
+from flowrl.evaluation.suites.folder import differences
+from flowrl.evaluation.suites.intervals import paired, shares, stratified, together, won
 from flowrl.statistics.paired import flip_tests, holm
 
 
@@ -34,7 +35,7 @@ class Change:
 
 
 def compare(base: Table, tuned: Table, lower_is_better: Collection[str] = ()) -> list[Change]:
-    """The changes of the lines that are means in both tables, in the tuned table's order.
+    """The changes of the lines that are means of the same parts in both tables, in the tuned table's order.
 
     Args:
         base: before training.
@@ -45,7 +46,9 @@ def compare(base: Table, tuned: Table, lower_is_better: Collection[str] = ()) ->
     pairs = [
         (known[line.name], line)
         for line in tuned.lines
-        if line.parts and line.name in known and len(known[line.name].parts) == len(line.parts)
+        if line.parts
+        and line.name in known
+        and [part.name for part in known[line.name].parts] == [part.name for part in line.parts]
     ]
     differences = [paired(before.parts, after.parts, lambda a, b: b - a) for before, after in pairs]
     columns = [shares(parts) for parts in differences]
@@ -57,8 +60,9 @@ def compare(base: Table, tuned: Table, lower_is_better: Collection[str] = ()) ->
         sign = -1 if after.output in lower_is_better else 1
         wins = paired(before.parts, after.parts, lambda a, b, sign=sign: won(sign * (b - a)))
         width = None if after.bounds is None else after.bounds[1] - after.bounds[0]
-        gain = stratified(parts, None if width is None else (-width, width))
-        result.append(Change(after.name, *gain, *stratified(wins, (0.0, 1.0)), float(one), float(adjusted)))
+        over = together if after.shared and len(parts) > 1 else stratified
+        gain = over(parts, None if width is None else (-width, width))
+        result.append(Change(after.name, *gain, *over(wins, (0.0, 1.0)), float(one), float(adjusted)))
     return result
 
 
@@ -102,6 +106,17 @@ def markdown(suite: Suite, tables: dict[str, Table], changes: Sequence[Change], 
     lines += [note, ""] if note else []
     lines += [f"Differs from the official protocol: {suite.facts.differs}.", "", f"Source: {suite.facts.source}.", ""]
     return "\n".join(lines)
+
+
+def unlike(headers: dict[str, dict[str, Any]]) -> str:
+    """A sentence about settings in which the model and the base differ, which then are a part of every difference."""
+    keys = ("pipeline", "steps", "guidance", "arguments", "dtype", "scheduler")
+    if "base" not in headers:
+        return ""
+    before, after = ({key: headers[name]["made_with"].get(key) for key in keys} for name in ("base", "model"))
+    found = differences(before, after)
+    words = [one.replace(" was ", " (base ", 1).replace(", now ", ", model ", 1) + ")" for one in found]
+    return f" Base and model differ in settings too: {'; '.join(words[:6])}." if words else ""
 
 
 def table_text(table: Table) -> str:

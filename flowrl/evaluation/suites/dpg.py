@@ -52,7 +52,7 @@ def items(path: Path | None) -> list[Item]:
     Raises:
         ConfigError: no file, a row of another form, or a question whose parent is none of its prompt.
     """
-    from flowrl.evaluation.suites.reading import records_of
+    from flowrl.evaluation.suites.reading import records_of, text_of
 
     file = require_path(path, "dpg", FACTS, _FORMS)
     file = file / "dpg_bench.csv" if file.is_dir() else file
@@ -65,7 +65,7 @@ def items(path: Path | None) -> list[Item]:
         if not _SAFE.fullmatch(key):
             raise ConfigError(f"{where}: item_id={key!r} must be letters, digits, - and _: images are named after it")
         question = _question(record, where)
-        texts.setdefault(key, str(record["text"]))
+        texts.setdefault(key, text_of(record["text"], where))
         rows.setdefault(key, {})[question["id"]] = question
         first = first or f"{key} {question['id']}"
     return [_item(key, texts[key], list(own.values()), first, file) for key, own in rows.items()]
@@ -129,7 +129,7 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
     main = OFFICIAL if any(OFFICIAL in row.scores for row in rows) else chosen_output(rows, OUTPUT)
     lines = _categories(rows, items, after) if has_points(rows) else []
     bounds = PERCENT if main in (OUTPUT, OFFICIAL) else None
-    lines.append(prompt_line("dpg", rows, lambda row: row.scores.get(main), 100.0, bounds))
+    lines.append(prompt_line("dpg", rows, lambda row: row.scores.get(main), 100.0, bounds, main))
     return Table(tuple(lines), "dpg")
 
 
@@ -223,6 +223,11 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
             ) from None
         if len(values) < 2:
             raise ConfigError(f"{path}, line {number}: needs the score of each image, and their mean")
+        strange = next((value for value in values if not math.isnan(value) and not 0 <= value <= 1), None)
+        if strange is not None:
+            raise ConfigError(
+                f"{path}, line {number}: the score {strange} must be from 0 to 1; run the evaluator again"
+            )
         key = PurePosixPath(name.replace("\\", "/")).name
         for k, value in enumerate(values[:-1]):
             keep_once(result, (key, k), {OFFICIAL: value}, f"{path}, line {number}")

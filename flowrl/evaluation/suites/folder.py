@@ -82,6 +82,17 @@ class ResultsFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / HEADER, json.dumps(header, indent=1) + "\n")
 
+    def require_made(self, facts: Mapping[str, Any]) -> None:
+        """Refuse a folder without images, or one whose images were made with other values of these facts.
+
+        Raises:
+            ConfigError: naming the values.
+        """
+        old, now = self.header, _plain(facts)
+        if not old:
+            raise ConfigError(f"--results: {self.path} holds no images of a suite; make them first, with --export DIR")
+        self._require_same({key: old["made_with"].get(key) for key in now}, now, "images made in another way", "")
+
     def _require_same(self, old: Any, new: Any, what: str, remedy: str) -> None:
         changed = differences(old, new)
         if changed:
@@ -121,10 +132,8 @@ class ResultsFolder:
         Raises:
             ConfigError: the folder holds the scores of another judge, or has no images yet.
         """
-        old = self.header
-        if not old:
-            raise ConfigError(f"--results: {self.path} holds no images of a suite; make them first, with --export DIR")
-        self.begin(old["made_with"], judged_by, {})
+        self.require_made({})
+        self.begin(self.header["made_with"], judged_by, {})
         self.write(rows)
 
     # ---- lines

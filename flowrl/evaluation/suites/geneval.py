@@ -9,10 +9,12 @@ Source: arXiv:2310.11513; djghosh13/geneval:evaluation/evaluate_images.py, summa
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suites.base import (
     Facts,
     Item,
@@ -68,19 +70,24 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
     lines.append(line(overall, list(tasks.values()), value, output=output, bounds=bounds))
     name = "correct images" if official else "all images"
     lines.append(line(name, [rows], value, output=output, bounds=bounds))
-    best: dict[str, Row] = {}
-    for row in rows:  # one value for a prompt: its best image
-        known = best.get(row.id)
-        if known is None or _rank(row, output) > _rank(known, output):
-            best[row.id] = row
+    of: dict[str, list[Row]] = {}
+    for row in rows:
+        of.setdefault(row.id, []).append(row)
+    best = [_best(own, output, official=official) for own in of.values()]
     name = "prompts with a correct image" if official else "best image of each prompt"
-    lines.append(line(name, [list(best.values())], value, output=output, bounds=bounds))
+    lines.append(line(name, [best], value, output=output, bounds=bounds))
     return Table(tuple(lines), overall)
 
 
-def _rank(row: Row, output: str) -> float:
-    value = row.scores.get(output)
-    return -1.0 if value is None else value
+def _best(rows: Sequence[Row], output: str, *, official: bool) -> Row:
+    """The best image of a prompt; one without a score where an image without may be the correct one."""
+
+    def rank(row: Row) -> float:
+        own = row.scores.get(output)
+        # Below a score of any judge, and between wrong and correct.
+        return (0.5 if official else -math.inf) if own is None else own
+
+    return max(rows, key=rank)
 
 
 def layout(item: Item, k: int) -> str:
@@ -95,13 +102,17 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
     """The lines that `evaluate_images.py --outfile FILE` writes: `filename` and `correct` of each image.
 
     Raises:
-        ConfigError: another file, or a sample twice.
+        ConfigError: another file, a sample twice, or one that is neither correct nor not.
     """
     from flowrl.evaluation.suites.reading import keep_once, records_of
 
     result: dict[tuple[str, int], dict[str, float | None]] = {}
     for where, record in records_of(path, ("filename", "correct")):
         place = _PLACE.search(str(record["filename"]).replace("\\", "/"))
+        if record["correct"] not in (0, 1):  # the text "False" is not nothing
+            raise ConfigError(
+                f"{where}: correct={record['correct']!r} must be true or false; give the evaluator's file"
+            )
         key = (place[1], int(place[2])) if place else (str(record["filename"]), 0)
         keep_once(result, key, {"correct": float(bool(record["correct"]))}, where)
     return result

@@ -62,7 +62,7 @@ def items(path: Path | None) -> list[Item]:
     Raises:
         ConfigError: no file, or a line whose lists do not fit.
     """
-    from flowrl.evaluation.suites.reading import records_of
+    from flowrl.evaluation.suites.reading import records_of, text_of
 
     result: list[Item] = []
     for number, (where, record) in enumerate(records_of(require_path(path, "geneval2", FACTS, _FORMS), _KEYS)):
@@ -73,7 +73,9 @@ def items(path: Path | None) -> list[Item]:
             raise ConfigError(f"{where}: {len(pairs)} questions have the skills {skills}; there must be one for each")
         questions = [{"text": text, "answer": answer} for text, answer in pairs]
         metadata = {"questions": questions, "skills": skills, "atom_count": record["atom_count"]}
-        result.append(Item(f"{number:05d}", str(record["prompt"]), metadata, (f"{record['atom_count']} atoms",)))
+        result.append(
+            Item(f"{number:05d}", text_of(record["prompt"], where), metadata, (f"{record['atom_count']} atoms",))
+        )
     return result
 
 

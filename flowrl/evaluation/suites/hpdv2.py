@@ -67,12 +67,13 @@ def items(path: Path | None) -> list[Item]:
 
 def _lines(file: Path) -> list[str]:
     from flowrl.data.prompt_files import read_records
+    from flowrl.evaluation.suites.reading import text_of
 
     where = f"--prompts {file}"
-    texts = [record.get("prompt") for _, record in read_records(file, where, "prompt")]
-    if not texts or not all(isinstance(text, str) for text in texts):
+    given = [(place, record.get("prompt")) for place, record in read_records(file, where, "prompt")]
+    if not given or not all(isinstance(text, str) for _, text in given):
         raise ConfigError(f"{where}: needs a list of prompts, or of records with 'prompt'")
-    return [str(text) for text in texts]
+    return [text_of(text, f"{where}, {place}") for place, text in given]
 
 
 def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:

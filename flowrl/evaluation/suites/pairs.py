@@ -266,10 +266,11 @@ def summary(rows: Sequence[PairRow]) -> dict[str, float]:
 
 def text(found: Mapping[str, float], judge: str) -> str:
     """The section of table.md."""
-    share, low, high, bias = (f"{found[key]:.4f}" for key in ("rate", "low", "high", "position_bias"))
+    share, bias = (f"{found[key]:.4f}" for key in ("rate", "position_bias"))
+    ends = "none" if math.isnan(found["low"]) else f"{found['low']:.4f} to {found['high']:.4f}"
     counts = f"{found['wins']} wins, {found['losses']} losses, {found['ties']} without a verdict, which count 1/2"
     return (
         f"## Pairs\n\n{judge} saw {found['judged']} of {found['pairs']} pairs in both orders. Win rate of the tuned "
-        f"model: {share} (95 % interval {low} to {high}, {found['n']} prompts): {counts}. Position bias: {bias} of the "
+        f"model: {share} (95 % interval: {ends}, {found['n']} prompts): {counts}. Position bias: {bias} of the "
         "answers followed the place.\n"
     )

@@ -6,13 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-from scipy.stats import t
-
 from flowrl.evaluation.suites.base import Item, Line, Part, Row, line_of
-from flowrl.statistics.intervals import FEW, Bounds
+from flowrl.evaluation.suites.intervals import together
+from flowrl.statistics.intervals import Bounds
 
-_DRAWS, _AT_ONCE = 10_000, 500
 PERCENT = (0.0, 100.0)
 """Bounds of shares times 100."""
 POINT = "point {}"
@@ -69,7 +66,8 @@ def prompt_line(
     rows: Sequence[Row],
     value: Callable[[Row], float | None],
     scale: float = 1.0,
-    bounds: tuple[float, float] | None = None,
+    bounds: Bounds | None = None,
+    output: str = "",
 ) -> Line:
     """The mean over prompts of the mean of each over its images; an image without a value is left out."""
     found: dict[str, list[float]] = {}
@@ -82,7 +80,7 @@ def prompt_line(
     for key, own in found.items():
         mean = math.fsum(own) / len(own) if own else math.nan
         values[texts[key]] = (*values.get(texts[key], ()), mean)
-    return line_of(name, (Part(values),), len(rows), sum(map(len, found.values())), bounds=bounds)
+    return line_of(name, (Part(values),), len(rows), sum(map(len, found.values())), bounds=bounds, output=output)
 
 
 def mean_of_kinds(name: str, parts: Mapping[str, Part], n_images: int, n_scored: int, seed: int = 0) -> Line:
@@ -99,45 +97,7 @@ def mean_of_parts(
     bounds: Bounds | None = None,
     seed: int = 0,
 ) -> Line:
-    """The weighted mean of the means of parts that share their prompts: a prompt is drawn with all its values.
-
-    Below 50 prompts the interval is the t interval of the prompts' influences; a part of one prompt leaves none.
-    """
+    """The weighted mean of the means of parts that share their prompts: a prompt is drawn with all its values."""
     line = line_of(name, tuple(parts), n_images, n_scored, bounds=bounds)
-    weights = np.asarray([part.weight for part in parts], dtype=np.float64)
-    prompts = list(dict.fromkeys(prompt for part in parts for prompt in part.values))
-    sums, counts = (np.zeros((len(prompts), len(parts))) for _ in range(2))
-    place = {prompt: number for number, prompt in enumerate(prompts)}
-    for column, part in enumerate(parts):
-        for prompt, total, number in part.totals():
-            sums[place[prompt], column], counts[place[prompt], column] = total, number
-    if math.isnan(line.mean) or ((counts > 0).sum(axis=0) < 2).any():
-        return replace(line, low=math.nan, high=math.nan)
-    if len(prompts) < FEW:
-        means = sums.sum(axis=0) / counts.sum(axis=0)
-        influence = ((sums - means * counts) / counts.mean(axis=0) * weights).sum(axis=1) / weights.sum()
-        error = float(np.sqrt((influence**2).sum() / len(prompts) / (len(prompts) - 1)))
-        reach = float(t.ppf(0.975, len(prompts) - 1)) * error
-        low, high = line.mean - reach, line.mean + reach
-    else:
-        low, high = _drawn(sums, counts, weights, seed)
-    if bounds is not None:
-        low, high = max(low, bounds[0]), min(high, bounds[1])
-    return replace(line, low=low, high=high, n_prompts=len(prompts))
-
-
-def _drawn(sums: np.ndarray, counts: np.ndarray, weights: np.ndarray, seed: int) -> tuple[float, float]:
-    """95 % percentile bootstrap of the weighted mean over columns of sum / count, [P, kinds] each, over prompts."""
-    rng, means = np.random.default_rng(seed), np.empty(_DRAWS)
-    shares = np.full(len(sums), 1 / len(sums))
-    for start in range(0, _DRAWS, _AT_ONCE):
-        drawn = rng.multinomial(len(sums), shares, size=_AT_ONCE).astype(np.float64)
-        total, number = drawn @ sums, drawn @ counts
-        # A kind that was not drawn has no mean; the draw is that of the others.
-        ratios = np.divide(total, number, out=np.zeros_like(total), where=number > 0) * weights
-        there = ((number > 0) * weights).sum(axis=1)
-        means[start : start + _AT_ONCE] = np.divide(
-            ratios.sum(axis=1), there, out=np.full(_AT_ONCE, np.nan), where=there > 0
-        )
-    low, high = np.nanpercentile(means, [2.5, 97.5])
-    return float(low), float(high)
+    _, low, high = together(parts, bounds, seed)
+    return replace(line, low=low, high=high, shared=True)

@@ -73,6 +73,17 @@ def prompts_of(path: Path, where: str) -> list[tuple[str, dict[str, Any]]]:
     raise ConfigError(f"{where}: no record has a text under one of: {', '.join(TEXT_COLUMNS)}")
 
 
+def text_of(value: Any, where: str) -> str:
+    """The text of a prompt.
+
+    Raises:
+        ConfigError: it is none, or an empty one.
+    """
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{where}: the prompt {value!r} must be a text that is not empty; mend it, or leave it out")
+    return value
+
+
 def column_of(record: dict[str, Any], name: str) -> str:
     """The value of a column whose name is written in any case; "" without it."""
     return next((str(value).strip() for key, value in record.items() if str(key).casefold() == name.casefold()), "")

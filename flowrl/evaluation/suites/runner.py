@@ -156,7 +156,11 @@ def _judged(task: Task, folder: ResultsFolder, judge: Judge, unit: Sequence[Samp
 
 
 def _go_on(folder: ResultsFolder) -> str:
-    return f"all that was made and judged so far is kept in {folder.path}: give the same command again to go on"
+    # --rejudge would set aside what this judge has said so far.
+    without = " without --rejudge" if folder.header.get("judged_before") else ""
+    return (
+        f"all that was made and judged so far is kept in {folder.path}: give the same command again{without} to go on"
+    )
 
 
 class _Lines:
@@ -174,7 +178,8 @@ class _Lines:
             RewardFailure: the judge has failed too many times in a row.
         """
         for row in rows:
-            if row.error and all(value is None for value in row.scores.values()):
+            # A question that failed takes its image's score, and the answers to the others say that the judge is there.
+            if row.error and all(value is None for value in (*row.scores.values(), *row.answers)):
                 self.failed.append(row)
                 if len(self.failed) >= PATIENCE:
                     raise self._away()

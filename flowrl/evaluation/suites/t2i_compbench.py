@@ -202,6 +202,9 @@ def _answers(file: Path, name: str, first: str) -> list[tuple[int, float]]:
         raise ConfigError(
             f"{file}: must be a list of objects with question_id and answer; run the tool again"
         ) from None
+    below = next((number for number, _ in answers if number < 0), None)
+    if below is not None:
+        raise ConfigError(f"{file}: question_id={below} must be a number from 0; run the tool again")
     times = Counter(number for number, _ in answers)
     twice = next((number for number, count in times.items() if count > 1), None)
     if twice is not None:

@@ -88,7 +88,7 @@ def items(path: Path | None) -> list[Item]:
     Raises:
         ConfigError: no file, or a row of another form.
     """
-    from flowrl.evaluation.suites.reading import records_of
+    from flowrl.evaluation.suites.reading import records_of, text_of
 
     result: list[Item] = []
     for where, record in records_of(require_path(path, "unigenbench", FACTS, _FORMS), ("index",)):
@@ -99,7 +99,7 @@ def items(path: Path | None) -> list[Item]:
             raise ConfigError(f"{where}: index={number!r} must be a whole number")
         questions = [_question(point, what) for point, what in zip(points, descriptions, strict=True)]
         tags = tuple(dict.fromkeys(dimension(point) for point in points))
-        result.append(Item(number, text, {"questions": questions, "points": points}, tags))
+        result.append(Item(number, text_of(text, where), {"questions": questions, "points": points}, tags))
     twice = next((item.id for item in result if sum(item.id == other.id for other in result) > 1), None)
     if twice is not None:
         raise ConfigError(f"{path}: the index {twice} occurs twice; give the official file")

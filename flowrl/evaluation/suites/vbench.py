@@ -20,6 +20,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,9 @@ FACTS = Facts(
     "dimension and none of the official scores",
     differs="noise by (prompt, k) instead of one seed for each list of prompts; videos are kept as WebP "
     "at the model's frame rate (without loss below 128 pixels, else at quality 90) and exported as H.264 at that rate, "
-    "where the official pseudo-code writes 8 a second; temporal_flickering is of all videos unless the official "
-    "static_filter.py is run on the folder first; a total of fewer than the sixteen dimensions is named so, where the "
+    "where the official pseudo-code writes 8 a second; temporal_flickering has 25 videos a prompt there "
+    "(--samples 25), and is of all of them unless the official static_filter.py is run on the folder first; a "
+    "total of fewer than the sixteen dimensions is named so, where the "
     "official script counts missing ones as 0 (--compat)",
     reward=None,
     level=LEVEL,
@@ -102,7 +104,7 @@ _NEAR = 1e-3
 def items(path: Path | None) -> list[Item]:
     """The prompts of the official list; one that stands there twice belongs to the dimensions of both."""
     from flowrl.core.strict import read_text
-    from flowrl.evaluation.suites.reading import id_of
+    from flowrl.evaluation.suites.reading import id_of, text_of
 
     given = require_path(path, "vbench", FACTS, _FORMS)
     name = "VBench_full_info.json"
@@ -112,20 +114,19 @@ def items(path: Path | None) -> list[Item]:
         raise ConfigError(f"--prompts {given}: there is no {name} in it; give {_FORMS}")
     try:
         records: Any = json.loads(read_text(file, f"--prompts {file}"))
-        prompts = [(str(one["prompt_en"]), list(one["dimension"]), one.get("auxiliary_info") or {}) for one in records]
+        prompts = [(one["prompt_en"], list(one["dimension"]), dict(one.get("auxiliary_info") or {})) for one in records]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ConfigError(
             f"--prompts {file}: must be a list of objects with prompt_en and dimension; give {_FORMS}"
         ) from None
     result: dict[str, Item] = {}
-    for text, dimensions, extra in prompts:
+    for given_text, dimensions, extra in prompts:
+        text = text_of(given_text, f"--prompts {file}")
         unknown = [one for one in dimensions if one not in DIMENSIONS]
-        if unknown or not text.strip():
+        if unknown or not dimensions:
+            what = f"the dimension {unknown[0]!r}" if unknown else "no dimension"
             raise ConfigError(
-                f"--prompts {file}: {text[:60]!r} has the dimension {unknown[0]!r}; those of VBench 1 are "
-                f"{', '.join(DIMENSIONS)}"
-                if unknown
-                else f"--prompts {file}: a prompt is empty; give {_FORMS}"
+                f"--prompts {file}: {text[:60]!r} has {what}; those of VBench 1 are {', '.join(DIMENSIONS)}"
             )
         known = result.get(text, Item(id_of(text), text, {"auxiliary_info": {}}))
         tags = tuple(one for one in DIMENSIONS if one in (*known.tags, *dimensions))
@@ -148,10 +149,23 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
 
 
 def compat(rows: Sequence[Row], items: Sequence[Item]) -> Table:
-    """As the official script counts: a dimension without a result has the mean 0, before it is normalised."""
+    """As the official script counts: a dimension without a result has the mean 0, before it is normalised.
+
+    Raises:
+        ConfigError: no dimension has a result.
+    """
     groups = _judged(rows, items)
-    zero = {name: Part({"": (_scaled(name, 0.0),)}, DIMENSIONS[name][2]) for name in DIMENSIONS}
-    parts = {name: _normalised(name, groups[name]) if name in groups else zero[name] for name in DIMENSIONS}
+    if not groups:
+        raise ConfigError(
+            "--compat: the official script's table is made of the official tools' results; give --results"
+        )
+    prompts = dict.fromkeys(row.prompt for own in groups.values() for row in own)
+
+    def zero(name: str) -> Part:
+        """Of every judged prompt, so that it adds none; without a name: it is compared with no result of another."""
+        return Part(dict.fromkeys(prompts, (_scaled(name, 0.0),)), DIMENSIONS[name][2])
+
+    parts = {name: _normalised(name, groups[name]) if name in groups else zero(name) for name in DIMENSIONS}
     return _table(groups, parts, lambda name, count, of: f"{name} (compat)")
 
 
@@ -172,7 +186,7 @@ def _table(groups: dict[str, list[Row]], parts: dict[str, Part], named: Callable
             own = {each: parts[each] for each in half if each in parts}
             weight = 1.0 if len(both) == 1 else QUALITY_WEIGHT if half is QUALITY else SEMANTIC_WEIGHT
             sum_ = math.fsum(each.weight for each in own.values())
-            weighted += [Part(each.values, weight * each.weight / sum_) for each in own.values()]
+            weighted += [Part(each.values, weight * each.weight / sum_, each.name) for each in own.values()]
         # A total needs dimensions of both halves: of one alone it would be that half.
         if not weighted or (len(both) > 1 and not all(any(each in parts for each in half) for half in both)):
             continue
@@ -199,13 +213,13 @@ def _scaled(name: str, value: float) -> float:
 
 
 def _normalised(name: str, rows: Sequence[Row]) -> Part:
-    """The normalised scores of a dimension by prompt, with its weight."""
+    """The normalised scores of a dimension by prompt, with its weight and name."""
 
     def value(row: Row) -> float:
         own = row.scores.get(OFFICIAL + name)
         return math.nan if own is None else _scaled(name, own)
 
-    return part(rows, value, DIMENSIONS[name][2])
+    return replace(part(rows, value, DIMENSIONS[name][2]), name=name)
 
 
 def _of_another_judge(rows: Sequence[Row], items: Sequence[Item]) -> Table:

@@ -84,15 +84,17 @@ def items(path: Path | None) -> list[Item]:
 
 
 def _item(record: Mapping[str, Any], protocol: str, where: str) -> Item:
+    from flowrl.evaluation.suites.reading import text_of
+
     number = record["prompt_id"]
-    if not isinstance(number, int) or not 1 <= number <= _LAST[protocol][-1]:
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= _LAST[protocol][-1]:
         raise ConfigError(f"{where}: prompt_id={number!r} must be a whole number from 1 to {_LAST[protocol][-1]}")
     metadata = {
         "explanation": str(record["Explanation"]),
         "subcategory": str(record.get("Subcategory", "")),
         "protocol": protocol,
     }
-    return Item(str(number), str(record["Prompt"]), metadata, (category(number, protocol),))
+    return Item(str(number), text_of(record["Prompt"], where), metadata, (category(number, protocol),))
 
 
 def category(number: int, protocol: str) -> str:

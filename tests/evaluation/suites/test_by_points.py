@@ -54,6 +54,7 @@ def test_another_judge_has_a_table_without_skills(tmp_path):
         ({"vqa_list": [["q"]]}, r"vqa_list=.* must be a list of \[question, answer\]"),
         ({"skills": ["count"]}, "2 questions have the skills"),
         ({"atom_count": None, "skills": None}, "have the skills None"),
+        ({"prompt": None}, "the prompt None must be a text that is not empty"),
     ],
 )
 def test_a_line_whose_lists_do_not_fit_is_named(tmp_path, change, words):

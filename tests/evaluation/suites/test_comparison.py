@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from flowrl.evaluation.suites.base import Row, Table, line, score
 from flowrl.evaluation.suites.comparison import compare, markdown, plain, table_text
 from flowrl.evaluation.suites.geneval import TASKS
 from flowrl.evaluation.suites.intervals import Part, shares, stratified
+from flowrl.evaluation.suites.points import mean_of_parts
 
 
 def rows(values, name="s"):
@@ -74,6 +77,37 @@ def test_the_interval_of_a_mean_of_tasks_draws_inside_each():
     groups = [[(float(number), float(number))] * 12 for number in range(len(TASKS))]
     overall = table(groups).lines[-1]
     assert (overall.low, overall.mean, overall.high) == pytest.approx((2.5, 2.5, 2.5))
+
+
+@pytest.mark.parametrize("count", [20, 80])
+def test_the_change_of_parts_that_share_their_prompts_draws_a_prompt_once(count):
+    """Nine dimensions of the same values say what two say, not twice as exactly."""
+    values = np.random.default_rng(0).normal(size=count)
+
+    def overall(scale, kinds):
+        part = Part({f"p{n}": (float(scale * value),) for n, value in enumerate(values)})
+        return Table((mean_of_parts("overall", [part] * kinds, count, count),), "overall")
+
+    two, nine = (compare(overall(0.0, kinds), overall(1.0, kinds))[0] for kinds in (2, 9))
+    assert (nine.mean, nine.win_rate, nine.p) == pytest.approx((two.mean, two.win_rate, two.p))
+    assert nine.high - nine.low == pytest.approx(two.high - two.low)
+    assert nine.win_high - nine.win_low == pytest.approx(two.win_high - two.win_low)
+    assert nine.high - nine.low == pytest.approx(4 * values.std(ddof=1) / count**0.5, rel=0.1)
+
+
+def test_a_mean_that_does_not_exist_is_not_tested():
+    """A task of which the base has no score leaves no overall difference, and so none that is significant."""
+    gains = [(float(number),) for number in range(20)]
+    base, tuned = table([[(0.0,)] * 20, [(None,)]]), table([gains, [(1.0,)]])
+    changes = {change.name: change for change in compare(base, tuned)}
+    assert changes["task 0"].p < 0.001
+    assert math.isnan(changes["overall"].mean)
+    assert changes["overall"].p == 1.0
+
+
+def test_a_task_of_one_prompt_leaves_no_interval_however_many_the_others_have():
+    overall = table([[(float(number % 7),) for number in range(60)], [(1.0,)]]).lines[-1]
+    assert (overall.mean, math.isnan(overall.low), math.isnan(overall.high)) == (pytest.approx(1.95), True, True)
 
 
 def test_tables_show_what_is_missing():

@@ -7,6 +7,7 @@ import pytest
 from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suites import dpg
 from flowrl.evaluation.suites.base import Row
+from flowrl.evaluation.suites.comparison import compare
 from tests.evaluation.suites.written import means, rows_of
 from tests.tiny_suites import dpg as tiny
 
@@ -124,7 +125,17 @@ def test_images_of_a_prompt_share_a_grid_and_the_evaluators_scores_come_back(ite
         (text + "\nout/a1.png, 1.0, 1.0", "prompt 'a1', sample 0 has a result already"),
         ("out/a1.png, (0, 0, 1, 1), Is it?, yes", "give the file of scores, not the _detail one"),
         ("Model: x", "holds no line of an image"),
+        ("out/a1.png, 50.0, 100.0, 75.0", "the score 50.0 must be from 0 to 1"),
     ):
         file.write_text(wrong)
         with pytest.raises(ConfigError, match=words):
             dpg.read_results(file, items)
+
+
+def test_another_judge_of_which_less_is_better_wins_by_less(items):
+    base, tuned = (
+        dpg.aggregate([Row(item.id, item.text, 0, scores={"artifacts": value}) for item in items], items)
+        for value in (0.9, 0.2)
+    )
+    (change,) = compare(base, tuned, {"artifacts"})
+    assert (change.name, change.mean, change.win_rate) == ("dpg", pytest.approx(-70), 1.0)

@@ -78,3 +78,21 @@ def test_the_evaluators_results_are_read_and_a_double_one_is_refused(tmp_path):
     file.write_text("\n".join([*lines, lines[0]]))
     with pytest.raises(ConfigError, match=r"line 3: prompt '00003', sample 0 has a result already"):
         geneval.read_results(file, [item])
+    for text in ('"False"', "null", "0.3"):
+        file.write_text('{"filename": "00003/samples/00000.png", "correct": ' + text + "}")
+        with pytest.raises(ConfigError, match=r"line 1: correct=.* must be true or false"):
+            geneval.read_results(file, [item])
+
+
+def test_a_prompt_whose_correct_image_may_be_the_one_without_a_score_is_not_counted():
+    items = geneval.items(None)[:3]
+    right = {items[0].id: (0, None), items[1].id: (None, 1), items[2].id: (0, 0)}
+    line = geneval.aggregate(rows_of(items, right), items).lines[-1]
+    assert (line.name, line.mean, line.n_scored, line.n_images) == ("prompts with a correct image", 0.5, 2, 3)
+
+
+def test_the_best_image_of_a_judge_whose_scores_are_negative_is_one_that_it_scored():
+    item = geneval.items(None)[0]
+    rows = [Row(item.id, item.text, k, scores={"taste": value}) for k, value in enumerate((-3.0, None, -2.0))]
+    line = geneval.aggregate(rows, [item]).lines[-1]
+    assert (line.name, line.mean, line.n_scored) == ("best image of each prompt", -2.0, 1)

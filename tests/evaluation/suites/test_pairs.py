@@ -200,6 +200,12 @@ def test_a_judge_of_pairs_needs_two_models(tmp_path, options, reason):
         evaluation.command("tiny-sd3", out=tmp_path / "out", **(given | options))
 
 
+def test_one_prompt_has_no_interval_and_the_page_says_so():
+    row = pairs.PairRow("a", 0, "a cat", 0.2, 0.9, 1.0, 0.0, "mark")
+    page = pairs.text(pairs.summary([row]), "vlm_judge")
+    assert "Win rate of the tuned model: 1.0000 (95 % interval: none, 1 prompts)" in page
+
+
 def test_a_reward_of_single_images_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="judges one image at a time; take vlm_judge"):
         pairs.PairJudge(reward_plan({"name": "jpeg"}, "--pair-judge jpeg"))

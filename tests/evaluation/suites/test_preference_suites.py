@@ -55,6 +55,13 @@ def test_drawbench_means_by_category_over_images(tmp_path):
     assert (first.n_prompts, first.n_images, first.n_scored) == (4, 8, 7)
 
 
+def test_partiprompts_without_categories_has_no_lines_by_them(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a cat\na dog\n")
+    items = partiprompts.items(file)
+    assert list(means(partiprompts.aggregate(rows_of(items, [(1,), (2,)]), items))) == ["pickscore"]
+
+
 def test_partiprompts_has_lines_by_category_and_by_challenge(tmp_path):
     items = partiprompts.items(tiny_partiprompts.prompts(tmp_path))
     table = partiprompts.aggregate(rows_of(items, [(1,), (2,), (3,), (6,)]), items)

@@ -11,6 +11,7 @@ import torch
 from flowrl.core import media
 from flowrl.core.errors import ConfigError, RewardFailure
 from flowrl.evaluation.suites import base
+from flowrl.evaluation.suites.base import Judgement
 from flowrl.evaluation.suites.drawing import Drawing, seed_of
 from flowrl.evaluation.suites.folder import ResultsFolder
 from flowrl.evaluation.suites.runner import PATIENCE, Task, fill, limited, rows_of
@@ -141,6 +142,32 @@ def test_a_judge_that_goes_away_leaves_what_was_judged_and_is_asked_again(tmp_pa
     fill(many, folder, noise, back)
     assert back.seen == 10
     assert all(row.scores["stand_in"] is not None for row in rows_of(many, folder))
+
+
+class Halting(StandIn):
+    """A judge by questions of which one fails on every image."""
+
+    def __call__(self, images, items):
+        return [Judgement({"stand_in": None}, [1.0, None], "one question failed") for _ in items]
+
+
+def test_a_judge_that_fails_on_one_question_of_every_image_is_not_away(tmp_path):
+    folder, many = begun(tmp_path), task(ITEMS[:PATIENCE])
+    fill(many, folder, noise, Halting(SUITE))
+    assert [row.answers for row in rows_of(many, folder)] == [[1.0, None]] * 2 * PATIENCE
+
+
+def test_a_judge_that_goes_away_while_images_are_judged_anew_is_asked_again_without_that_word(tmp_path):
+    folder, many = begun(tmp_path), task(ITEMS[:8])
+    folder.begin({"model": "tiny"}, {"stand_in": {"version": "1"}}, {})
+    fill(many, folder, noise, StandIn(SUITE))
+    folder.forget_judge()
+    folder.begin({"model": "tiny"}, {"stand_in": {"version": "1"}}, {})
+    with pytest.raises(RewardFailure, match=r"give the same command again without --rejudge to go on"):
+        fill(many, folder, noise, StandIn(SUITE, fails=range(7, 99)))
+    back = StandIn(SUITE)
+    fill(many, folder, noise, back)
+    assert back.seen == 10
 
 
 def test_a_few_images_that_fail_are_null_and_tried_again_by_the_next_call(tmp_path):

@@ -81,6 +81,13 @@ def test_missing_and_double_results_are_named(items, tmp_path):
     file.write_text(json.dumps([*rows, rows[0]]))
     with pytest.raises(ConfigError, match="question_id 0 is there twice"):
         t2i_compbench.read_results(out, items)
+    # Of a tool that ranks images, where a place from the end would be another prompt's.
+    ranked = out / "color" / t2i_compbench.RESULTS["color"]
+    kept = ranked.read_text()
+    ranked.write_text(json.dumps([{"question_id": number - 1, "answer": 1.0} for number in range(4)]))
+    with pytest.raises(ConfigError, match="question_id=-1 must be a number from 0"):
+        t2i_compbench.read_results(out, items)
+    ranked.write_text(kept)
     file.write_text("[{}]")
     with pytest.raises(ConfigError, match="must be a list of objects with question_id and answer"):
         t2i_compbench.read_results(out, items)

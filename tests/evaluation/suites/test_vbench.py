@@ -15,6 +15,7 @@ from flowrl.core import media
 from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suites import vbench
 from flowrl.evaluation.suites.base import Item, Row, Table, require_each_once
+from flowrl.evaluation.suites.comparison import compare
 from tests import tiny_pipelines
 from tests.evaluation.suites.written import means
 from tests.tiny_suites import vbench as tiny
@@ -41,6 +42,7 @@ HAND = {
 # quality: (.5 + .75 + .7 + .8 + .2 + .55 + .65) / 6.5; semantic: 5.45 / 9; total: (4 quality + semantic) / 5
 QUALITY, SEMANTIC = 4.15 / 6.5, 5.45 / 9
 TOTAL = (4 * QUALITY + SEMANTIC) / 5
+HOW = (vbench.compat, vbench.aggregate)
 
 
 @pytest.fixture
@@ -94,7 +96,10 @@ def test_the_list_is_read_from_a_file_a_folder_or_the_repository_and_one_text_is
             '[{"prompt_en": "a", "dimension": ["Human_Anatomy"]}]',
             "'a' has the dimension 'Human_Anatomy'; those of VBench 1",
         ),
-        ('[{"prompt_en": " ", "dimension": []}]', "a prompt is empty"),
+        ('[{"prompt_en": " ", "dimension": []}]', "the prompt ' ' must be a text that is not empty"),
+        ('[{"prompt_en": null, "dimension": ["color"]}]', "the prompt None must be a text"),
+        ('[{"prompt_en": "a", "dimension": []}]', "'a' has no dimension; those of VBench 1"),
+        ('[{"prompt_en": "a", "dimension": ["color"], "auxiliary_info": [1]}]', "must be a list of objects"),
     ],
 )
 def test_a_list_of_another_form_is_named(tmp_path, text, words):
@@ -152,6 +157,32 @@ def test_a_prompts_dimensions_are_drawn_together(items):
     slope = (1 / 0.8538 + 1 / 0.2915 + 0.5) / 2.5
     error = float(values.std()) / math.sqrt(8) * slope
     assert (line.high - line.low) / 2 == pytest.approx(2.3646 * error, rel=1e-3), "t of 7 degrees"
+
+
+def test_models_judged_in_different_dimensions_are_not_compared_in_their_means(items):
+    """Both are a quality of 6 of 7 dimensions, of which one is another."""
+    base, tuned = table_of(items, "subject_consistency"), table_of(items, "motion_smoothness")
+    changed = {change.name for change in compare(base, tuned)}
+    assert changed >= {"dynamic_degree", "semantic"}
+    assert not any("quality of" in name or "total" in name for name in changed)
+    base, tuned = (table_of(items, left_out, how=vbench.compat) for left_out in ("color", "scene"))
+    changed = {change.name for change in compare(base, tuned)}
+    assert "quality (compat)" in changed
+    assert not any("semantic" in name for name in changed)
+
+
+def test_a_dimension_that_counts_as_0_leaves_the_interval_and_the_number_of_prompts():
+    many = [Item(f"{k}", f"prompt {k}", {"auxiliary_info": {}}, tuple(tiny.MOVING)) for k in range(8)]
+    rows = [
+        Row(item.id, item.text, 0, scores={f"vbench_{tag}": 0.8 + 0.02 * k for tag in tiny.MOVING})
+        for k, item in enumerate(many)
+    ]
+    compat, own = (next(one for one in how(rows, many).lines if "quality" in one.name) for how in HOW)
+    assert (compat.n_prompts, own.n_prompts) == (8, 8)
+    assert compat.high - compat.low == pytest.approx((own.high - own.low) * 2.5 / 6.5)
+    unofficial = [Row(item.id, item.text, 0, scores={"motion": 0.5}) for item in many]
+    with pytest.raises(ConfigError, match=r"--compat: .*official tools' results; give --results"):
+        vbench.compat(unofficial, many)
 
 
 def test_another_judge_has_its_mean_by_dimension_and_no_official_score(items):

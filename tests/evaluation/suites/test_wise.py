@@ -30,6 +30,17 @@ def test_the_files_tell_the_protocols_apart_with_the_limits_of_their_categories(
         assert sum(weights.values()) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"prompt_id": True}, "prompt_id=True must be a whole number"), ({"Prompt": ""}, "the prompt '' must be a text")],
+)
+def test_a_record_without_a_number_or_a_text_is_named(tmp_path, change, words):
+    file = tmp_path / "natural_science.json"
+    file.write_text(json.dumps([{"Prompt": "ice", "Explanation": "cold", "prompt_id": 701} | change]))
+    with pytest.raises(ConfigError, match=words):
+        wise.items(file)
+
+
 @pytest.mark.parametrize("prefix", ["", "vlm_judge_"])
 def test_the_wiscore_weighs_ratings_and_categories(tmp_path, prefix):
     items = wise.items(tiny.prompts(tmp_path))
