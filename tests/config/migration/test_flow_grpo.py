@@ -163,6 +163,8 @@ def test_without_base_py_the_published_defaults_stand_for_it_and_the_recipe_says
     ("key", "value", "reason"),
     [
         ("train.beta", "'much'", "it must be a number"),
+        ("dataset", "None", "dataset=None: it must be text"),
+        ("use_lora", "'no'", "it must be one of True, False"),
         ("mixed_precision", "'fp8'", "it must be one of 'fp16', 'bf16', 'no'"),
         ("prompt_fn", "'imagenet'", "only general_ocr and geneval"),
         ("reward_fn", "{'image_similarity': 1.0}", "nothing to train on"),

@@ -74,6 +74,9 @@ def test_every_key_is_a_line_or_listed(tmp_path):
         ("DDPOConfig(num_epochs=open('x').read())\n", "a.py", "line 1: .* is no plain value"),
         ("DDPOConfig()\nDDPOConfig()\n", "a.py", "it has 2 calls"),
         ("DDPOConfig(\n", "a.py", "not valid Python"),
+        ("pretrained_model: null\n", "a.yaml", "pretrained_model=None: it must be text"),
+        ("negative_prompts: [a, b]\n", "a.yaml", "it must be text"),
+        ("use_lora: 'false'\n", "a.yaml", "use_lora='false': it must be one of True, False"),
         ("truncated_backprop_rand: true\n", "a.yaml", "AlignProp sends gradients through the reward"),
     ],
 )
