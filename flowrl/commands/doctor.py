@@ -39,6 +39,10 @@ def command(
     With --model: what the generic adapter reads from a pipeline, and whether it reproduces the pipeline's own call.
     With --check: the laws of a component. Exit code 1 if something fails.
     """
+    if check is not None and model is not None:
+        from flowrl.core.errors import ConfigError
+
+        raise ConfigError(f"--check {check} and --model {model}: each is a test of its own; give one of them")
     words = [word for word in (config, *(overrides or ())) if word]
     if check is not None:
         raise SystemExit(0 if _laws(check, words) else 1)

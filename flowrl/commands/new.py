@@ -30,6 +30,7 @@ def write(kind: str, name: str, folder: Path) -> str:
     import re
     import shlex
     import sys
+    from keyword import iskeyword
     from string import Template
 
     from flowrl.core.errors import ConfigError
@@ -47,6 +48,8 @@ def write(kind: str, name: str, folder: Path) -> str:
         raise ConfigError(f"{file} is there already and is left as it is; choose another NAME or --path")
     title = "".join(part[:1].upper() + part[1:] for part in name.split("_") if part) or "Mine"
     text = Template((STARTING / f"{kind}{ending}.txt").read_text(encoding="ascii"))
+    if iskeyword(title) or re.search(rf"\b{title}\b", text.template):  # a class Config would hide that of the options
+        title = f"My{title}"
     with writing(file):
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(text.substitute(name=name, title=title, file=file), encoding="utf-8")

@@ -124,12 +124,15 @@ def _sample(
     import torch
 
     from flowrl.commands._call import call_of, require_finite
+    from flowrl.core.errors import ConfigError
     from flowrl.core.files import out_folder
     from flowrl.core.phases import phase
     from flowrl.run import judged
     from flowrl.run.export import frame_rate, learned_noise
 
     require_finite(guidance)
+    if not -(2**63) <= seed < 2**64 - count:
+        raise ConfigError(f"--seed {seed}: torch takes seeds of 64 bits; give a smaller number")
     records = _records(prompts, image)
     out_folder(out)
     noise = None if base else learned_noise(Path(model))

@@ -87,6 +87,8 @@ def command(
 
     if (check is None) == (not reward):
         raise ConfigError("give either --reward NAME (again for more) or --check NAME")
+    if check is not None and out is not None:
+        raise ConfigError(f"--out {out}: --check writes no lines, it prints its findings; leave --out out")
     plans = _plans(reward or [str(check)], options or [])
     samples = [] if images is None else _samples(images, prompts, plans)
     if check is not None:

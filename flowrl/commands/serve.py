@@ -153,6 +153,8 @@ def _token(host: str, file: Path | None, variable: str | None) -> str | None:
             token = file.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise ConfigError(f"--token-file {file}: {error.strerror or error}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"--token-file {file}: it is not text; give a file that holds the token alone") from None
     elif variable is not None:
         token = os.environ.get(variable, "").strip()
     if token is not None and not token:

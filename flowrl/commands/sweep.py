@@ -84,6 +84,7 @@ def _numbers(text: str) -> list[int]:
     from flowrl.core.errors import ConfigError
 
     parts = _names(text)
-    if not parts or not all(part.isdigit() for part in parts) or len(set(parts)) < len(parts):
+    seeds = [int(part) for part in parts if part.isdecimal()]
+    if not parts or len(set(seeds)) < len(parts):
         raise ConfigError(f"--seeds {text}: give different whole numbers, such as 0,1,2")
-    return [int(part) for part in parts]
+    return seeds

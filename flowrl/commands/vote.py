@@ -35,7 +35,7 @@ def command(run: RunArgument, voter: Voter = None, port: Port = None, open_page:
     from flowrl.gallery.voting.server import VoteServer
     from flowrl.gallery.voting.waiting import Waiting, waits
 
-    name, books = require_name(voter or _account()), list[VoteBook]()
+    name, books = require_name(_account() if voter is None else voter), list[VoteBook]()
     training = waits(run)
     paper = Waiting(run) if training else Finished(load_pairs(run))
     tell = _print_training if training else _print

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from flowrl.core import registry
 from flowrl.core.errors import ModelError
 from flowrl.models.classes import pipeline_class
 from flowrl.models.paths import asset_folder
@@ -41,8 +42,10 @@ class Base:
             return cls(path, str(named), str(named))
         try:
             return cls(path, pipeline_class(path, facts.at("model", "revision"), offline=True))
-        except ModelError:  # a folder that has moved, a hub out of reach
-            return cls(path, "")
+        except ModelError:  # a folder that has moved, a hub out of reach: a native adapter is of one class
+            name = facts.at("model", "name")
+            known = registry.facts("models", name).get("PIPELINE") if name in registry.names("models") else None
+            return cls(path, str(known or ""))
 
     @property
     def is_asset(self) -> bool:

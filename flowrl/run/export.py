@@ -69,7 +69,7 @@ def _export(run: Path, layout: Format, out: Path) -> Path:
         raise ConfigError(f"--out {str(out)!r} is not empty; name a new folder")
     if layout == "merged":
         pipeline = _with_update(model, saved, merge=True).pipeline
-        with writing(out_folder(out)):
+        with _whole(out):
             pipeline.save_pretrained(out)
             _forget_origin(out)
         return out
@@ -89,13 +89,29 @@ def _export(run: Path, layout: Format, out: Path) -> Path:
         loras = {name: read_lora(each, _component(family)) for name, each in experts.items()}
     if layout == "diffusers":
         expert = lora_file(saved / "transformer_2")
-        with writing(out_folder(out)):
+        with _whole(out):
             if expert.is_file():
                 (out / "transformer_2").mkdir()
                 shutil.copy(expert, out / "transformer_2" / expert.name)
             return Path(shutil.copy(file, out / file.name))
     assert family is not None
     return _write_original(loras, family, layout, out / run.resolve().name)
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[None]:
+    """Write into a new or empty folder. One that was not written to its end is left empty.
+
+    Else a part of a model would lie there, and the same command, given again, would refuse the folder.
+    """
+    out_folder(out)
+    try:
+        with writing(out, "the run is as it was"):
+            yield
+    except BaseException:
+        for each in out.iterdir():
+            shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink(missing_ok=True)
+        raise
 
 
 def _forget_origin(folder: Path) -> None:
@@ -140,7 +156,7 @@ def _write_original(
         about = {"ss_network_module": family.module, "ss_network_dim": str(rank), "ss_network_alpha": str(alpha)}
         file = stem.with_name(f"{stem.name}{suffix}.safetensors")
         made[file] = renamed(tensors, alpha / rank, family, layout), {"format": "pt", **about}
-    with writing(out_folder(stem.parent)):
+    with _whole(stem.parent):
         for file, (tensors, about) in made.items():
             save_file(tensors, file, metadata=about)
             order_header(file)

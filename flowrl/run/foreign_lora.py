@@ -31,6 +31,8 @@ from flowrl.run.origin import content
 _FIRST = re.compile(r"(?:[._]lora[._](?:A|down)|\.lokr_w1(?:_a)?)(?:\.weight)?$")
 # A LoKr as flowrl saves it.
 _OWN_LOKR = re.compile(r"(?:unet|transformer(?:_2)?)\..+\.lokr_\w+$")
+# In the name of a file of two experts: nothing inside says which of them it is for.
+_EXPERT = re.compile(r"(high|low)[_-]?noise", re.IGNORECASE)
 _PICKLES = {".bin", ".ckpt", ".pt", ".pth"}
 
 
@@ -153,22 +155,39 @@ def _load(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
     else:
         given = str(file.parent)
         converted = source.lora_state_dict(given, **where)
-    source.load_lora_weights(given, adapter_name=name, **where)
+    two, mark = source.components.get("transformer_2") is not None, _EXPERT.search(file.stem)
+    low = two and mark is not None and mark[1].lower() == "low"
+    source.load_lora_weights(given, adapter_name=name, **where, **({"load_into_transformer_2": True} if low else {}))
     state: dict[str, Tensor] = converted[0] if isinstance(converted, tuple) else converted
     modules = _modules(state)
-    expert = file.parent / "transformer_2" / file.name
-    if "transformer_2" in source.components and expert.is_file():
-        # One file an expert, as diffusers has them.
-        source.load_lora_weights(
-            str(expert.parent),
-            weight_name=file.name,
-            local_files_only=True,
-            adapter_name=name,
-            load_into_transformer_2=True,
-        )
-        second = _modules(dict.fromkeys(_keys(expert)))
-        modules |= {f"transformer_2.{place.partition('.')[2]}" for place in second}
+    if low:
+        return _of_second(modules)
+    if two and mark is None:
+        modules |= _load_second(source, file, name)
     return modules
+
+
+def _load_second(source: Any, file: Path, name: str) -> set[str]:
+    """Load the second expert's file, which diffusers' layout has in a folder of its own; its modules."""
+    expert = file.parent / "transformer_2" / file.name
+    if not expert.is_file():
+        log.warning(
+            "--lora %s: the expert of high noise alone has it now; give the other one's file too, NAME_low_noise", file
+        )
+        return set()
+    source.load_lora_weights(
+        str(expert.parent),
+        weight_name=file.name,
+        local_files_only=True,
+        adapter_name=name,
+        load_into_transformer_2=True,
+    )
+    return _of_second(_modules(dict.fromkeys(_keys(expert))))
+
+
+def _of_second(modules: set[str]) -> set[str]:
+    """Modules of the second expert, whose file has them under the first one's name."""
+    return {f"transformer_2.{place.partition('.')[2]}" for place in modules}
 
 
 def _from_kohya(file: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -189,8 +208,7 @@ def _load_into_denoisers(pipeline: Any, file: Path, keys: list[str], name: str) 
     second, expert = pipeline.components.get("transformer_2"), file.parent / "transformer_2" / file.name
     if isinstance(second, PeftAdapterMixin) and expert.is_file():
         second.load_lora_adapter(str(expert.parent), prefix="transformer", weight_name=file.name, adapter_name=name)
-        its = _modules(dict.fromkeys(_keys(expert)))
-        modules |= {f"transformer_2.{place.partition('.')[2]}" for place in its}
+        modules |= _of_second(_modules(dict.fromkeys(_keys(expert))))
     return modules
 
 

@@ -51,6 +51,26 @@ def test_a_backend_that_there_is_not_is_refused_for_a_single_process_too(monkeyp
     assert "'mpi' is not one of 'nccl', 'gloo'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("doctor", "--check", "flow_sde", "--model", "tiny-sd3"), "each is a test of its own; give one of them"),
+        (("score", "--check", "jpeg", "--out", "scores"), "--out scores: --check writes no lines"),
+        (("sweep", "quickstart", "--seeds", "\u00b2"), "give different whole numbers"),
+        (("sample", "tiny-sd3", "a", "--seed", str(2**64)), "torch takes seeds of 64 bits"),
+        (("vote", "nowhere", "--voter", ""), "The name of a voter has 1 to 40 printable characters; this one is ''"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(monkeypatch, capsys, tmp_path, words, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["flowrl", *words])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("words", [(), ("--debug",)])
 def test_a_failure_shows_its_traceback_on_debug_alone(monkeypatch, capsys, tmp_path, words):
     monkeypatch.setenv(DEBUG, "")  # so that it is put back

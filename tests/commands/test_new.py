@@ -42,6 +42,16 @@ def test_a_component_keeps_every_law_of_its_kind(kind, tmp_path, monkeypatch):
         flowrl.check(str(tmp_path / "my_own.py"), wieght=1.0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("sampler", "config"), ("sampler", "step_distribution"), ("method", "none")]
+)
+def test_a_name_that_the_file_needs_itself_gives_another_class(kind, name, tmp_path):
+    write(kind, name, tmp_path)
+    text = (tmp_path / f"{name}.py").read_text(encoding="utf-8")
+    assert f"class My{name.title().replace('_', '')}(flowrl." in text
+    compile(text, name, "exec")
+
+
 @pytest.mark.slow
 def test_the_reward_and_the_configuration_train(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -22,7 +22,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from flowrl.core import media
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, WriteError
 from flowrl.core.votes import LOG, Vote, VoteBook
 from flowrl.data.preferences import PreferenceOptions, load_preferences
 from flowrl.gallery.local import HOST
@@ -116,6 +116,24 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 # ---- voting
+
+
+def test_a_vote_that_is_in_the_log_is_not_asked_again_where_the_pairs_could_not_be_written(folder, monkeypatch):
+    with voting(folder) as server:
+        page = Page(server)
+        pair = page.state()["pair"]
+        with monkeypatch.context() as patch:
+            patch.setattr("flowrl.core.votes.write_atomically", _full)
+            status, said = page.post("vote", pair=pair["token"], choice="left")
+        assert (status, "pairs.jsonl" in said["problem"]) == (507, True)
+        assert page.post("vote", pair=pair["token"], choice="left")[0] == 409
+        assert len(server.ballot.book.votes) == 1
+        page.vote("right")
+    assert len((folder / "votes" / "pairs.jsonl").read_text().splitlines()) == 2
+
+
+def _full(file: Path, text: str) -> None:
+    raise WriteError(f"{file} could not be written")
 
 
 def test_the_page_and_its_images_do_not_name_the_models(folder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 from flowrl.gallery.runs import load_run
 from flowrl.rollout.learned_noise import LearnedNoise
 from flowrl.run import card
+from flowrl.run.card_loading import Base
 from flowrl.run.export import export
 from flowrl.run.plain_text import Named, escaped
 from tests import tiny_sd3 as tiny
@@ -336,3 +338,16 @@ def test_a_card_that_fails_is_told_and_nothing_else_is_lost(run, tmp_path, caplo
 def test_a_card_of_a_run_folder_reads_its_text_files_alone(run):
     text = card.card(load_run(run), run / "adapter", "adapter")
     assert text.startswith("---\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "task"),
+    [("flux", "FluxPipeline", "text-to-image"), ("wan", "WanPipeline", "text-to-video"), ("generic", "", None)],
+)
+def test_a_base_out_of_reach_has_the_class_of_its_native_adapter(name, kind, task, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tree = {"model": {"path": "nobody/nothing", "name": name}}
+    facts: Any = SimpleNamespace(at=lambda *keys: tree.get(keys[0], {}).get(keys[1]))
+    base = Base.of(facts)
+    assert base.kind == kind
+    assert base.task == (task or base.task)

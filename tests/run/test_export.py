@@ -300,6 +300,19 @@ def test_a_full_disk_is_told(run, tmp_path):
             export(run, "diffusers", tmp_path / "out")
 
 
+def test_a_result_that_was_cut_off_is_removed_so_that_the_same_command_goes(run, tmp_path, monkeypatch):
+    def cut(tensors: object, file: Path, **_: object) -> None:
+        file.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", cut)
+        with pytest.raises(WriteError, match="the run is as it was"):
+            export(run, "kohya", tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+    assert export(run, "kohya", tmp_path / "out").is_file()
+
+
 def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

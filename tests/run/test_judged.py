@@ -22,7 +22,9 @@ from flowrl.models.lora_formats import sd3
 from flowrl.models.lora_formats.writing import renamed
 from flowrl.run import judged
 from flowrl.run.export import export
+from flowrl.run.foreign_lora import LoraFile, attach
 from flowrl.run.kohya import from_kohya
+from tests import tiny_pipelines
 from tests import tiny_sd3 as tiny
 from tests.run.test_export import trained, wrapped, write_run
 
@@ -148,6 +150,21 @@ def test_a_lora_that_binds_to_a_part_is_reported_by_name_and_count(run, base, tm
     assert facts["bound"] == facts["modules"] - 1
     assert f"only {facts['bound']} of its {facts['modules']} modules are bound" in caplog.text
     assert "transformer.nowhere.to_q" in caplog.text
+
+
+def test_a_file_of_one_of_two_experts_is_added_to_that_one(tmp_path, caplog):
+    pipe, adapted = tiny_pipelines.make("wan_2_2"), {}
+    wide = pipe.transformer.blocks[0].attn1.to_q.weight.shape[0]
+    for number, stem in enumerate(("my_high_noise", "my_low_noise", "other")):
+        name = "diffusion_model.blocks.0.self_attn.q"
+        tensors = {f"{name}.lora_A.weight": torch.ones(2, wide), f"{name}.lora_B.weight": torch.ones(wide, 2)}
+        save_file(tensors, tmp_path / f"{stem}.safetensors")
+        caplog.clear()
+        attach(pipe, LoraFile.parse(str(tmp_path / f"{stem}.safetensors")), f"lora_{number}")
+        networks = {"transformer": pipe.transformer, "transformer_2": pipe.transformer_2}
+        adapted[stem] = [k for k, v in networks.items() if f"lora_{number}" in getattr(v, "peft_config", {})]
+        assert ("of high noise alone has it" in caplog.text) is (stem == "other")
+    assert adapted == {"my_high_noise": ["transformer"], "my_low_noise": ["transformer_2"], "other": ["transformer"]}
 
 
 def test_a_lora_of_another_family_is_refused(run, tmp_path):

@@ -226,6 +226,7 @@ def test_a_missing_or_wrong_token_is_refused_before_the_body_is_read():
 def test_a_server_for_other_machines_wants_a_token_from_a_file_or_the_environment(tmp_path: Path, monkeypatch):
     (tmp_path / "token").write_text(" secret\n")
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
     monkeypatch.setenv("TOKEN", "other")
     assert _token("0.0.0.0", tmp_path / "token", None) == "secret"
     assert _token("10.0.0.1", None, "TOKEN") == "other"
@@ -234,7 +235,12 @@ def test_a_server_for_other_machines_wants_a_token_from_a_file_or_the_environmen
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
         with pytest.raises(ConfigError, match="other machines reach this address"):
             _token(host, None, None)
-    for arguments in ((tmp_path / "empty", None), (tmp_path / "none", None), (None, "NO_SUCH_TOKEN")):
+    for arguments in (
+        (tmp_path / "empty", None),
+        (tmp_path / "binary", None),
+        (tmp_path / "none", None),
+        (None, "NO_SUCH_TOKEN"),
+    ):
         with pytest.raises(ConfigError, match="--token-"):
             _token("127.0.0.1", *arguments)
 

@@ -13,7 +13,9 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.registry import suggest
 from flowrl.core.strict import parse_yaml, read_text
 
-_SET = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_SET = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_OPENS, _CLOSES = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"}
+"""Words of a shell between which a line may be done once, often or never."""
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _COUNTS = ("num_processes", "nproc_per_node")
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
@@ -31,15 +33,21 @@ def read_command(file: Path, keys: Mapping[str, Key], *, bare_flags: bool) -> So
     Raises:
         ConfigError: no such command or several, a variable that the file does not set, or something to be executed.
     """
-    commands, variables = [], {}
+    commands, variables, inside = [], dict[str, str](), 0
     for line in re.sub(r"\\\r?\n", " ", read_text(file, str(file))).splitlines():
         words = _words(file, line)
         if not words:
             continue
-        setting = _SET.fullmatch(" ".join(words)) if words[0] == "export" or len(words) == 1 else None
-        if setting is not None:
-            variables[setting[1]] = _filled(file, setting[2], variables)
+        ends = {words[0].rstrip(";"), words[-1].rstrip(";")}
+        inside += (words[0] in _OPENS) - bool(ends & _CLOSES)
+        found = [_SET.fullmatch(word) for word in words[words[0] == "export" :]]
+        settings = [setting for setting in found if setting is not None]
+        if len(settings) == len(found) and not inside and not any(setting[0].endswith(";") for setting in settings):
+            for setting in settings:
+                variables[setting[1]] = _filled(file, setting[2], variables)
             continue
+        for setting in settings:  # whether and how it is set is known to a shell alone
+            variables.pop(setting[1], None)
         if any(word.endswith(".py") for word in words) and any(word.startswith("--") for word in words):
             commands.append([_filled(file, word, variables) for word in words])
     if len(commands) != 1:
@@ -70,7 +78,7 @@ def _filled(file: Path, word: str, variables: dict[str, str]) -> str:
     def value(found: re.Match[str]) -> str:
         name = found[1] or found[2]
         if name not in variables:
-            raise ConfigError(f"{file}: ${name} is not set in the file; {_REMEDY}")
+            raise ConfigError(f"{file}: ${name} is not set in the file by a line that is always done; {_REMEDY}")
         return variables[name]
 
     filled = _VARIABLE.sub(value, word)

@@ -99,6 +99,21 @@ class Draft:
             raise self.fault(key, "it must be a whole number")
         return int(value)
 
+    def text(self, key: str) -> str:
+        """The value of a key that is text; a number or a word that YAML reads as one is taken as it stands.
+
+        Raises:
+            ConfigError: it is none: `null` would become the name None.
+        """
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise self.fault(key, "it must be text")
+        return str(value)
+
+    def switch(self, key: str) -> bool:
+        """The value of a key that is true or false; a text such as "false" is neither."""
+        return self.choice(key, {True: True, False: False})
+
     def choice(self, key: str, values: dict[Any, Any]) -> Any:
         """What a key's value stands for."""
         value = self.get(key)

@@ -53,7 +53,7 @@ def rules(draft: Draft) -> None:
 
 
 def _family(draft: Draft) -> str:
-    kind = str(draft.get("model.model_type"))
+    kind = draft.text("model.model_type")
     if kind.startswith(_NONE):
         raise draft.fault("model.model_type", "flowrl has no adapter of it, so there is nothing to convert to")
     return _FAMILIES.get(kind, "generic")
@@ -69,7 +69,7 @@ def _run(draft: Draft) -> None:
         draft.put("iterations", _UNKNOWN_STEPS, "train.max_epochs", note="no end there; 1000 here")
     else:
         draft.put("iterations", draft.whole("train.max_epochs"), "train.max_epochs")
-    draft.put("output", str(draft.get("log.save_dir")), "log.save_dir", note="relative to the working directory")
+    draft.put("output", draft.text("log.save_dir"), "log.save_dir", note="relative to the working directory")
     if draft.whole("log.save_freq", least=0):
         draft.put("checkpoint.every", draft.whole("log.save_freq"), "log.save_freq")
     else:
@@ -78,7 +78,7 @@ def _run(draft: Draft) -> None:
 
 def _model(draft: Draft, family: str) -> None:
     draft.put("model.name", family, "model.model_type")
-    draft.put("model.path", str(draft.get("model.model_name_or_path")), "model.model_name_or_path")
+    draft.put("model.path", draft.text("model.model_name_or_path"), "model.model_name_or_path")
     draft.put("model.dtype", draft.choice("mixed_precision", _DTYPES), "mixed_precision")
     _lora(draft, family)
     size = draft.get("train.resolution")
@@ -98,9 +98,9 @@ def _model(draft: Draft, family: str) -> None:
     if shift is not None and family in ("flux", "qwen_image", "wan"):
         draft.put("model.shift", float(draft.number("scheduler.flow_shift")), "scheduler.flow_shift")
     key = "train.enable_gradient_checkpointing"
-    draft.put("model.gradient_checkpointing", bool(draft.get(key)), key)
+    draft.put("model.gradient_checkpointing", draft.switch(key), key)
     if draft.get("model.attn_backend") is not None:
-        draft.put("model.attention", str(draft.get("model.attn_backend")), "model.attn_backend")
+        draft.put("model.attention", draft.text("model.attn_backend"), "model.attn_backend")
     if "fsdp" in str(draft.get("config_file")).lower() and family != "generic":
         draft.put("model.shard", True, "config_file", note="a file of FSDP")
     elif draft.given("config_file"):
@@ -149,7 +149,7 @@ def _targets(draft: Draft, family: str) -> None:
 
 
 def _data(draft: Draft) -> None:
-    folder, root = str(draft.get("data.dataset_dir")), Path.cwd()
+    folder, root = draft.text("data.dataset_dir"), Path.cwd()
     for option, part in (("data.prompts", "train"), ("data.eval_prompts", "test")):
         found = [name for name in (f"{part}.jsonl", f"{part}.txt") if (root / folder / name).exists()]
         place = os.path.join(folder, found[0] if found else f"{part}.txt")

@@ -34,7 +34,7 @@ def advantages(draft: Draft, *, clip: bool) -> None:
         if draft.given("train.global_std"):
             draft.leave("train.global_std", "gdpo does not read it", changes=False)
     else:
-        std = "global" if draft.get("train.global_std") else "group"
+        std = "global" if draft.switch("train.global_std") else "group"
         draft.put("algorithm.advantages.std", std, "train.global_std")
     draft.put("algorithm.advantages.eps", 1e-6, note="in their code, as the least std; added to it here")
     if clip:
@@ -44,7 +44,9 @@ def advantages(draft: Draft, *, clip: bool) -> None:
 def _entries(draft: Draft, key: str) -> list[dict[str, Any]]:
     """The rewards under a key that have a counterpart, as entries of ours; the others are listed."""
     found = draft.get(key)
-    several = [found] if isinstance(found, dict) else list(found or ())
+    several = [found] if isinstance(found, dict) else found or ()
+    if not isinstance(several, list | tuple):
+        raise draft.fault(key, "it must be a reward, or a list of them")
     result: list[dict[str, Any]] = []
     for number, entry in enumerate(several):
         if not isinstance(entry, dict):

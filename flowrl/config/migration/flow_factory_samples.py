@@ -193,7 +193,7 @@ def _average(draft: Draft, option: str, updates: int, *given: str) -> None:
 
 def _nft(draft: Draft, updates: int) -> None:
     draft.put("algorithm.mix", float(draft.number("train.nft_beta")), "train.nft_beta")
-    if draft.get("train.off_policy") and draft.number("train.ema_decay", least=0):
+    if draft.switch("train.off_policy") and draft.number("train.ema_decay", least=0):
         _average(draft, "algorithm.old", updates, "train.off_policy")
     else:
         draft.put("algorithm.old", "none", "train.off_policy", note="the policy itself draws the samples")
@@ -208,7 +208,7 @@ def _awm(draft: Draft, updates: int) -> None:
     draft.put("algorithm.clip_range", bound(draft, "train.clip_range"), "train.clip_range")
     note = "clipped and not rescaled"
     draft.put("algorithm.advantage_max", bound(draft, "train.adv_clip_range"), "train.adv_clip_range", note=note)
-    pull, away = float(draft.number("train.ema_kl_beta", least=0)), bool(draft.get("train.off_policy"))
+    pull, away = float(draft.number("train.ema_kl_beta", least=0)), draft.switch("train.off_policy")
     averaged = bool(draft.number("train.ema_decay", least=0))
     draft.put("algorithm.ema_kl.coef", pull if averaged else 0.0, "train.ema_kl_beta")
     draft.put("algorithm.off_policy", away and averaged, "train.off_policy")
@@ -220,7 +220,7 @@ def _dgpo(draft: Draft, updates: int) -> None:
     draft.put("algorithm.beta", float(draft.number("train.dpo_beta")), "train.dpo_beta")
     draft.put("algorithm.clip_range", bound(draft, "train.clip_range"), "train.clip_range")
     start, keys = draft.whole("train.switch_ema_ref", least=0), ["train.switch_ema_ref"]
-    if draft.get("train.off_policy"):
+    if draft.switch("train.off_policy"):
         start, keys = 0, ["train.off_policy"]
         if draft.given("train.switch_ema_ref"):
             draft.leave("train.switch_ema_ref", "off_policy samples with the average from the start", changes=False)
@@ -229,7 +229,7 @@ def _dgpo(draft: Draft, updates: int) -> None:
     draft.put("algorithm.sample_average_from", start, *keys)
     reason = "the average of the ratio draws the samples here, there the slower one of ema_decay"
     draft.leave(keys[0], reason, changes=True)
-    draft.put("algorithm.against_average", bool(draft.get("train.use_ema_ref")), "train.use_ema_ref")
+    draft.put("algorithm.against_average", draft.switch("train.use_ema_ref"), "train.use_ema_ref")
     guidance = float(draft.number("train.kl_cfg"))
     draft.put("algorithm.reference_guidance", guidance if guidance > 1 else None, "train.kl_cfg")
     limit, slope = draft.number("train.ema_ref_max_decay", least=0), draft.number("train.ema_ref_ramp_rate", least=0)
@@ -239,7 +239,7 @@ def _dgpo(draft: Draft, updates: int) -> None:
         reason = f"the average follows after an iteration, there after each of its {updates} optimizer steps"
         draft.leave("train.ema_ref_max_decay", reason, changes=True)
     for name, needed in (("use_shared_noise", True), ("clip_dsm", True), ("clip_kl", False)):
-        if bool(draft.get(f"train.{name}")) is not needed:
+        if draft.switch(f"train.{name}") is not needed:
             draft.leave(f"train.{name}", f"it is {str(needed).lower()} here, without an option", changes=True)
         elif draft.given(f"train.{name}"):
             draft.leave(f"train.{name}", "as it always is here", changes=False)
@@ -271,7 +271,7 @@ def _pace(draft: Draft, option: str, key: str) -> None:
 def _crd(draft: Draft, updates: int) -> None:
     draft.put("algorithm.beta", float(draft.number("train.crd_beta")), "train.crd_beta")
     draft.put("algorithm.fit", draft.choice("train.crd_loss_type", {"mse": "mse", "bce": "bce"}), "train.crd_loss_type")
-    draft.put("algorithm.adaptive", bool(draft.get("train.adaptive_logp")), "train.adaptive_logp")
+    draft.put("algorithm.adaptive", draft.switch("train.adaptive_logp"), "train.adaptive_logp")
     heat = float(draft.number("train.weight_temp"))
     draft.put("algorithm.pools", None if heat < 0 else heat, "train.weight_temp", note="below 0: the plain mean")
     if heat == 0:
@@ -280,9 +280,9 @@ def _crd(draft: Draft, updates: int) -> None:
     _pace(draft, "algorithm.sampling", "train.sampling_model_decay")
     draft.put("algorithm.reference_guidance", max(1.0, float(draft.number("train.kl_cfg"))), "train.kl_cfg")
     pull = float(draft.number("train.kl_beta", least=0))
-    least = min(1.0, _LEAST_PULL / pull) if pull and draft.get("train.reward_adaptive_kl") else 1.0
+    least = min(1.0, _LEAST_PULL / pull) if pull and draft.switch("train.reward_adaptive_kl") else 1.0
     draft.put("algorithm.least_pull", round(least, 9), "train.reward_adaptive_kl", note="false: 1, alike for all")
-    if not draft.get("train.use_old_for_loss"):
+    if not draft.switch("train.use_old_for_loss"):
         draft.leave("train.use_old_for_loss", "the implicit reward is against `old` alone", changes=True)
     elif draft.given("train.use_old_for_loss"):
         draft.leave("train.use_old_for_loss", "as it always is here", changes=False)

@@ -72,7 +72,7 @@ def _method(draft: Draft, family: str) -> str:
         if kind not in ("dpo", "sft"):
             raise draft.fault("train.algorithm", "it must be dpo or sft")
         method, keys = {"dpo": "online_dpo", "sft": "raft"}[kind], ["train.algorithm"]
-    elif draft.get("rationorm") or stem == "grpo_guard":
+    elif draft.switch("rationorm") or stem == "grpo_guard":
         method, keys = "grpo_guard", ["rationorm"]
     elif window:
         method, keys = "flow_grpo_fast", window
@@ -97,7 +97,7 @@ def _run(draft: Draft) -> None:
     else:
         draft.put("iterations", epochs, "num_epochs")
     folder = "save_dir" if draft.get("save_dir") else "logdir"
-    draft.put("output", str(draft.get(folder)), folder, note="relative to the working directory")
+    draft.put("output", draft.text(folder), folder, note="relative to the working directory")
     if folder == "save_dir" and draft.given("logdir"):
         draft.leave("logdir", "save_dir takes its place", changes=False)
     draft.put("checkpoint.every", draft.whole("save_freq"), "save_freq")
@@ -105,13 +105,13 @@ def _run(draft: Draft) -> None:
 
 
 def _model(draft: Draft, family: str) -> None:
-    path = str(draft.get("pretrained.model"))
+    path = draft.text("pretrained.model")
     draft.put("model.name", family, "pretrained.model", note="adapter by the model's path")
     draft.put("model.path", path, "pretrained.model")
     draft.put(
         "model.dtype", draft.choice("mixed_precision", _DTYPES), "mixed_precision", note="trained weights: float32"
     )
-    if draft.get("use_lora"):
+    if draft.switch("use_lora"):
         rank = 64 if family in ("flux", "qwen_image") or family == "generic" else 32
         draft.put("model.lora.rank", rank, "use_lora", note="in their script's code; targets are the family's")
         draft.put("model.lora.alpha", 2 * rank, "use_lora", note="in their script's code")
@@ -130,15 +130,15 @@ def _model(draft: Draft, family: str) -> None:
     tokens = {"wan": 512, "sd3": 128, "flux": 128, "qwen_image": 128}
     if family in tokens:
         draft.put("model.max_sequence_length", tokens[family], note="text tokens, in their script's code")
-    checkpointing = bool(draft.get("activation_checkpointing"))
+    checkpointing = draft.switch("activation_checkpointing")
     draft.put("model.gradient_checkpointing", checkpointing, "activation_checkpointing")
 
 
 def _data(draft: Draft) -> None:
-    kind, folder = draft.get("prompt_fn"), str(draft.get("dataset"))
+    kind, folder = draft.get("prompt_fn"), draft.text("dataset")
     if kind not in ("general_ocr", "geneval"):
         raise draft.fault("prompt_fn", "only general_ocr and geneval read files of prompts")
-    edits = any(part in str(draft.get("pretrained.model")).lower() for part in ("kontext", "edit"))
+    edits = any(part in draft.text("pretrained.model").lower() for part in ("kontext", "edit"))
     form = "{}_metadata.jsonl" if kind == "geneval" or edits else "{}.txt"
     for option, part in (("data.prompts", "train"), ("data.eval_prompts", "test")):
         place = _place(draft, folder, form.format(part))
@@ -183,7 +183,7 @@ def _rollout(draft: Draft, family: str, method: str) -> None:
     draft.put("rollout.group_size", group, "sample.num_image_per_prompt")
     draft.put("rollout.batch_size", size, size_key, note="per process, memory alone")
     draft.put("optim.batch_size", size, size_key, note="per process, memory alone")
-    draft.put("rollout.shared_noise", bool(draft.get("sample.same_latent")), "sample.same_latent")
+    draft.put("rollout.shared_noise", draft.switch("sample.same_latent"), "sample.same_latent")
     steps = draft.quotient(
         batches, draft.whole("train.gradient_accumulation_steps"), "optim.updates_per_iteration", "M/A"
     )
@@ -224,14 +224,14 @@ def _algorithm(draft: Draft, family: str, method: str) -> None:
             if draft.given(key):
                 draft.leave(key, f"{method} only ranks the samples of a prompt", changes=False)
         return
-    tracking = draft.get("per_prompt_stat_tracking")
+    tracking = draft.switch("per_prompt_stat_tracking")
     draft.put("algorithm.advantages.name", "group" if tracking else "batch", "per_prompt_stat_tracking")
     if not tracking:
         draft.put("algorithm.advantages.history", None, "per_prompt_stat_tracking")
         if draft.given("sample.global_std"):
             draft.leave("sample.global_std", "without tracking the std is that of the batch", changes=False)
     else:
-        std = "global" if draft.get("sample.global_std") else "group"
+        std = "global" if draft.switch("sample.global_std") else "group"
         draft.put("algorithm.advantages.std", std, "sample.global_std")
     draft.put("algorithm.advantages.eps", 1e-4, note="in their code")
     draft.put("algorithm.advantages.clip", float(draft.number("train.adv_clip_max")), "train.adv_clip_max")
@@ -340,14 +340,14 @@ def _rewards(draft: Draft) -> None:
 
 def _optim(draft: Draft, family: str) -> None:
     draft.put("optim.learning_rate", float(draft.number("train.learning_rate")), "train.learning_rate")
-    if draft.choice("train.use_8bit_adam", {True: True, False: False}):
+    if draft.switch("train.use_8bit_adam"):
         draft.put("optim.name", "adamw_8bit", "train.use_8bit_adam")
     betas = [float(draft.number(f"train.adam_beta{number}")) for number in (1, 2)]
     draft.put("optim.betas", betas, "train.adam_beta1", "train.adam_beta2")
     draft.put("optim.eps", float(draft.number("train.adam_epsilon")), "train.adam_epsilon")
     draft.put("optim.weight_decay", float(draft.number("train.adam_weight_decay")), "train.adam_weight_decay")
     draft.put("optim.max_grad_norm", float(draft.number("train.max_grad_norm")), "train.max_grad_norm")
-    if not draft.get("train.ema"):
+    if not draft.switch("train.ema"):
         draft.put("optim.ema", None, "train.ema")
     elif family == "qwen_image":
         draft.put("optim.ema", None, "train.ema", note="their Qwen-Image script has none")

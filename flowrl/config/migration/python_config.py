@@ -77,8 +77,12 @@ class Reader:
         self.functions = {each.name: each for each in module.body if isinstance(each, ast.FunctionDef)}
         self._globals: dict[str, Any] = {}
         for statement in module.body:
-            if isinstance(statement, ast.Assign) and not isinstance(statement.value, ast.Call):
+            if _readable(statement):
                 self._do(statement, self._globals)
+            elif not isinstance(statement, ast.FunctionDef | ast.ClassDef):
+                # A statement that is not done may give a name another value: none is better than the one before it.
+                for name in _stored(statement):
+                    self._globals.pop(name, None)
 
     def call(self, name: str) -> Any:
         """What a function without arguments returns.
@@ -162,8 +166,10 @@ class Reader:
             case ast.List(elts=parts):
                 return [self._value(part, names) for part in parts]
             case ast.Dict(keys=keys, values=values) if None not in keys:
-                pairs = zip([key for key in keys if key is not None], values, strict=True)
-                return {self._value(key, names): self._value(value, names) for key, value in pairs}
+                given = [self._value(key, names) for key in keys if key is not None]
+                if not all(isinstance(key, str | int | float | None) for key in given):
+                    raise self._refused(node, f"{ast.unparse(node)!r}: a key must be a text or a number")
+                return dict(zip(given, [self._value(value, names) for value in values], strict=True))
             case ast.BinOp(left=left, op=op, right=right):
                 return self._operate(node, op, self._value(left, names), self._value(right, names))
             case ast.UnaryOp(op=op, operand=operand):
@@ -171,8 +177,12 @@ class Reader:
             case ast.Compare(left=left, ops=[op], comparators=[right]):
                 return self._operate(node, op, self._value(left, names), self._value(right, names))
             case ast.BoolOp(op=op, values=parts):
-                results = (self._value(part, names) for part in parts)
-                return all(results) if isinstance(op, ast.And) else any(results)
+                # As in Python, the value of a part and not whether it is true: save_dir = "" or "logs".
+                for part in parts[:-1]:
+                    result = self._value(part, names)
+                    if bool(result) is isinstance(op, ast.Or):
+                        return result
+                return self._value(parts[-1], names)
             case ast.IfExp(test=test, body=body, orelse=other):
                 return self._value(body if self._value(test, names) else other, names)
             case ast.JoinedStr(values=parts):
@@ -219,6 +229,23 @@ class Reader:
         if isinstance(result, str | list | tuple) and len(result) > _LONGEST:
             raise self._refused(node, f"{ast.unparse(node)!r} is too long")
         return result
+
+
+def _readable(statement: ast.stmt) -> bool:
+    """Whether a statement outside of functions is done; one that calls something may be of no interest."""
+    match statement:
+        case (
+            ast.Assign(value=value)
+            | ast.AnnAssign(target=ast.Name(), value=ast.expr() as value)
+            | ast.AugAssign(target=ast.Name(), value=value)
+        ):
+            return not isinstance(value, ast.Call)
+    return False
+
+
+def _stored(statement: ast.stmt) -> set[str]:
+    """Names that a statement may set."""
+    return {each.id for each in ast.walk(statement) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
 
 
 def _numbers(*values: Any) -> bool:

@@ -143,22 +143,22 @@ def _run(draft: Draft) -> None:
     draft.put("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name), "run_name", note=note)
     draft.put("seed", draft.whole("seed", least=0), "seed", note="random streams differ")
     draft.put("iterations", draft.whole("num_epochs"), "num_epochs")
-    draft.put("output", str(draft.get("logdir")), "logdir", note="relative to the working directory")
+    draft.put("output", draft.text("logdir"), "logdir", note="relative to the working directory")
     draft.put("checkpoint.every", draft.whole("save_freq"), "save_freq")
     draft.put("checkpoint.keep", draft.whole("num_checkpoint_limit"), "num_checkpoint_limit")
     draft.put("model.name", "sd", note="DefaultDDPOStableDiffusionPipeline")
-    draft.put("model.path", str(draft.get("pretrained_model")), "pretrained_model")
+    draft.put("model.path", draft.text("pretrained_model"), "pretrained_model")
     if draft.given("pretrained_revision"):
-        draft.put("model.revision", str(draft.get("pretrained_revision")), "pretrained_revision")
+        draft.put("model.revision", draft.text("pretrained_revision"), "pretrained_revision")
     draft.put("model.dtype", draft.choice("mixed_precision", _DTYPES), "mixed_precision")
     draft.put("model.final_alpha", "first", note="their last step keeps noise and is trained")
-    if draft.get("use_lora"):
+    if draft.switch("use_lora"):
         draft.put("model.lora.rank", 4, "use_lora", note="in their code")
         draft.put("model.lora.alpha", 4, "use_lora", note="in their code")
     else:
         draft.put("model.lora", None, "use_lora", note="all weights")
     if draft.get("negative_prompts"):
-        draft.put("model.negative_prompt", str(draft.get("negative_prompts")), "negative_prompts")
+        draft.put("model.negative_prompt", draft.text("negative_prompts"), "negative_prompts")
     draft.put("data.prompts", "simple-animals.txt", note="45 animals; theirs are drawn by a function, with replacement")
     reason = "prompts are a function in their code; data.prompts is flowrl's list of animals: put yours in a file"
     draft.leave("prompt_function", reason, changes=True)
@@ -171,7 +171,7 @@ def _rollout(draft: Draft) -> None:
     scale = float(draft.number("sample_guidance_scale"))
     draft.put("rollout.guidance_scale", scale, "sample_guidance_scale")
     if draft.given("train_cfg"):
-        lost = not draft.get("train_cfg") and scale > 1
+        lost = not draft.switch("train_cfg") and scale > 1
         draft.leave("train_cfg", "training has the rollout's guidance here always", changes=lost)
     gpus, size = draft.gpus(), draft.whole("sample_batch_size")
     batches = draft.whole("sample_num_batches_per_epoch")
@@ -189,7 +189,7 @@ def _rollout(draft: Draft) -> None:
 
 
 def _advantages(draft: Draft) -> None:
-    tracking = draft.get("per_prompt_stat_tracking")
+    tracking = draft.switch("per_prompt_stat_tracking")
     draft.put("algorithm.advantages.name", "batch", "per_prompt_stat_tracking")
     draft.put("algorithm.advantages.eps", 1e-6 if tracking else 1e-8, "per_prompt_stat_tracking", note="in their code")
     draft.put("algorithm.advantages.clip", float(draft.number("train_adv_clip_max")), "train_adv_clip_max")
@@ -205,7 +205,7 @@ def _advantages(draft: Draft) -> None:
 
 def _optim(draft: Draft) -> None:
     draft.put("optim.learning_rate", float(draft.number("train_learning_rate")), "train_learning_rate")
-    if draft.choice("train_use_8bit_adam", {True: True, False: False}):
+    if draft.switch("train_use_8bit_adam"):
         draft.put("optim.name", "adamw_8bit", "train_use_8bit_adam")
     betas = [float(draft.number(f"train_adam_beta{number}")) for number in (1, 2)]
     draft.put("optim.betas", betas, "train_adam_beta1", "train_adam_beta2")

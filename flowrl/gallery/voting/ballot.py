@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flowrl.core import media
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, WriteError
 from flowrl.core.votes import Vote, VoteBook, image_name, keep_image
 from flowrl.gallery.voting.pairs import VotePair
 
@@ -105,7 +105,8 @@ class Ballot:
 
         Raises:
             Refusal: another pair is open, there is no such choice, the votes on it were counted, or voting has ended.
-            WriteError: the vote could not be written, and does not count.
+            WriteError: the vote could not be written, and does not count; or it counts, and the preference pairs could
+                not be written, which the next vote does.
         """
         with self._lock:
             name = self._voter(voter)
@@ -127,7 +128,12 @@ class Ballot:
             )
             with self.paper.turn():
                 self._require_open(vote.group, vote.first, vote.second, voter=name)
-                self.book.add(vote)
+                try:
+                    self.book.add(vote)
+                except WriteError:
+                    if self.book.last(name) is vote:  # it counts, and only the pairs file is behind: not asked twice
+                        self._close(name)
+                    raise
             self._close(name)
             return self._state(name)
 

@@ -137,6 +137,9 @@ def test_a_lora_all_steps_and_the_guard(tmp_path):
         ("adam_betas: [0.9, 0.999]", "adam_betas: [a, 0.9]", "two numbers"),
         ("group_size: 16", "group_size: .nan", "must be a number"),
         ("reward_model: CLIP", "reward_model: [CLIP]", "reward_model must be the name of one"),
+        ("rewards:\n", "rewards: 5\neval_rewards:\n", "rewards=5: it must be a reward, or a list of them"),
+        ("dataset_dir: ", "dataset_dir: ~, sampler_type: ", "data.dataset_dir=None: it must be text"),
+        ("group_size: 16", "group_size: 16\n  enable_gradient_checkpointing: 'false'", "one of True, False"),
     ],
 )
 def test_bad_input_is_named(old, new, reason, tmp_path):

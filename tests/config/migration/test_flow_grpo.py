@@ -124,6 +124,7 @@ HEAD = "import os\ndef one():\n    config = ml_collections.ConfigDict()\n"
         ("    config.x = one()\n", "line 2: one calls itself"),
         ("    config.x = missing.y\n", "line 4: 'missing' cannot be read"),
         ("    config.x = config.y\n", "line 4: config.y is not set"),
+        ("    config.x = {[1]: 2}\n", "line 4: .*a key must be a text or a number"),
         ("    assert 1 > 2\n", "line 4: its own check fails: 1 > 2"),
         ("    config.x = \n", "not valid Python"),
     ],
@@ -135,6 +136,18 @@ def test_a_file_is_read_and_never_executed(text, reason, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=reason):
         Reader(own).call("one")
     assert not (tmp_path / "made").exists()
+
+
+def test_values_are_those_of_python(tmp_path):
+    own = tmp_path / "own.py"
+    text = "a = 2\na += 1\nb: int = 4\nc = 5\nif a:\n    c = 6\nd = 7\nd = int(a)\n"
+    body = '    config.x = ("" or "logs", 0 and 1, None or 0, 2 and 3, a, b)\n    return config\n'
+    own.write_text(f"{text}{HEAD}{body}", encoding="ascii")
+    assert Reader(own).call("one")["x"] == ("logs", 0, 0, 3, 3, 4)
+    for name in "cd":  # what is not read may have changed it
+        own.write_text(f"{text}{HEAD}    config.x = {name}\n    return config\n", encoding="ascii")
+        with pytest.raises(ConfigError, match=f"'{name}' cannot be read"):
+            Reader(own).call("one")
 
 
 def test_without_base_py_the_published_defaults_stand_for_it_and_the_recipe_says_so(tmp_path):
@@ -150,6 +163,8 @@ def test_without_base_py_the_published_defaults_stand_for_it_and_the_recipe_says
     ("key", "value", "reason"),
     [
         ("train.beta", "'much'", "it must be a number"),
+        ("dataset", "None", "dataset=None: it must be text"),
+        ("use_lora", "'no'", "it must be one of True, False"),
         ("mixed_precision", "'fp8'", "it must be one of 'fp16', 'bf16', 'no'"),
         ("prompt_fn", "'imagenet'", "only general_ocr and geneval"),
         ("reward_fn", "{'image_similarity': 1.0}", "nothing to train on"),

@@ -65,6 +65,27 @@ def test_every_key_is_a_line_or_listed(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("lines", "epochs"),
+    [
+        ("A=1\nA=2 B=7\n", 2),
+        ("export A=3 B=7\n", 3),
+        ("A=4\nif true; then\n  B=7\nfi\n", 4),
+        ("A=1\nif true; then\n  A=2\nfi\n", None),
+        ("A=1\nif true; then A=2; fi\n", None),
+        ("A=1\ndeclare -x A=2\n", None),
+        ("A=1\nA=2;\n", None),
+    ],
+)
+def test_a_variable_of_the_launcher_has_its_last_value_or_none(lines, epochs, tmp_path):
+    text = f"{lines}{COMMAND.replace('=200', '=$A')}"
+    if epochs is not None:
+        assert converted(tmp_path, text).lines["iterations"].value == epochs
+        return
+    with pytest.raises(ConfigError, match=r"\$A is not set in the file by a line that is always done"):
+        converted(tmp_path, text)
+
+
+@pytest.mark.parametrize(
     ("text", "name", "reason"),
     [
         (COMMAND.replace("num_epochs", "num_epoch"), "a.sh", "no such option; did you mean 'num_epochs'"),
@@ -74,6 +95,9 @@ def test_every_key_is_a_line_or_listed(tmp_path):
         ("DDPOConfig(num_epochs=open('x').read())\n", "a.py", "line 1: .* is no plain value"),
         ("DDPOConfig()\nDDPOConfig()\n", "a.py", "it has 2 calls"),
         ("DDPOConfig(\n", "a.py", "not valid Python"),
+        ("pretrained_model: null\n", "a.yaml", "pretrained_model=None: it must be text"),
+        ("negative_prompts: [a, b]\n", "a.yaml", "it must be text"),
+        ("use_lora: 'false'\n", "a.yaml", "use_lora='false': it must be one of True, False"),
         ("truncated_backprop_rand: true\n", "a.yaml", "AlignProp sends gradients through the reward"),
     ],
 )
