@@ -249,7 +249,12 @@ def processor() -> str:
 
 def machine(facts: dict[str, Any]) -> dict[str, Any]:
     """Where other numbers may come from than from the code, out of a run's provenance."""
-    return {"processor": processor()} | {key: facts[key] for key in MACHINE}
+    import torch
+
+    # Processors of one name differ in their vector instructions, and sums with them.
+    return {"processor": processor(), "vectors": torch.backends.cpu.get_cpu_capability()} | {
+        key: facts[key] for key in MACHINE
+    }
 
 
 def first_rows(folder: Path) -> list[dict[str, Any]]:

@@ -148,8 +148,13 @@ def largest_drops(gain: np.ndarray, available: np.ndarray) -> list[Pair]:
 
 
 def film(run: Run, metrics: list[Metric], place: Place) -> dict[str, Any]:
-    """The first prompts over training at the first seed: {"frames": labels, "rows": one for each prompt}."""
-    frames, base = _frames(run), run.base
+    """The first prompts over training at the first seed.
+
+    Returns:
+        {"frames": labels, "left_out": number of evaluations in between, "rows": one for each prompt}.
+    """
+    found, base = _frames(run), run.base
+    frames = _spread(found)
     rows: list[dict[str, Any]] = []
     for p, text in enumerate(base.prompts if base and run.during and metrics else ()):
         if len(rows) == MAX_FILMS:
@@ -162,7 +167,7 @@ def film(run: Run, metrics: list[Metric], place: Place) -> dict[str, Any]:
             continue
         cells = [_frame(e, metrics[0], p, ok, place) for ok, e in zip(saved, frames, strict=True)]
         rows.append({"prompt_id": p, "text": text, "seed": seeds[0], "cells": cells})
-    return {"frames": [_frame_label(e) for e in frames], "rows": rows}
+    return {"frames": [_frame_label(e) for e in frames], "left_out": len(found) - len(frames), "rows": rows}
 
 
 def embed(
@@ -237,14 +242,18 @@ def _joined(frames: Sequence[Image.Image], reel: Reel) -> Image.Image:
 
 
 def _frames(run: Run) -> list[Evaluation]:
-    """Base, evaluations during training, tuned: at most `MAX_FRAMES`, evenly spaced, with both ends."""
+    """Base, evaluations during training, tuned."""
     tuned = run.evaluations.get("tuned")
     # The last evaluation during training may have the weights of the tuned model.
     during = [e for e in run.during if tuned is None or e.iteration != tuned.iteration]
     later = [e for e in (*during, tuned) if e is not None]
     if not run.finished:  # it may go on after a first end, whose evaluation is older than others then
         later.sort(key=lambda e: e.iteration)
-    frames = [*(() if run.base is None else (run.base,)), *later]
+    return [*(() if run.base is None else (run.base,)), *later]
+
+
+def _spread(frames: list[Evaluation]) -> list[Evaluation]:
+    """At most `MAX_FRAMES`, evenly spaced, with both ends."""
     chosen = np.linspace(0, len(frames) - 1, min(MAX_FRAMES, len(frames)))
     return [frames[i] for i in chosen.round().astype(int)]
 

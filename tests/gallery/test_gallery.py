@@ -384,6 +384,15 @@ def test_the_film_runs_from_base_to_tuned(page):
     assert all(frame in page.texts["th"] for frame in frames)
     assert "120" not in page.texts["th"]
     assert len(alts) == images.MAX_FILMS
+    assert "have no room here" not in page.text("p")
+
+
+def test_the_film_says_how_many_evaluations_it_leaves_out(run_folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(images, "MAX_FRAMES", 3)
+    run = load_run(run_folder)
+    film = images.film(run, results.metrics_of(run), images.OnDisk(tmp_path))
+    assert (film["frames"], film["left_out"]) == (["base", "60", "tuned (120)"], 4)
+    assert "Evaluations in between that have no room here: 4." in Page(build([run_folder], tmp_path / "page")).text("p")
 
 
 def test_every_prompt_has_a_row_and_what_was_not_scored_is_a_dash(run_folder, page):

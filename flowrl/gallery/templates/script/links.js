@@ -6,8 +6,17 @@ function reveal(element, block) {
   element.scrollIntoView({ block, behavior: "instant" });
 }
 
+// The element of the address; none where a link was mangled on its way.
+function aimed() {
+  try {
+    return document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  } catch (error) {
+    return null;
+  }
+}
+
 function follow() {
-  const aim = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const aim = aimed();
   document.querySelectorAll(".marked").forEach(other => other.classList.remove("marked"));
   if (!aim || !aim.matches(".card, tr")) return;
   reveal(aim, "center");
