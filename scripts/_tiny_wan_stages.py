@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowrl import moving_shapes
+from flowrl.core.files import write_atomically
 
 RECORD = "pretraining.json"
 FINGERPRINT = {"prompt": "a red circle moves left", "seed": 0}
@@ -108,6 +109,8 @@ def train_vae(settings: Settings, rank: int) -> None:
     stage.finish()
     if rank == 0:
         _standardise(vae.eval(), settings)
+        # A denoiser that is there already was trained with another VAE: the folder is no pipeline any more.
+        (settings.output / "model_index.json").unlink(missing_ok=True)
         vae.save_pretrained(settings.output / "vae")
         share = vae_strict(vae, settings.seed, settings.check)
         log(0, "vae, strict of rendered videos: " + _row(share))
@@ -275,7 +278,7 @@ def fingerprint(pipe: Any) -> list[list[list[float]]]:
 
 
 def _write(folder: Path, facts: dict[str, Any]) -> None:
-    (folder / RECORD).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_atomically(folder / RECORD, json.dumps(facts, indent=1) + "\n")
 
 
 def record(folder: Path, settings: Settings | None = None, count: int = 505) -> None:

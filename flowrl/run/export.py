@@ -65,8 +65,7 @@ def _export(run: Path, layout: Format, out: Path) -> Path:
     file = lora_file(saved)
     if out.is_file():
         raise ConfigError(f"--out {str(out)!r}: it is a file; give a folder, new or empty")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"--out {str(out)!r} is not empty; name a new folder")
+    _require_empty(out)
     if layout == "merged":
         pipeline = _with_update(model, saved, merge=True).pipeline
         with _whole(out):
@@ -98,12 +97,19 @@ def _export(run: Path, layout: Format, out: Path) -> Path:
     return _write_original(loras, family, layout, out / run.resolve().name)
 
 
+def _require_empty(out: Path) -> None:
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"--out {str(out)!r} is not empty; name a new folder")
+
+
 @contextmanager
 def _whole(out: Path) -> Iterator[None]:
     """Write into a new or empty folder. One that was not written to its end is left empty.
 
     Else a part of a model would lie there, and the same command, given again, would refuse the folder.
     """
+    # Again: a model was loaded meanwhile, and what another has put there is not to be removed.
+    _require_empty(out)
     out_folder(out)
     try:
         with writing(out, "the run is as it was"):

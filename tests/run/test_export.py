@@ -313,6 +313,22 @@ def test_a_result_that_was_cut_off_is_removed_so_that_the_same_command_goes(run,
     assert export(run, "kohya", tmp_path / "out").is_file()
 
 
+def test_what_another_put_there_while_a_model_was_loaded_is_left_alone(run, tmp_path, monkeypatch):
+    from flowrl.run import export as module
+
+    convert = module.renamed
+
+    def slow(*words: object) -> object:
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "own.txt").write_text("mine")
+        return convert(*words)
+
+    monkeypatch.setattr(module, "renamed", slow)
+    with pytest.raises(ConfigError, match="is not empty; name a new folder"):
+        export(run, "kohya", tmp_path / "out")
+    assert (tmp_path / "out" / "own.txt").read_text() == "mine"
+
+
 def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

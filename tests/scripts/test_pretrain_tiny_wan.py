@@ -124,7 +124,10 @@ def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_f
     assert (told["denoiser"]["rate"], told["denoiser"]["two_share"], told["vae"]["two_share"]) == (1e-3, 0.0, 0.25)
     assert told["vae"]["phases"] == [[phase.frames, phase.batch, phase.steps] for phase in whole.vae]
 
-    # With another VAE neither its latents nor its steps count.
+    # With another VAE neither its latents nor its steps count, and without its denoiser the folder is no pipeline.
+    assert (whole.output / "model_index.json").exists()
+    stages.train_vae(replace(whole, work=tmp_path / "other", seed=4), 0)
+    assert not (whole.output / "model_index.json").exists()
     config = whole.output / "vae" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"latents_mean": [1.0] * 4}))
     with pytest.raises(SystemExit, match=r"denoiser\.safetensors: its latents_mean=.* is asked for"):
