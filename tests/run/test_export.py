@@ -318,7 +318,7 @@ def test_what_another_put_there_while_a_model_was_loaded_is_left_alone(run, tmp_
 
     convert = module.renamed
 
-    def slow(*words: object) -> object:
+    def slow(*words: Any) -> Any:
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / "own.txt").write_text("mine")
         return convert(*words)
