@@ -57,8 +57,9 @@ def run_long(name: str, recipe: Path, now: Fingerprints) -> dict[str, Any]:
     status = read(folder / "summary.json")["status"]
     if code and status != "diverged":
         raise Failed(f"it ended with code {code}; {folder / 'train.log'} says why")
-    summary = measured(folder)["summary"] | costs(folder) | {"curve": curve(folder, CAPTIONS)}
-    own = {"status": status, "iterations of the recipe": read_recipe(recipe)["iterations"]}
+    kept = measured(folder)
+    summary = kept["summary"] | costs(folder) | {"curve": curve(folder, CAPTIONS)}
+    own = {"status": status, "iterations of the recipe": read_recipe(recipe)["iterations"], "replay": kept["replay"]}
     return asdict(now) | own | {"summary": summary, "fall": fall(on_the_way(folder, CAPTIONS)[1:])}
 
 

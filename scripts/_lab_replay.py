@@ -9,18 +9,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _lab_runs import REPLAYED, cell_run, first_rows, machine, make_pairs, read, start
+from _lab_runs import REPLAYED, Run, first_rows, machine, make_pairs, read, start
 
 
-def replay(name: str, recipe: Path, seed: int) -> dict[str, Any]:
-    """Base accuracy and first metrics of a recipe as the code is now.
+def replay(run: Run) -> dict[str, Any]:
+    """Base accuracy and first metrics of a run as the code is now.
 
-    The unchanged recipe is started and stopped by a signal, since a smaller `iterations` would change what depends on
+    The unchanged run is started and stopped by a signal, since a smaller `iterations` would change what depends on
     it, such as a linear learning rate.
     """
-    make_pairs(recipe)
+    make_pairs(run.recipe)
     with tempfile.TemporaryDirectory(prefix="flowrl-lab-") as output:
-        run = cell_run(name, recipe, seed)
         command, folder = run.command(Path(output)), Path(output) / run.name
         print(" ".join(command), f"(until iteration {REPLAYED})", flush=True)
         process = start(command)
@@ -31,7 +30,7 @@ def replay(name: str, recipe: Path, seed: int) -> dict[str, Any]:
             process.send_signal(signal.SIGTERM)  # does nothing to a process that has ended
             code = process.wait()
         if code not in (0, 128 + signal.SIGTERM) or len(first_rows(folder)) < REPLAYED:
-            raise SystemExit(f"the replay of {name} seed {seed} ended with code {code} before iteration {REPLAYED}")
+            raise SystemExit(f"the replay of {run.name} ended with code {code} before iteration {REPLAYED}")
         summary, facts = read(folder / "summary.json"), read(folder / "provenance.json")
         base = {key: summary[key] for key in ("base", "base_best_guidance")}
         return base | {"rows": first_rows(folder), "machine": machine(facts), "commit": facts["commit"]}

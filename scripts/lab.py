@@ -7,6 +7,7 @@
     python scripts/lab.py --steps              the quickstart's seed 0, evaluated at more steps
     python scripts/lab.py --write              only write the page, curves, and the gains that docs/algorithms quotes
     python scripts/lab.py --check              replay the start of stale recipes: are the numbers still the same?
+                                               with --long: of stale long runs
     python scripts/lab.py --compare COMMIT     gains now against those of a commit; exit code 1 if one fell
     python scripts/lab.py --flat               bytes of a flat picture, which the page counts sizes from
 
@@ -38,12 +39,12 @@ from typing import Any
 from _lab_compare import compare
 from _lab_curves import draw_curves
 from _lab_fingerprints import ROOT, Fingerprints, fingerprints, read_recipe, state
-from _lab_long import LONG, draw, long_section, run_long
+from _lab_long import LONG, draw, long_run, long_section, run_long
 from _lab_page import Entry, flat_kilobytes, page
 from _lab_quotes import bring_up_to_date
 from _lab_replay import differences, replay
 from _lab_runs import RUNS as RUNS
-from _lab_runs import Failed, cell_run, read, run_cell, write
+from _lab_runs import Failed, Run, cell_run, read, run_cell, write
 from _lab_steps import measure, steps_section
 from _lab_videos import SEEDS, seeds_of, videos_section
 
@@ -106,8 +107,18 @@ def long_jobs(chosen: dict[str, Path]) -> Iterable[Job]:
         yield f"{name}/0", recipe, partial(run_long, name, recipe)
 
 
-def check_recipe(name: str, recipe: Path, results: dict[str, Any], seeds: list[int]) -> bool:
-    """Replay a recipe whose cells are stale by their code; make them fresh where every number is the same."""
+def long_of(name: str, recipe: Path, seed: int) -> Run:
+    """The long run of a recipe; there is one seed."""
+    return long_run(name, recipe)
+
+
+def check_recipe(
+    name: str, recipe: Path, results: dict[str, Any], seeds: list[int], run: Callable[[str, Path, int], Run] = cell_run
+) -> bool:
+    """Replay a recipe whose cells are stale by their code; make them fresh where every number is the same.
+
+    `run`: of a cell, by the recipe's name, the recipe and the seed.
+    """
     now, same = fingerprints(recipe), True
     groups: dict[str, list[int]] = {}
     for seed in seeds:
@@ -121,7 +132,7 @@ def check_recipe(name: str, recipe: Path, results: dict[str, Any], seeds: list[i
             same = False
     for members in groups.values():
         cell = results[f"{name}/{members[0]}"]
-        replayed = replay(name, recipe, members[0])
+        replayed = replay(run(name, recipe, members[0]))
         result = differences(cell, replayed)
         if result:
             same = False
@@ -230,14 +241,15 @@ def main() -> None:
         print("\n".join(lines))
         raise SystemExit(0 if good else 1)
     if args.check:
-        results = load(RESULTS)
+        file, seeds, run = (LONG_RESULTS, [0], long_of) if args.long else (RESULTS, list(args.seeds), cell_run)
+        results = load(file)
         # As Ctrl-C: what was replayed until then is kept.
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
-            good = all([check_recipe(name, recipe, results, list(args.seeds)) for name, recipe in chosen.items()])
+            good = all([check_recipe(name, recipe, results, seeds, run) for name, recipe in chosen.items()])
         finally:
             # Not after each recipe: the file would be an uncommitted change in the next one's provenance.
-            write_results(results)
+            write_results(results, file)
     elif args.steps:
         recipe = recipes()["quickstart"]
         try:

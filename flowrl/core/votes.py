@@ -184,10 +184,16 @@ class VoteBook:
 
     def _append(self, event: dict[str, Any]) -> int:
         assert is_mapping(event)
-        line = json.dumps(event | {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n"
+        rest = (json.dumps(event | {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n").encode()
         with writing(self.folder / LOG, "the votes before it are safe"):
-            with (self.folder / LOG).open("ab") as log:
-                log.write(line.encode())
+            with (self.folder / LOG).open("ab", buffering=0) as log:
+                size = log.tell()
+                try:
+                    while rest:
+                        rest = rest[log.write(rest) :]
+                except BaseException:  # a full disk, after a part of the line
+                    log.truncate(size)
+                    raise
             fsync(self.folder / LOG)
         self._lines += 1
         return self._lines

@@ -65,19 +65,18 @@ def set_up_vae(pipeline: Any, config: ModelConfig) -> None:
 
 @contextmanager
 def arithmetic(precision: VaePrecision) -> Generator[None]:
-    """The configured arithmetic of convolutions on CUDA inside the block; the settings are those of the process.
+    """The configured arithmetic of convolutions on CUDA inside the block; the setting is that of the process.
 
-    Images have few shapes, so cuDNN may try its kernels once for each, unless kernels must be deterministic.
+    cuDNN does not try its kernels (`torch.backends.cudnn.benchmark`): torch would give them all memory of the card.
     """
     cudnn = torch.backends.cudnn
-    before = cudnn.allow_tf32, cudnn.benchmark
+    before = cudnn.allow_tf32
     if vae_dtype(precision) == torch.float32:
         cudnn.allow_tf32 = precision == "tf32"
-    cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     try:
         yield
     finally:
-        cudnn.allow_tf32, cudnn.benchmark = before
+        cudnn.allow_tf32 = before
 
 
 def decoded_pixels(vae: Any, latents: Tensor, precision: VaePrecision) -> Tensor:

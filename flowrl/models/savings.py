@@ -198,9 +198,7 @@ def place(pipeline: Any, config: ModelConfig, device: torch.device, *, autocasts
     Raises:
         ModelError: there is no device to offload from, or the attention backend does not work on it.
     """
-    if device.type == "cuda":
-        # Torch may take cuDNN's attention, with one kernel for forwards with gradients and another without: rollout and
-        # training would differ. `attention: _native_cudnn` still has it.
+    if device.type == "cuda" and not same_with_gradients(device, torch_dtype(config.dtype)):
         torch.backends.cuda.enable_cudnn_sdp(False)
     visiting = offloaded(pipeline, config)
     if visiting and device.type == "cpu":
@@ -218,6 +216,24 @@ def place(pipeline: Any, config: ModelConfig, device: torch.device, *, autocasts
         pipeline.to(device)
     if config.attention is not None:
         probe_attention(config.attention, device, torch_dtype(config.dtype), autocasts=autocasts)
+
+
+def same_with_gradients(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's attention gives the same bits with gradients as without, for heads of the models' widths.
+
+    On some cards it takes cuDNN's, the fastest, which may have a kernel of its own for each: then the log-probs of
+    training would not be those of the rollout.
+    """
+    attend, generator = nn.functional.scaled_dot_product_attention, torch.Generator(device).manual_seed(0)
+    for width in (64, 128):
+        q, k, v = torch.randn(3, 1, 4, 1229, width, device=device, dtype=dtype, generator=generator)
+        with torch.no_grad():
+            plain = attend(q, k, v)
+        with torch.enable_grad():
+            trained = attend(q.requires_grad_(), k, v)
+        if not torch.equal(plain, trained):
+            return False
+    return True
 
 
 def give_memory_back() -> None:

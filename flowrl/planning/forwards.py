@@ -7,12 +7,30 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowrl.models.base import ModelAdapter, image_shape
 
 
+class _Copies(TorchDispatchMode):
+    """A convolution's copies of its input and output: cuDNN works on channels last (as measured, docs/performance.md).
+
+    They are storages like others to a meter around it.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is not torch.ops.aten.convolution or all(size == 1 for size in args[1].shape[2:]):
+            return func(*args, **(kwargs or {}))
+        given = torch.empty_like(args[0])
+        result = func(*args, **(kwargs or {}))
+        made = torch.empty_like(result)
+        del given, made
+        return result
+
+
 def decode(adapter: ModelAdapter, batch: int) -> Any:
-    return adapter.decode(torch.empty(batch, *adapter.latent_shape()))
+    with _Copies():
+        return adapter.decode(torch.empty(batch, *adapter.latent_shape()))
 
 
 def latents(adapter: ModelAdapter, batch: int) -> torch.Tensor:

@@ -12,18 +12,29 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor) -> int:
+    """Scores of queries [B, H, T, D] over keys [B, H or fewer, S, D]."""
+    return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+
+
+def _widths(q: torch.Tensor, v: torch.Tensor, of_keys: int, of_values: int) -> int:
+    """Operations of a score in so many products over the width of keys and over that of values."""
+    return 2 * (of_keys * q.shape[-1] + of_values * v.shape[-1])
+
+
 _FLOP = {
     **flop_registry,
     _ATEN.addmm_: flop_registry[_ATEN.addmm],  # a LoRA's product, added in place
-    # torch counts attention on a GPU only.
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
-        q.shape, k.shape, v.shape
-    ),
+    # torch counts attention on a GPU only, and before 2.12 refuses keys that several heads share.
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: _scores(q, k) * _widths(q, v, 1, 1),
+    # The scores again, then the gradients of values, of scores, of queries and of keys.
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
-        sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
+        _scores(q, k) * _widths(q, v, 3, 2)
     ),
 }
 

@@ -122,10 +122,12 @@ class Desk:
         return None
 
     def _taken(self, last: bool) -> list[tuple[str, dict[str, Any]]]:
+        # A stop that has come since the processes agreed on none is for their next look.
+        later = {"stop", "evaluate"} if last else {"stop"}
         result = []
         for name in requests.waiting(self.run) if self.world.main else ():
-            later = last and requests.peek(self.run, name).get("word") == "evaluate"
-            request = None if later else requests.take(self.run, name)
+            waits = requests.peek(self.run, name).get("word") in later
+            request = None if waits else requests.take(self.run, name)
             if request is not None:
                 result.append((name, request))
         return result

@@ -269,6 +269,7 @@ def stratified(strata: Sequence[Clusters], weights: Sequence[float] | None = Non
             rows = rng.integers(len(stratum), size=(stop - start, len(stratum)))
             drawn[start:stop] += w * stratum.total[rows].sum(axis=1) / stratum.count[rows].sum(axis=1)
     low, high = map(float, np.percentile(drawn, [100 * level for level in LEVELS]))
+    low, high = min(low, mean), max(high, mean)  # equal values, which sums in another order miss by rounding
     if n < FEW:
         parts = [(w * stratum.error) ** 2 for w, stratum in zip(share, strata, strict=True)]
         variance, freedom = math.fsum(parts), _welch(parts, [len(stratum) - 1 for stratum in strata])

@@ -153,6 +153,8 @@ def flip_tests(columns: np.ndarray, groups: np.ndarray, seed: int = 0) -> np.nda
     1 / (FLIPS + 1). It tests the mean, as the interval does, and needs no distribution. NaN counts as no prompt; a
     column without a value has p = 1.
     """
+    if not len(columns):
+        return np.empty(0)
     place, rng = np.unique(groups, return_inverse=True)[1], np.random.default_rng(seed)
     known = np.where(np.isnan(columns), 0.0, columns)
     totals = np.stack([np.bincount(place, row, minlength=place.max(initial=-1) + 1) for row in known])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+import signal
+
 import pytest
 from PIL import Image
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, WriteError
 from flowrl.core.votes import LOG, Vote, VoteBook, read_votes
 from flowrl.data.preferences import PreferenceOptions, load_preferences
 
@@ -34,6 +37,24 @@ def test_a_line_that_a_kill_cut_off_is_dropped_and_voting_goes_on(tmp_path):
         assert list(book.votes) == [1]
         assert book.add(vote("second", "bob")) == 2
     assert list(read_votes(tmp_path)[0].values()) == [vote(), vote("second", "bob")]
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path):
+    with VoteBook(tmp_path, "here") as book:
+        book.add(vote())
+        size = (tmp_path / LOG).stat().st_size
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
+        try:
+            with pytest.raises(WriteError, match="the votes before it are safe"):
+                book.add(vote("second", "bob"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert (tmp_path / LOG).stat().st_size == size
+        assert book.add(vote("tie", "bob")) == 2
+    assert list(read_votes(tmp_path)[0].values()) == [vote(), vote("tie", "bob")]
 
 
 def test_a_second_writer_is_told_where_the_first_one_is(tmp_path):

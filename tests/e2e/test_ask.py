@@ -7,19 +7,24 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from PIL import Image
 
 from flowrl.commands import ask
 from flowrl.core import requests, status
-from flowrl.core.errors import ConfigError, Stopped
+from flowrl.core.errors import Abandoned, ConfigError, Stopped
 from flowrl.core.rows import repeatable
 from flowrl.gallery.runs import load_run
 from flowrl.models import encoders
 from flowrl.run import checkpoint
+from flowrl.run.requests import Desk
 from flowrl.run.session import Session
+from flowrl.run.state import Saver
+from flowrl.training.signals import Signals
+from flowrl.training.world import join
 from tests.e2e.conftest import digest, finish, inside, start, train
 
 SMALL = (
@@ -239,3 +244,15 @@ def test_ask_waits_for_a_run_and_stops_it(folder):
     assert code == 0, output
     assert "the run was stopped after iteration" in output
     assert finish(process)[0] == 128 + signal.SIGTERM
+
+
+def test_a_stop_that_comes_after_the_processes_agreed_on_none_is_left_for_their_next_look(tmp_path: Path):
+    signals = Signals()
+    desk = Desk(tmp_path, join(), signals)
+    desk.open(launched=False)
+    assert not signals.honour(desk.world, desk.waits())
+    name = requests.submit(tmp_path, "stop", {})
+    desk.serve(cast(Session, None), cast(Saver, SimpleNamespace(settle=lambda: None)), last=True)
+    assert requests.waiting(tmp_path) == [name]
+    with pytest.raises(Abandoned):
+        signals.honour(desk.world, desk.waits())

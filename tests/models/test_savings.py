@@ -307,14 +307,30 @@ def test_only_the_offloaded_parts_stay_behind(monkeypatch):
     assert set(where.values()) == {"meta"}
 
 
-@pytest.mark.parametrize(("device", "calls"), [("cpu", []), ("cuda", [False])])
-def test_rollout_and_training_have_one_attention_on_cuda(monkeypatch, device, calls):
-    """cuDNN's has one kernel for forwards with gradients and another without; here no part goes to a device."""
+@pytest.mark.parametrize(
+    ("device", "same", "calls"), [("cpu", False, []), ("cuda", True, []), ("cuda", False, [False])]
+)
+def test_cudnns_attention_stays_where_it_is_the_same_with_and_without_gradients(monkeypatch, device, same, calls):
+    """Here no part goes to a device."""
     chosen: list[bool] = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", chosen.append)
+    monkeypatch.setattr(savings, "same_with_gradients", lambda where, dtype: same)
     pipeline = SimpleNamespace(components={}, to=lambda where: None)
     savings.place(pipeline, adapter("sd3").config, torch.device(device))
     assert chosen == calls
+
+
+def test_another_kernel_for_forwards_with_gradients_is_found(monkeypatch):
+    cpu, attend = torch.device("cpu"), nn.functional.scaled_dot_product_attention
+    before = torch.get_rng_state()
+    assert savings.same_with_gradients(cpu, torch.float32)
+    assert torch.equal(torch.get_rng_state(), before)
+
+    def other(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v) + (1e-7 if torch.is_grad_enabled() else 0.0)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", other)
+    assert not savings.same_with_gradients(cpu, torch.float32)
 
 
 def parts(model: Any) -> dict[str, nn.Module]:

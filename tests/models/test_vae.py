@@ -17,7 +17,7 @@ from flowrl.core.strict import validate
 from flowrl.models import generic, sd3
 from flowrl.models._loading import meta_pipeline
 from flowrl.models._memory import MemorySettings
-from flowrl.models._vae import arithmetic, cast_vae, decoded_pixels
+from flowrl.models._vae import cast_vae, decoded_pixels
 from tests import native
 from tests import tiny_pipelines as tiny
 
@@ -60,7 +60,7 @@ def test_the_vae_has_its_own_type_and_arithmetic_and_leaves_that_of_others_alone
         assert {dtype for dtype, _ in seen} == {TYPES[precision]}
         # Half types are never computed in TF32, so that setting stays what it was.
         assert {made[0] for _, made in seen} == {precision != "float32" and before[0]}
-        assert {made[1] for _, made in seen} == {not torch.are_deterministic_algorithms_enabled()}
+        assert {made[1] for _, made in seen} == {False}, "kernels that are tried may take all memory of a card"
         assert found.dtype == torch.float32
         assert torch.equal(found, expected) == (precision == "float32")
         assert float((found - expected).abs().mean()) < 0.02
@@ -76,18 +76,6 @@ def test_latents_of_given_images_have_the_types_arithmetic_too():
     found = half.encode_images(given)
     assert found.dtype == torch.float32
     assert_close(found, plain.encode_images(given), atol=0.05, rtol=0.05)
-
-
-@pytest.mark.parametrize(("deterministic", "tried"), [(True, False), (False, True)])
-def test_kernels_are_tried_only_where_they_need_not_be_deterministic(deterministic, tried):
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    try:
-        with arithmetic("tf32"):
-            assert torch.backends.cudnn.benchmark == tried
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    assert not torch.backends.cudnn.benchmark
 
 
 class TensorFloat32(TorchFunctionMode):

@@ -48,12 +48,18 @@ SLOW = {
 CASES = FAST | SLOW
 
 
-class Census(TorchDispatchMode):
-    """The most bytes that storages of a device held at once."""
+def _copies(args: Any, result: Tensor) -> int:
+    """Bytes of cuDNN's copies of what a convolution takes and gives; one that is a product of matrices has none."""
+    x, weight = args[:2]
+    return 0 if weight[0, 0].numel() == 1 else x.nbytes + result.nbytes
 
-    def __init__(self, device: str) -> None:
+
+class Census(TorchDispatchMode):
+    """The most bytes that storages of a device held at once; `copying`: with the copies of its convolutions."""
+
+    def __init__(self, device: str, *, copying: bool = False) -> None:
         super().__init__()
-        self.device, self.peak, self._sum = device, 0, 0
+        self.device, self.peak, self._sum, self.copying = device, 0, 0, copying
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,10 +74,11 @@ class Census(TorchDispatchMode):
                 size = leaf.untyped_storage().nbytes()
                 self._held[number] = StorageWeakRef(leaf.untyped_storage()), size
                 self._sum += size - (0 if known is None else known[1])
-        if self._sum > self.peak:  # with the dead ones: only then are the living counted
+        copies = _copies(args, result) if self.copying and func.overloadpacket is _ATEN.convolution else 0
+        if self._sum + copies > self.peak:  # with the dead ones: only then are the living counted
             self._held = {number: part for number, part in self._held.items() if not part[0].expired()}
             self._sum = sum(size for _, size in self._held.values())
-            self.peak = max(self.peak, self._sum)
+            self.peak = max(self.peak, self._sum + copies)
         return result
 
     @staticmethod
@@ -148,8 +155,8 @@ def shallow(load: Any) -> Any:
     return classmethod(loaded)
 
 
-def counted(device: str, work: Callable[[], Any]) -> int:
-    with Census(device) as census:
+def counted(device: str, work: Callable[[], Any], *, copying: bool = False) -> int:
+    with Census(device, copying=copying) as census:
         work()
     return census.peak
 
@@ -177,7 +184,8 @@ def forwards(resolved: Resolved) -> dict[str, int]:
                 )
             }
         shape = adapter.latent_shape()
-        decode = counted("cuda", lambda: adapter.decode(torch.empty(rollout.batch_size, *shape, device="cuda")))
+        made_once = torch.empty(rollout.batch_size, *shape, device="cuda")
+        decode = counted("cuda", lambda: adapter.decode(made_once), copying=True) + made_once.nbytes
     return drawn | {"decode": decode}
 
 

@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -196,9 +197,9 @@ def check(lab: ModuleType, results: dict, monkeypatch: pytest.MonkeyPatch, **cha
     """Check with a replay that repeats the cells but for the changes; the verdict, and the seeds that were replayed."""
     seeds: list[int] = []
 
-    def replay(name: str, recipe: Path, seed: int) -> dict:
-        seeds.append(seed)
-        return replayed(results[f"{name}/{seed}"], **changes)
+    def replay(run: Any) -> dict:
+        seeds.append(run.seed)
+        return replayed(results[f"quickstart/{run.seed}"], **changes)
 
     monkeypatch.setattr(lab, "replay", replay)
     return lab.check_recipe("quickstart", lab.recipes()["quickstart"], results, list(lab.SEEDS)), seeds
@@ -229,8 +230,29 @@ def test_a_replay_with_the_same_numbers_makes_the_cells_fresh_until_the_code_cha
     assert states(lab, results) == ["stale: recipe", "stale: recipe", "not run"]
 
 
+def test_a_long_run_is_replayed_with_its_own_words(lab, monkeypatch):
+    """Its learning rate may fall over all of its iterations."""
+    (lab.ROOT / "configs" / "quickstart.yaml").write_text(RECIPE + "iterations: 50\n")
+    results, runs = {"quickstart/0": cell(lab)}, []
+    touch(lab, "flowrl/diffusion/process.py")
+    lab.write_results(results, lab.LONG_RESULTS)
+    monkeypatch.setattr(lab, "replay", lambda run: runs.append(run) or replayed(results["quickstart/0"]))
+    monkeypatch.setattr(lab, "write_page", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["lab.py", "--long", "--check"])
+    monkeypatch.setattr(lab, "LONG", ("quickstart",))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as done:
+            lab.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (done.value.code, runs) == (0, [lab.long_run("quickstart", lab.recipes()["quickstart"])])
+    assert lab.load(lab.LONG_RESULTS)["quickstart/0"]["checked"]["seed"] == 0
+    assert not lab.RESULTS.is_file()
+
+
 def test_a_check_that_is_stopped_keeps_what_it_has_replayed(lab, monkeypatch):
-    def check_recipe(name: str, recipe: Path, results: dict, seeds: list[int]) -> bool:
+    def check_recipe(name: str, recipe: Path, results: dict, seeds: list[int], run: Any) -> bool:
         results["quickstart/0"]["checked"] = {"code": "now", "commit": "c", "seed": 0}
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("it went on")

@@ -199,6 +199,12 @@ def test_one_stratum_is_the_plain_interval():
     assert (found["low"], found["high"]) == (pytest.approx(plain["low"]), pytest.approx(plain["high"]))
 
 
+def test_the_interval_of_equal_values_holds_their_mean_whatever_the_order_of_its_sums():
+    for value in np.random.default_rng(0).uniform(size=50):
+        found = stratified([clusters(np.full(n, value)) for n in (60, 7, 13)], [1, 2, 4])
+        assert found["low"] <= found["mean"] <= found["high"]
+
+
 def test_the_width_of_a_stratified_interval_is_that_of_the_sum_of_the_strata():
     rng = np.random.default_rng(0)
     strata = [clusters(scale * rng.normal(size=100)) for scale in (1.0, 2.0, 4.0)]

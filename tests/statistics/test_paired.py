@@ -108,3 +108,7 @@ def test_a_difference_pairs_each_seed():
     before, after = np.asarray([[0.0, 100.0], [1.0, 1.0]]), np.asarray([[1.0, NAN], [3.0, 3.0]])
     found = paired.difference(before, after, np.arange(2))
     assert found == interval(np.asarray([1.0, 2.0]))
+
+
+def test_no_comparison_has_no_p_value():
+    assert paired.flip_tests(np.empty((0, 5)), np.arange(5)).shape == (0,)
