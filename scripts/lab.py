@@ -125,8 +125,8 @@ def check_recipe(
         cell = results.get(f"{name}/{seed}")
         verdict = state(cell, now)
         if verdict == "stale: code":
-            # A replay speaks for the code that its cell was measured with, and for no other.
-            groups.setdefault(cell["code"], []).append(seed)
+            # A replay speaks for the code by which its cell was fresh, measured or replayed, and for no other.
+            groups.setdefault(cell.get("checked", cell)["code"], []).append(seed)
         elif verdict == "stale: recipe":
             print(f"{name} seed {seed}: the recipe or its model changed, which no replay mends; use --stale")
             same = False

@@ -223,7 +223,7 @@ def test_a_replay_with_the_same_numbers_makes_the_cells_fresh_until_the_code_cha
     assert results["quickstart/0"]["code"] == before["quickstart/0"]["code"]
     touch(lab, "flowrl/diffusion/process.py")
     assert states(lab, results) == ["stale: code", "stale: code", "not run"]
-    results["quickstart/1"]["code"] = "measured with another"
+    results["quickstart/1"]["checked"]["code"] = "replayed with another"
     assert check(lab, results, monkeypatch) == (True, [0, 1])
     touch(lab, "assets/tiny-net/net/weights.safetensors")
     assert check(lab, results, monkeypatch) == (False, [])
