@@ -2,6 +2,7 @@
 
     python3 -m scripts.gpu_day.stage 1            stage 1, at most 9 minutes
     python3 -m scripts.gpu_day.stage 1 2 --small  a rehearsal of two stages on tiny-sd3, in this process
+    python3 -m scripts.gpu_day.stage --only qwen,sdxl   some steps, by name
 
 Files in $OUT (default: runs/gpu_day): results.jsonl, one measurement a line; steps.jsonl, one step a line; log.txt;
 traces. A step that was done is not done again. Where $OUT is empty and the folder .gpu_day holds those files of an
@@ -73,13 +74,13 @@ class Day:
         return result
 
 
-def stages(day: Day, numbers: Sequence[int], *, small: bool, seconds: float) -> None:
-    """Run the steps of some stages that are not done, each stage at most so long."""
+def stages(day: Day, numbers: Sequence[int], *, small: bool, seconds: float, only: Sequence[str] = ()) -> None:
+    """Run the steps of some stages that are not done, each stage at most so long; `only`: these, if some are named."""
     for number in numbers:
         end, measured = time.monotonic() + seconds, len(day.rows("results.jsonl"))
         for step in STEPS:
             words = step.small if small else step.words
-            if step.stage != number or words is None:
+            if step.stage != number or words is None or (only and step.name not in only):
                 continue
             if step.name in day.done:
                 print(f"{step.name}: done before", flush=True)
@@ -155,13 +156,19 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="*", type=int, choices=STAGES, default=list(STAGES), help="default: all")
+    parser.add_argument("stages", nargs="*", type=int, help=f"of {STAGES[0]} to {STAGES[-1]}; default: all")
     parser.add_argument("--small", action="store_true", help="tiny-sd3, for the CPU")
     parser.add_argument("--seconds", type=float, default=STAGE_S, help="of a stage")
+    parser.add_argument("--only", default="", metavar="STEP,...", help="steps by name, by commas; default: all")
     given = parser.parse_args()
+    only = [name for name in given.only.split(",") if name]
+    if unknown := sorted(set(only) - {step.name for step in STEPS}):
+        parser.error(f"no step {unknown[0]!r}; there are {', '.join(step.name for step in STEPS)}")
+    if unknown := sorted(set(given.stages) - set(STAGES)):  # `choices` would refuse that none is given
+        parser.error(f"no stage {unknown[0]}; there are {', '.join(map(str, STAGES))}")
     os.chdir(ROOT)
     day = Day(Path(os.environ.get("OUT") or ROOT / "runs" / "gpu_day").resolve())
-    stages(day, given.stages, small=given.small, seconds=given.seconds)
+    stages(day, given.stages or STAGES, small=given.small, seconds=given.seconds, only=only)
 
 
 if __name__ == "__main__":

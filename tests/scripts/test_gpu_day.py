@@ -56,6 +56,8 @@ def test_a_step_is_done_once_and_one_that_fails_or_takes_too_long_stops_no_other
     assert again.done == {"good"}
     stage.stages(again, [1], small=False, seconds=60)
     assert len(again.rows("results.jsonl")) == 1, "it is not done twice"
+    stage.stages(again, [2], small=False, seconds=1, only=("good",))
+    assert "later" not in capsys.readouterr().out
     stage.stages(again, [2], small=False, seconds=1)
     assert "later: no time left" in capsys.readouterr().out
     assert again.done == {"good"}
@@ -87,3 +89,21 @@ def test_the_whole_day_is_rehearsed(tmp_path, monkeypatch):
     assert {row.get("variant") for row in rows if row["what"] == "rollout"} >= {"now", "flow_grpo"}
     assert all(json.dumps(row) for row in rows)
     assert list(tmp_path.glob("trace*.json.gz"))
+
+
+def test_all_stages_are_meant_where_none_is_named_and_unknown_names_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(stage, "STEPS", (Step(2, "later", 30, ("timeit", "-n", "1", "-r", "1", "pass")),))
+    monkeypatch.setenv("OUT", str(tmp_path))
+    for words, code, text in (
+        (["--only", "later"], 0, "later: done"),
+        (["9"], 2, "no stage 9"),
+        (["--only", "no"], 2, "no step 'no'"),
+    ):
+        monkeypatch.setattr("sys.argv", ["stage", *words])
+        try:
+            stage.main()
+            found = 0
+        except SystemExit as leaving:
+            found = leaving.code
+        said = capsys.readouterr()
+        assert (found, text in said.out + said.err) == (code, True)
