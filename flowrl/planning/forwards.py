@@ -13,18 +13,17 @@ from flowrl.models.base import ModelAdapter, image_shape
 
 
 class _Copies(TorchDispatchMode):
-    """A convolution's copies of its input and output: cuDNN works on channels last (as measured, docs/performance.md).
+    """A convolution's copy of its input: cuDNN works on channels last (as measured, docs/performance.md).
 
-    They are storages like others to a meter around it.
+    To a meter around it that is a storage like others.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket is not torch.ops.aten.convolution or all(size == 1 for size in args[1].shape[2:]):
             return func(*args, **(kwargs or {}))
-        given = torch.empty_like(args[0])
+        copy = torch.empty_like(args[0])
         result = func(*args, **(kwargs or {}))
-        made = torch.empty_like(result)
-        del given, made
+        del copy
         return result
 
 

@@ -48,14 +48,14 @@ SLOW = {
 CASES = FAST | SLOW
 
 
-def _copies(args: Any, result: Tensor) -> int:
-    """Bytes of cuDNN's copies of what a convolution takes and gives; one that is a product of matrices has none."""
+def _copied(args: Any) -> int:
+    """Bytes of cuDNN's copy of what a convolution takes; one that is a product of matrices has none."""
     x, weight = args[:2]
-    return 0 if weight[0, 0].numel() == 1 else x.nbytes + result.nbytes
+    return 0 if weight[0, 0].numel() == 1 else x.nbytes
 
 
 class Census(TorchDispatchMode):
-    """The most bytes that storages of a device held at once; `copying`: with the copies of its convolutions."""
+    """The most bytes that storages of a device held at once; `copying`: with what its convolutions copy."""
 
     def __init__(self, device: str, *, copying: bool = False) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ class Census(TorchDispatchMode):
                 size = leaf.untyped_storage().nbytes()
                 self._held[number] = StorageWeakRef(leaf.untyped_storage()), size
                 self._sum += size - (0 if known is None else known[1])
-        copies = _copies(args, result) if self.copying and func.overloadpacket is _ATEN.convolution else 0
-        if self._sum + copies > self.peak:  # with the dead ones: only then are the living counted
+        copied = _copied(args) if self.copying and func.overloadpacket is _ATEN.convolution else 0
+        if self._sum + copied > self.peak:  # with the dead ones: only then are the living counted
             self._held = {number: part for number, part in self._held.items() if not part[0].expired()}
             self._sum = sum(size for _, size in self._held.values())
-            self.peak = max(self.peak, self._sum + copies)
+            self.peak = max(self.peak, self._sum + copied)
         return result
 
     @staticmethod

@@ -195,8 +195,9 @@ def _answers(file: Path, name: str, first: str) -> list[tuple[int, float]]:
             f"--results: there is no {file}: samples of {name} have no result, the first is prompt {first!r}; run the "
             f"official tool of the category {name} on its folder, and give the exported folder"
         )
+    content = read_text(file, f"--results {file}")
     try:
-        records: Any = json.loads(read_text(file, f"--results {file}"))
+        records: Any = json.loads(content)
         answers = [(int(record["question_id"]), float(record["answer"])) for record in records]
     except (ValueError, TypeError, KeyError):
         raise ConfigError(

@@ -112,8 +112,9 @@ def items(path: Path | None) -> list[Item]:
     file = next((file for file in files if file.is_file()), None)
     if file is None:
         raise ConfigError(f"--prompts {given}: there is no {name} in it; give {_FORMS}")
+    content = read_text(file, f"--prompts {file}")
     try:
-        records: Any = json.loads(read_text(file, f"--prompts {file}"))
+        records: Any = json.loads(content)
         prompts = [(one["prompt_en"], list(one["dimension"]), dict(one.get("auxiliary_info") or {})) for one in records]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ConfigError(
@@ -314,8 +315,9 @@ def _dimensions(path: Path) -> Iterator[tuple[Path, str, float, list[tuple[str, 
     if not files or not all(file.is_file() for file in files):
         raise ConfigError(f"--results {path}: there is no {_RESULTS}; give such a file, or the folder of them")
     for file in files:
+        content = read_text(file, f"--results {file}")
         try:
-            record: Any = json.loads(read_text(file, f"--results {file}"))
+            record: Any = json.loads(content)
             own = [
                 (name, float(mean), [(str(one["video_path"]), float(one["video_results"])) for one in videos])
                 for name, (mean, videos) in record.items()

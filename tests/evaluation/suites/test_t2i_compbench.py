@@ -91,6 +91,9 @@ def test_missing_and_double_results_are_named(items, tmp_path):
     file.write_text("[{}]")
     with pytest.raises(ConfigError, match="must be a list of objects with question_id and answer"):
         t2i_compbench.read_results(out, items)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        t2i_compbench.read_results(out, items)
     file.unlink()
     with pytest.raises(ConfigError, match="run the official tool of the category numeracy"):
         t2i_compbench.read_results(out, items)

@@ -107,6 +107,9 @@ def test_a_list_of_another_form_is_named(tmp_path, text, words):
     file.write_text(text)
     with pytest.raises(ConfigError, match=words):
         vbench.items(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        vbench.items(file)
     with pytest.raises(ConfigError, match=r"there is no VBench_full_info.json in it"):
         vbench.items(Path(__file__).parent)
 
