@@ -13,6 +13,7 @@ from torch import Tensor
 from flowrl.core.errors import RewardError, RewardFailure, described
 from flowrl.data.prompts import Prompt
 from flowrl.evaluation.suites.base import Item, Judgement, Suite
+from flowrl.evaluation.suites.runner import PATIENCE
 from flowrl.reward import REASONS, Images
 from flowrl.scoring.build import build_rewards, build_scorer, require_metadata, require_modality
 from flowrl.scoring.entries import RewardPlan
@@ -50,6 +51,8 @@ class RewardJudge:
         for plan, card in zip(plans, cards, strict=True):
             require_modality(plan.name, card, videos=suite.facts.videos)
         self._errors: list[str] = []
+        self._silent: dict[str, int] = {}
+        """Images in a row that a reward has said nothing about, of several."""
         self.scorer = build_scorer(
             self.entries, batch_size=batch_size, max_failed_share=1.0, on_error=self._errors.append
         )
@@ -75,7 +78,7 @@ class RewardJudge:
         """A judgement for each image [3, H, W] or video [F, 3, H, W] in [0, 1].
 
         Raises:
-            RewardFailure: a broken contract.
+            RewardFailure: a broken contract, or one of several rewards is away; the runner knows that of a single one.
         """
         stacked = torch.stack(list(images)) if len({image.shape for image in images}) == 1 else list(images)
         scores: list[dict[str, float | None]] = [{} for _ in items]
@@ -83,21 +86,34 @@ class RewardJudge:
         errors = [""] * len(items)
         for entry in self.scorer.distinct:
             self._errors.clear()
+            heard: list[Any] = []
             if entry.reward.answers is not None and self.suite.from_answers is not None:
                 given = self._answered(entry, stacked, items)
                 own = [self.suite.from_answers(each, item) for each, item in zip(given, items, strict=True)]
                 for kept, each in zip(answers, given, strict=True):
                     kept += [None if math.isnan(value) else value for value in each]
+                heard = [value for each in given for value in each if not math.isnan(value)]
             else:
                 batch = Batch(stacked, [item.text for item in items], [item.metadata for item in items])
                 raw = self.scorer.raw(entry, batch, self._errors)
                 own = [{name: _number(values[place]) for name, values in raw.items()} for place in range(len(items))]
             reason = self._errors[-1] if self._errors else ""
+            said = [value for found in own for value in found.values()]
+            if not any(value is not None for value in (*said, *heard)):
+                self._note_silence(entry.name, reason, len(items))
+            else:
+                self._silent[entry.name] = 0
             for place, found in enumerate(own):
                 scores[place] |= found
                 if reason and any(value is None for value in found.values()):
                     errors[place] = reason
         return [Judgement(*each) for each in zip(scores, answers, errors, strict=True)]
+
+    def _note_silence(self, name: str, reason: str, images: int) -> None:
+        self._silent[name] = self._silent.get(name, 0) + images if reason else 0
+        if len(self.scorer.distinct) > 1 and self._silent[name] >= PATIENCE:
+            count = self._silent.pop(name)
+            raise RewardFailure(f"reward {name!r} is away: it failed on {count} images in a row ({reason})")
 
     def _answered(self, entry: WeightedReward, images: Images, items: Sequence[Item]) -> list[list[float]]:
         """Answers to the questions of each sample, NaN where they failed."""

@@ -95,3 +95,26 @@ def test_a_judge_that_refuses_every_question_ends_the_run(monkeypatch, tmp_path)
     judge, items = judged("dpg", tmp_path, monkeypatch, Refusing())
     with pytest.raises(RewardFailure, match="401"):
         judge([torch.full((3, 8, 8), 0.5)], items)
+
+
+def test_one_of_several_judges_that_is_away_ends_the_run_and_one_that_comes_back_does_not(monkeypatch, tmp_path):
+    suite = base.load_suite("drawbench")
+    items = suite.items(tiny_suites.prompts("drawbench", suite, tmp_path))[:1] * 4
+    judge = RewardJudge([reward_plan({"name": name}, "--judge") for name in ("jpeg", "degeneracy")], suite, items)
+    raw, away = judge.scorer.raw, [True, False, True, True]
+
+    def some(entry, batch, errors):
+        found = raw(entry, batch, errors)
+        if entry.name == "jpeg" or not away.pop(0):
+            return found
+        errors.append("no answer")
+        return {name: torch.full_like(value, torch.nan) for name, value in found.items()}
+
+    monkeypatch.setattr(judge.scorer, "raw", some)
+    images = [torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(k)) for k in range(4)]
+    for lost in (True, False, True):
+        for judgement in judge(images, items):
+            assert judgement.scores["jpeg_kb"] is not None
+            assert (None in judgement.scores.values(), judgement.error) == (lost, "no answer" if lost else "")
+    with pytest.raises(RewardFailure, match=r"reward 'degeneracy' is away: it failed on 8 images in a row \(no answer"):
+        judge(images, items)
