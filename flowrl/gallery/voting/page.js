@@ -13,6 +13,8 @@ let waits = false;
 const lookEvery = 2000;
 // One question at a time: a key that is held down must not answer the next pair unseen.
 let busy = true;
+// A name was entered meanwhile.
+let named = false;
 
 function say(problem) {
   at("problem").textContent = problem;
@@ -72,7 +74,16 @@ async function send(question, said = {}) {
     say(error instanceof TypeError ? "No answer from flowrl vote: is it still running? The last answer may not have counted; load the page again." : error.message);
   }
   busy = false;
-  enable();
+  if (named) rename();
+  else enable();
+}
+
+function rename() {
+  const before = voter;
+  named = false;
+  voter = at("voter").value;
+  at("voter").blur();
+  send("ask").then(() => { if (!at("problem").hidden) voter = before; });
 }
 
 function choose(choice) {
@@ -95,11 +106,8 @@ for (const button of document.querySelectorAll("[data-choice]")) button.addEvent
 at("undo").addEventListener("click", () => choose("undo"));
 at("who").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (busy) return;
-  const before = voter;
-  voter = at("voter").value;
-  at("voter").blur();
-  send("ask").then(() => { if (!at("problem").hidden) voter = before; });
+  if (busy) named = true;
+  else rename();
 });
 at("voter").value = voter;
 send("ask");
