@@ -184,8 +184,8 @@ def forwards(resolved: Resolved) -> dict[str, int]:
                 )
             }
         shape = adapter.latent_shape()
-        made_once = torch.empty(rollout.batch_size, *shape, device="cuda")
-        decode = counted("cuda", lambda: adapter.decode(made_once), copying=True) + made_once.nbytes
+        latents = torch.empty(rollout.batch_size, *shape, device="cuda")
+        decode = counted("cuda", lambda: adapter.decode(latents), copying=True) + latents.nbytes
     return drawn | {"decode": decode}
 
 

@@ -305,6 +305,7 @@ def test_the_real_model_is_measured_without_weights():
     assert phases["encode"].resident / GIB == pytest.approx(15.38, abs=0.01)  # T5 alone is 8.87
     # 11 x 1152 latents of 64 x 64 x 16 in float32.
     assert result.latents == 11 * 1152 * 65_536 * 4
+    assert result.peak.name == "update"
     # Measured on an H200 with 8 images, float32 convolutions in TF32: 13.68 GiB (docs/performance.md).
     assert phases["decode"].peak / GIB == pytest.approx(13.68, rel=0.1)
     # Per row 2.247e12: linear layers and attention over 1024 image and 205 text tokens.

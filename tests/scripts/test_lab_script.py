@@ -230,6 +230,17 @@ def test_a_replay_with_the_same_numbers_makes_the_cells_fresh_until_the_code_cha
     assert states(lab, results) == ["stale: recipe", "stale: recipe", "not run"]
 
 
+def ended(lab: ModuleType) -> int:
+    """The exit code of the script, which listens to SIGTERM while it replays."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as end:
+            lab.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return int(str(end.value.code))
+
+
 def test_a_long_run_is_replayed_with_its_own_words(lab, monkeypatch):
     """Its learning rate may fall over all of its iterations."""
     (lab.ROOT / "configs" / "quickstart.yaml").write_text(RECIPE + "iterations: 50\n")
@@ -240,13 +251,8 @@ def test_a_long_run_is_replayed_with_its_own_words(lab, monkeypatch):
     monkeypatch.setattr(lab, "write_page", lambda: None)
     monkeypatch.setattr(sys, "argv", ["lab.py", "--long", "--check"])
     monkeypatch.setattr(lab, "LONG", ("quickstart",))
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as done:
-            lab.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert (done.value.code, runs) == (0, [lab.long_run("quickstart", lab.recipes()["quickstart"])])
+    code = ended(lab)
+    assert (code, runs) == (0, [lab.long_run("quickstart", lab.recipes()["quickstart"])])
     assert lab.load(lab.LONG_RESULTS)["quickstart/0"]["checked"]["seed"] == 0
     assert not lab.RESULTS.is_file()
 
@@ -260,13 +266,7 @@ def test_a_check_that_is_stopped_keeps_what_it_has_replayed(lab, monkeypatch):
     lab.write_results({"quickstart/0": cell(lab)})
     monkeypatch.setattr(lab, "check_recipe", check_recipe)
     monkeypatch.setattr(sys, "argv", ["lab.py", "--check"])
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as stopped:
-            lab.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert stopped.value.code == 128 + signal.SIGTERM
+    assert ended(lab) == 128 + signal.SIGTERM
     assert lab.load(lab.RESULTS)["quickstart/0"]["checked"]["code"] == "now"
 
 
