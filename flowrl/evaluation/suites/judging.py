@@ -51,8 +51,8 @@ class RewardJudge:
         for plan, card in zip(plans, cards, strict=True):
             require_modality(plan.name, card, videos=suite.facts.videos)
         self._errors: list[str] = []
-        self._silent: dict[str, int] = {}
-        """Images in a row that a reward has said nothing about, of several."""
+        self._silent: dict[int, int] = {}
+        """Place of a reward -> images in a row that it has failed on; of two with one name each counts for itself."""
         self.scorer = build_scorer(
             self.entries, batch_size=batch_size, max_failed_share=1.0, on_error=self._errors.append
         )
@@ -84,7 +84,7 @@ class RewardJudge:
         scores: list[dict[str, float | None]] = [{} for _ in items]
         answers: list[list[Any]] = [[] for _ in items]
         errors = [""] * len(items)
-        for entry in self.scorer.distinct:
+        for number, entry in enumerate(self.scorer.distinct):
             self._errors.clear()
             heard: list[Any] = []
             if entry.reward.answers is not None and self.suite.from_answers is not None:
@@ -98,22 +98,20 @@ class RewardJudge:
                 raw = self.scorer.raw(entry, batch, self._errors)
                 own = [{name: _number(values[place]) for name, values in raw.items()} for place in range(len(items))]
             reason = self._errors[-1] if self._errors else ""
-            said = [value for found in own for value in found.values()]
-            if not any(value is not None for value in (*said, *heard)):
-                self._note_silence(entry.name, reason, len(items))
-            else:
-                self._silent[entry.name] = 0
+            said = any(value is not None for found in own for value in found.values()) or bool(heard)
+            self._require_there(number, "" if said else reason, len(items))
             for place, found in enumerate(own):
                 scores[place] |= found
                 if reason and any(value is None for value in found.values()):
                     errors[place] = reason
         return [Judgement(*each) for each in zip(scores, answers, errors, strict=True)]
 
-    def _note_silence(self, name: str, reason: str, images: int) -> None:
-        self._silent[name] = self._silent.get(name, 0) + images if reason else 0
-        if len(self.scorer.distinct) > 1 and self._silent[name] >= PATIENCE:
-            count = self._silent.pop(name)
-            raise RewardFailure(f"reward {name!r} is away: it failed on {count} images in a row ({reason})")
+    def _require_there(self, number: int, failed: str, images: int) -> None:
+        """Note whether a reward `failed` on all of these images, and why; among several it may not for `PATIENCE`."""
+        self._silent[number] = self._silent.get(number, 0) + images if failed else 0
+        if len(self.scorer.distinct) > 1 and self._silent[number] >= PATIENCE:
+            count, name = self._silent.pop(number), self.scorer.distinct[number].name
+            raise RewardFailure(f"reward {name!r} is away: it failed on {count} images in a row ({failed})")
 
     def _answered(self, entry: WeightedReward, images: Images, items: Sequence[Item]) -> list[list[float]]:
         """Answers to the questions of each sample, NaN where they failed."""
