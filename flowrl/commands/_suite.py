@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import sys
@@ -309,17 +308,16 @@ def _drawing(options: Options, loaded: Judged, world: World, *, videos: bool) ->
 
 def _take_results(options: Options, task: Task, every: Sequence[Item], folders: dict[str, ResultsFolder]) -> None:
     """Put the scores of the official evaluator into the folders."""
-    from flowrl.evaluation.suites.exchange import with_results
+    from flowrl.evaluation.suites.exchange import fingerprint, with_results
 
     made = _identity(options, every)
     for folder in folders.values():
         folder.require_made(made)
     for (_, folder), file in zip(folders.items(), options.judging.results, strict=True):
         rows = with_results(task, folder, file)
-        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else str(file)
         if options.judging.rejudge:
             folder.forget_judge()
-        folder.take_results(rows, {"official evaluator": {"results": digest}})
+        folder.take_results(rows, {"official evaluator": {"results": fingerprint(file)}})
 
 
 # ---- the table

@@ -71,16 +71,32 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
     ['0.00', '0.25', '0.50']
     >>> tick_labels([0.0, 1e-06, 2e-06])
     ['0', '1e-6', '2e-6']
+    >>> tick_labels([1000000.0, 1000500.0, 1001000.0])
+    ['1e6', '1.0005e6', '1.001e6']
     """
     step, largest = ticks[1] - ticks[0], max(abs(tick) for tick in ticks)
     if largest < 1e-3 or largest >= 1e6:
-        labels = [f"{tick:.3g}".replace("e-0", "e-").replace("e+0", "e") for tick in ticks]
+        labels = [_power_of_ten(tick, step) for tick in ticks]
     else:
         # Steps of 0.25 and 2.5 need one digit more than their power of ten; at most six fit the margin.
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
         decimals += round(step * 10**decimals * 10) % 10 != 0
         labels = [f"{tick:.{min(decimals, 6)}f}" for tick in ticks]
     return ["\u2212" + label[1:] if label.startswith("-") else label for label in labels]
+
+
+def _power_of_ten(tick: float, step: float) -> str:
+    """A tick in scientific form, with the digits that ticks `step` apart differ in.
+
+    >>> _power_of_ten(2500000.0, 500000.0), _power_of_ten(0.0, 1.0), _power_of_ten(-3e-12, 1e-12)
+    ('2.5e6', '0', '-3e-12')
+    """
+    if tick == 0:
+        return "0"
+    # Two digits beyond the step's own power of ten: steps are 1, 2, 2.5 or 5 of it.
+    digits = max(1, math.floor(math.log10(abs(tick))) - math.floor(math.log10(step)) + 2)
+    mantissa, power = f"{tick:.{digits - 1}e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(power)}"
 
 
 def smooth(y: np.ndarray) -> np.ndarray:

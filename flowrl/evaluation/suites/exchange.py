@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import shutil
 from pathlib import Path
@@ -91,3 +92,13 @@ def with_results(task: Task, folder: ResultsFolder, results: Path) -> list[Row]:
     for row in rows:
         row.scores, row.answers, row.error = found[row.id, row.k], [], ""
     return rows
+
+
+def fingerprint(results: Path) -> str:
+    """SHA-256 of a results file, or of the names and contents of all files in a results folder."""
+    if results.is_file():
+        return hashlib.sha256(results.read_bytes()).hexdigest()
+    whole = hashlib.sha256()
+    for file in sorted(path for path in results.rglob("*") if path.is_file()):
+        whole.update(f"{file.relative_to(results).as_posix()}\n{fingerprint(file)}\n".encode())
+    return whole.hexdigest()

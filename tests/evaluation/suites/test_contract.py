@@ -14,7 +14,7 @@ from flowrl.core.errors import ConfigError, RewardFailure
 from flowrl.evaluation.suites import base
 from flowrl.evaluation.suites.comparison import compare, markdown, plain
 from flowrl.evaluation.suites.drawing import Drawing
-from flowrl.evaluation.suites.exchange import export, with_results
+from flowrl.evaluation.suites.exchange import export, fingerprint, with_results
 from flowrl.evaluation.suites.folder import ResultsFolder
 from flowrl.evaluation.suites.runner import Task, fill, limited, rescored, rows_of
 from tests import tiny_pipelines as tiny
@@ -121,6 +121,16 @@ def test_a_suite_runs_end_to_end_is_interrupted_and_goes_on(suite, items, draw, 
     assert all(math.isnan(one.mean) or (one.mean, one.win_rate, one.p_holm) == (0.0, 0.5, 1.0) for one in same)
     assert suite.facts.title in markdown(suite, {"model": table}, same)
     assert json.dumps(plain(table))
+
+
+def test_a_results_folder_is_told_by_what_is_in_it(tmp_path):
+    for name in ("one", "two", "renamed", "changed"):
+        (tmp_path / name / "part").mkdir(parents=True)
+        (tmp_path / name / "part" / ("b.json" if name == "renamed" else "a.json")).write_text(
+            "0" if name == "changed" else "1"
+        )
+    one, *others = (fingerprint(tmp_path / name) for name in ("one", "two", "renamed", "changed"))
+    assert [other == one for other in others] == [True, False, False]
 
 
 def test_a_sample_without_a_score_is_missing_and_not_0(suite, items, draw, tmp_path):
