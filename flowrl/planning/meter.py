@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
+_LISTS, _WHOLE = (torch.tensor, torch.arange), (torch.int32, torch.int64)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor) -> int:
@@ -79,11 +81,25 @@ class Meter(TorchDispatchMode):
         self.now -= size
 
 
+class KnownValues(TorchFunctionMode):
+    """Inside, what is computed from tensors with values alone has values too: a loop reads its timesteps and numbers of
+    rows. So have new lists and rows of whole numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        known = func in _LISTS or (func is torch.zeros and kwargs.get("dtype") in _WHOLE)
+        if any(isinstance(value, FakeTensor) for value in given) or not (given or known):
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
 @contextmanager
 def faked(*modules: nn.Module) -> Iterator[None]:
     """Fake tensors inside the block; the meta parameters of `modules` become fake ones on the CPU."""
     # Small tables and constants outside modules stay as they are.
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), KnownValues():
         for part in (sub for module in modules for sub in module.modules()):
             for name, p in list(part.named_parameters(recurse=False)):
                 setattr(part, name, nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException  # there is no public name
 
@@ -18,7 +19,9 @@ from flowrl.core.errors import ModelError
 from flowrl.core.strict import validate
 from flowrl.models import generic
 from flowrl.models.generic.full_masks import FullMasks
-from flowrl.models.generic.outline import LONGEST, Outline, Tokens, Unmeasurable
+from flowrl.models.generic.images import blank
+from flowrl.models.generic.outline import Outline, Unmeasurable
+from flowrl.models.generic.stand_ins import LONGEST, Encoded, Tokens
 from flowrl.planning import memory
 from flowrl.planning.memory import Estimate, skeleton
 from flowrl.planning.meter import faked, measured
@@ -44,9 +47,9 @@ def planned(run: Resolved) -> Estimate:
 
 def both(case: str, folder: Path) -> tuple[generic.Generic, Outline]:
     """(adapter with weights, without) of a tiny pipeline."""
-    pipe, size = tiny.make(case), tiny.CASES[case].sizes[0]
+    pipe, kind = tiny.make(case), (tiny.CASES | tiny.IMAGED)[case]
     pipe.save_pretrained(folder)
-    options = {"path": str(folder), "height": size[0], "width": size[1], "call": dict(tiny.CASES[case].call)}
+    options = {"path": str(folder), "height": kind.sizes[0][0], "width": kind.sizes[0][1], "call": dict(kind.call)}
     config = validate(generic.Config, options, "model")
     return generic.Generic(pipe, config), Outline(config, folder)
 
@@ -55,22 +58,27 @@ def modules(adapter: Any) -> list[nn.Module]:
     return [part for part in adapter.pipeline.components.values() if isinstance(part, nn.Module)]
 
 
-@pytest.mark.parametrize("case", ["sd", "sd3", "flux", "ltx"])
+IMAGED = ("wan_image", "wan_2_2_frame", "ltx_image")
+"""With an image that an encoder sees, or that takes a part of the video."""
+
+
+@pytest.mark.parametrize("case", ["sd", "sd3", "flux", "ltx", "wan", *IMAGED])
 def test_an_outline_has_the_shapes_operations_and_bytes_of_the_real_thing(tmp_path, case):
     real, outline = both(case, tmp_path)
     assert outline.latent_shape() == real.latent_shape()
     assert outline.lora_targets == real.lora_targets
-    cond = real.encode(tiny.PROMPTS)
+    images = [[blank(tiny.IMAGED[case].sizes[0][::-1])]] * len(tiny.PROMPTS) if case in IMAGED else None
+    cond = real.encode(tiny.PROMPTS, images)
     assert outline.condition_shapes() == {name: tuple(value[0].shape) for name, value in cond.tensors.items()}
     assert torch.equal(outline.schedule(4).sigmas, real.schedule(4).sigmas)
     assert memory.count(outline.network) == memory.count(real.network)
     x = torch.randn(2, *real.latent_shape(), generator=torch.Generator().manual_seed(0))
     middle = torch.full((2,), float(real.schedule(4).timesteps[1]))
     predicted = measured(lambda: real.predict(x, middle, cond, 3.0), grad=False)
-    decoded = measured(lambda: real.decode(x), grad=False)
+    decoded = measured(lambda: real.decode(x, cond), grad=False)
     with faked(*modules(outline)):
-        empty = torch.empty(x.shape)
-        works = (lambda: outline.predict(empty, middle, outline.blank_condition(2), 3.0), lambda: outline.decode(empty))
+        empty, texts = torch.empty(x.shape), outline.blank_condition(2)
+        works = (lambda: outline.predict(empty, middle, texts, 3.0), lambda: outline.decode(empty))
         for work, (peak, operations) in zip(works, (predicted, decoded), strict=True):
             found = measured(work, grad=False)
             assert found[1] == operations
@@ -90,8 +98,15 @@ def test_generic_and_native_are_planned_alike(tmp_path):
         assert entered.peak == pytest.approx(native.peak, rel=0.1)
 
 
-def test_what_fake_tensors_cannot_do_is_said_and_the_rest_is_known(tmp_path, capsys):
-    """Wan's loop asks the scheduler for a number."""
+def test_what_fake_tensors_cannot_do_is_said_and_the_rest_is_known(tmp_path, capsys, monkeypatch):
+    """A network that asks its input for a number."""
+    forward = WanTransformer3DModel.forward
+
+    @functools.wraps(forward)
+    def asking(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, hidden_states * float(hidden_states.max()), *args, **kwargs)
+
+    monkeypatch.setattr(WanTransformer3DModel, "forward", asking)
     _, outline = both("wan", tmp_path)
     with faked(*modules(outline)), pytest.raises(Unmeasurable, match="WanPipeline on tensors without values"):
         outline.predict(torch.empty(1, *outline.latent_shape()), torch.zeros(1), outline.blank_condition(1), 1.0)
@@ -115,11 +130,12 @@ def test_what_fake_tensors_cannot_do_is_said_and_the_rest_is_known(tmp_path, cap
     assert "largest: not known" in text
 
 
-@pytest.mark.parametrize("case", ["wan_2_2_frame", "ltx_image"])
-def test_a_model_that_needs_an_image_cannot_be_planned_and_says_so(tmp_path, case):
-    tiny.make(case).save_pretrained(tmp_path)
-    (height, width), call = tiny.IMAGED[case].sizes[0], dict(tiny.IMAGED[case].call)
-    config = generic.Config(path=str(tmp_path), height=height, width=width, call=call)
+def test_an_encoding_of_images_that_cannot_stand_in_is_said(tmp_path, monkeypatch):
+    """Such as that of a processor without files."""
+    tiny.make("ltx_image").save_pretrained(tmp_path)
+    monkeypatch.setattr(Encoded, "encode", lambda self, images: images.missing)
+    kind = tiny.IMAGED["ltx_image"]
+    config = generic.Config(path=str(tmp_path), height=kind.sizes[0][0], width=kind.sizes[0][1], call=dict(kind.call))
     with pytest.raises(ModelError, match="computes with the image of a prompt before its first step, which a plan"):
         Outline(config, tmp_path)
 
@@ -182,14 +198,14 @@ RECIPES = sorted(
 )
 
 
-@cache
+@functools.cache
 def real(family: str, path: str, dtype: str) -> Any:
     """The first recipe's adapter of a model; others are made around its pipeline."""
     name = next(r for r in RECIPES if (c := recipe(r)).model.name == family and c.model.config.path == path)
     return skeleton(recipe(name))
 
 
-@cache
+@functools.cache
 def recipe(name: str) -> Resolved:
     return resolve(load_config(CONFIGS / name))
 

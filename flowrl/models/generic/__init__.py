@@ -9,6 +9,7 @@ latents and `scheduler.step` (packing, guidance, renormalisation, sign) is its o
     reentry    one call at chosen timesteps       entrance   facts of a pipeline before it is entered
     adapter    the adapter                        outline    the adapter without weights, for plans
     full_masks   masks of tensors without values, for plans
+    stand_ins    what encodes prompts and images there
 """
 
 from __future__ import annotations

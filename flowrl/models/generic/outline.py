@@ -1,20 +1,20 @@
 """The generic adapter without weights: shapes, steps and memory from a pipeline's JSON files and its own code.
 
-The pipeline's call is entered as with weights (models/generic/reentry.py), up to the first call of its network. The
-text encoders are replaced by stand-ins, whose outputs have the right shapes and depend on the tokens, and so are
-tokenizers that are not in the folder. The network and the VAE are on the meta device and take fake tensors only.
+The pipeline's call is entered as with weights (models/generic/reentry.py), up to the first call of its network. What
+encodes prompts and images is replaced by stand-ins (models/generic/stand_ins.py), and so are tokenizers and processors
+that are not in the folder. The network and the VAE are on the meta device and take fake tensors only.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily  # there is no public name
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
@@ -24,12 +24,13 @@ from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.encoding import LONG
 from flowrl.models.generic.entrance import PROBE_STEPS
 from flowrl.models.generic.full_masks import FullMasks
+from flowrl.models.generic.images import CONTENT, LAYOUT
+from flowrl.models.generic.stand_ins import Encoded, Pixels, Seen, StandIn, tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    pass
 
-LONGEST = 256
-"""Tokens of a prompt if the pipeline sets no length."""
+_SEEING: dict[str, Any] = {"vae": Encoded, "image_encoder": Seen, "image_processor": lambda _: Pixels()}
 
 
 class Unmeasurable(Exception):
@@ -50,10 +51,13 @@ class Outline(Generic):
         with self._standing_in(pipeline):
             Generic.__init__(self, pipeline, config)
             try:
-                self._learned()
-                # If prompts have their own lengths, a plan assumes long ones.
-                self._encoded = self._encode([LONG], self._probe_images([LONG]))
-                self._middle = float(Generic.schedule(self, PROBE_STEPS).timesteps[1])
+                with _seeing(pipeline):
+                    self._learned()
+                    # If prompts have their own lengths, a plan assumes long ones.
+                    self._encoded = self._encode([LONG], self._probe_images([LONG]))
+                    self._middle = float(Generic.schedule(self, PROBE_STEPS).timesteps[1])
+                kept = self._encoded.tensors
+                self._numbers = {name: int(kept[name][0]) for name in (LAYOUT, CONTENT) if name in kept}
             except NotImplementedError as error:
                 raise ModelError(f"{self.kind}: {str(error).splitlines()[0]}") from error
             except ModelError as error:
@@ -85,22 +89,31 @@ class Outline(Generic):
             pipeline.__dict__.update(before)
 
     def schedule(self, num_inference_steps: int) -> Schedule:
-        with self._standing_in(self.pipeline):
+        with self._standing_in(self.pipeline), _seeing(self.pipeline):
             return Generic.schedule(self, num_inference_steps)
+
+    def _pin(self, values: list[float]) -> Tensor:
+        with unset_fake_temporarily():
+            return Generic._pin(self, values)
+
+    def _stepped(self, latents: Tensor, timestep: float) -> Tensor:
+        with _passed_through(self.networks.values()):  # its prediction does not matter here
+            return Generic._stepped(self, latents, timestep)
 
     def _mixing_is_exact(self) -> bool:
         return True  # not measurable without weights; a plan counts forwards of whole batches
 
     def blank_condition(self, batch: int) -> Condition:
-        """Embeddings of `batch` prompts without values."""
-        return Condition(
-            {
-                name: [torch.empty_like(value[0]) for _ in range(batch)]
-                if isinstance(value, list)
-                else value.new_empty(batch, *value.shape[1:])
-                for name, value in self._encoded.tensors.items()
-            }
-        )
+        """Embeddings of `batch` prompts without values; the numbers of their images have theirs."""
+        return Condition({name: self._blank(name, value, batch) for name, value in self._encoded.tensors.items()})
+
+    def _blank(self, name: str, value: Tensor | list[Tensor], batch: int) -> Tensor | list[Tensor]:
+        if isinstance(value, list):
+            return [torch.empty_like(value[0]) for _ in range(batch)]
+        if name in self._numbers:
+            with unset_fake_temporarily():
+                return torch.tensor([self._numbers[name]] * batch)
+        return value.new_empty(batch, *value.shape[1:])
 
     def encoder_tokens(self, name: str, encoder: nn.Module) -> int:
         return self.text_tokens[name]
@@ -130,96 +143,29 @@ class Outline(Generic):
             raise Unmeasurable(f"{self.kind} on tensors without values: {type(error).__name__}: {reason}") from error
 
 
-def text_entries(config: PretrainedConfig) -> dict[str, Any]:
-    """Entries of an encoder's configuration; of its part for text if it has several."""
-    entries = config.to_dict()
-    return entries.get("text_config") or entries
+@contextmanager
+def _seeing(pipeline: Any) -> Iterator[None]:
+    """The pipeline with stand-ins for what encodes images."""
+    before = {
+        name: part for name, part in vars(pipeline).items() if name in ("vae", "image_encoder") and part is not None
+    }
+    if "image_encoder" in before:
+        before["image_processor"] = pipeline.image_processor
+    pipeline.__dict__.update({name: _SEEING[name](part) for name, part in before.items()})
+    try:
+        yield
+    finally:
+        pipeline.__dict__.update(before)
 
 
-class Answer(dict):
-    """Entries by name, attribute and position, as in transformers' outputs."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def __getitem__(self, key: Any) -> Any:
-        return list(self.values())[key] if isinstance(key, int | slice) else super().__getitem__(key)
-
-    def to(self, *_: Any, **__: Any) -> Answer:
-        return self
-
-
-class StandIn(nn.Module):
-    """A text encoder's outputs by shape, from its configuration; equal tokens give equal rows.
-
-    Args:
-        encoder: on the meta device.
-        name: of the component.
-        seen: component -> the most tokens of one prompt; filled in.
-    """
-
-    def __init__(self, encoder: PreTrainedModel, name: str, seen: dict[str, int]) -> None:
-        super().__init__()
-        self.config, self.dtype, self.device = encoder.config, encoder.dtype, torch.device("cpu")
-        self._kind, self._name, self._seen = type(encoder).__name__, name, seen
-        text = text_entries(encoder.config)
-        self._width = next(text[key] for key in ("hidden_size", "d_model") if key in text)
-        self._layers = next(text[key] for key in ("num_hidden_layers", "num_layers") if key in text)
-        self._pooled = text.get("projection_dim") or self._width
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Answer:
-        batch, tokens = input_ids.shape
-        self._seen[self._name] = max(self._seen.get(self._name, 0), tokens)
-        values = (input_ids.to(self.dtype) + 1)[..., None] / 512
-        state = values.expand(batch, tokens, self._width)
-        pooled = values.mean(1).expand(batch, self._pooled)
-        states = {"last_hidden_state": state, "pooler_output": pooled, "hidden_states": (state,) * (self._layers + 1)}
-        if self._kind.endswith("WithProjection"):
-            return Answer({"text_embeds": pooled} | states)
-        return Answer(states)
-
-
-def tokenizer(folder: Path, encoder: PretrainedConfig) -> Any:
-    """The folder's own tokenizer, or a stand-in without one; `encoder` is its encoder's configuration."""
-    if folder.is_dir():
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(folder)
-    positions = text_entries(encoder).get("max_position_embeddings") or LONGEST
-    return Tokens(positions if positions < 1000 else LONGEST)
-
-
-class Tokens:
-    """A tokenizer with one token per four letters of a word; pads and truncates like the libraries' own."""
-
-    padding_side, bos_token_id, eos_token_id, pad_token_id = "right", 1, 2, 0
-    pad_token, eos_token = "<pad>", "</s>"
-
-    def __init__(self, model_max_length: int) -> None:
-        self.model_max_length = model_max_length
-        self.added_tokens_encoder: dict[str, int] = {}
-
-    def __call__(self, text: Any, *_: Any, padding: Any = False, max_length: int | None = None, **rest: Any) -> Answer:
-        texts = [text] if isinstance(text, str) else list(text)
-        rows = [[3 + sum(map(ord, piece)) % 500 for piece in self.tokenize(one)] + [2] for one in texts]
-        limit = max_length or self.model_max_length
-        rows = [row[:limit] for row in rows] if rest.get("truncation") else rows
-        length = limit if padding == "max_length" else max(map(len, rows))
-        ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
-        return Answer(input_ids=ids, attention_mask=(ids != 0).long())
-
-    def tokenize(self, text: str) -> list[str]:
-        return re.findall(r"\S{1,4}", text)
-
-    def apply_chat_template(self, messages: Any, *, return_dict: bool = False, **rest: Any) -> Any:
-        """The text of one conversation; with `return_dict` the tokens of several."""
-        return self([str(one) for one in messages], **rest) if return_dict else str(messages)
-
-    def batch_decode(self, ids: Tensor, **_: Any) -> list[str]:
-        return [""] * len(ids)
-
-    def decode(self, ids: Any, **_: Any) -> str:
-        return ""
+@contextmanager
+def _passed_through(networks: Iterable[nn.Module]) -> Iterator[None]:
+    """Networks that return their first argument."""
+    changed = list(networks)
+    for network in changed:
+        network.forward = lambda *args, **kwargs: (next(iter((*args, *kwargs.values()))),)
+    try:
+        yield
+    finally:
+        for network in changed:
+            del network.forward
