@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily  # there is no public name
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
@@ -26,9 +25,6 @@ from flowrl.models.generic.entrance import PROBE_STEPS
 from flowrl.models.generic.full_masks import FullMasks
 from flowrl.models.generic.images import CONTENT, LAYOUT
 from flowrl.models.generic.stand_ins import Encoded, Pixels, Seen, StandIn, tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 _SEEING: dict[str, Any] = {"vae": Encoded, "image_encoder": Seen, "image_processor": lambda _: Pixels()}
 
@@ -92,10 +88,6 @@ class Outline(Generic):
         with self._standing_in(self.pipeline), _seeing(self.pipeline):
             return Generic.schedule(self, num_inference_steps)
 
-    def _pin(self, values: list[float]) -> Tensor:
-        with unset_fake_temporarily():
-            return Generic._pin(self, values)
-
     def _stepped(self, latents: Tensor, timestep: float) -> Tensor:
         with _passed_through(self.networks.values()):  # its prediction does not matter here
             return Generic._stepped(self, latents, timestep)
@@ -111,8 +103,7 @@ class Outline(Generic):
         if isinstance(value, list):
             return [torch.empty_like(value[0]) for _ in range(batch)]
         if name in self._numbers:
-            with unset_fake_temporarily():
-                return torch.tensor([self._numbers[name]] * batch)
+            return torch.tensor([self._numbers[name]] * batch)
         return value.new_empty(batch, *value.shape[1:])
 
     def encoder_tokens(self, name: str, encoder: nn.Module) -> int:
@@ -146,11 +137,9 @@ class Outline(Generic):
 @contextmanager
 def _seeing(pipeline: Any) -> Iterator[None]:
     """The pipeline with stand-ins for what encodes images."""
-    before = {
-        name: part for name, part in vars(pipeline).items() if name in ("vae", "image_encoder") and part is not None
-    }
-    if "image_encoder" in before:
-        before["image_processor"] = pipeline.image_processor
+    parts = vars(pipeline)
+    names = ("vae",) if parts.get("image_encoder") is None else ("vae", "image_encoder", "image_processor")
+    before = {name: parts[name] for name in names if name in parts}
     pipeline.__dict__.update({name: _SEEING[name](part) for name, part in before.items()})
     try:
         yield
