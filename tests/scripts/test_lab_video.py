@@ -1,4 +1,4 @@
-"""The lab's recipes on videos, which wait for tiny-wan in scripts/lab_video: they resolve, as they will in configs/."""
+"""The lab's recipes on videos resolve, and belong together."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from flowrl.diffusion.process import FlowProcess
 from flowrl.models._schedulers import path_of, schedule_of
 from tests.tiny_sd3 import ROOT, script
 
-HOMES = (ROOT / "configs", ROOT / "scripts" / "lab_video")
-"""Where they are, before or after they have moved."""
-RECIPES = {file.stem: file for home in HOMES for file in home.glob("lab/video-*.yaml")}
-FROZEN = {f"frozen-{file.stem}": file for home in HOMES for file in home.glob("frozen/*.yaml")}
+RECIPES = {file.stem: file for file in (ROOT / "configs" / "lab").glob("video-*.yaml")}
+FROZEN = {f"frozen-{file.stem}": file for file in (ROOT / "configs" / "frozen").glob("*.yaml")}
 
 
 def read(recipe: Path) -> Resolved:
