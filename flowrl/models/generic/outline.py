@@ -90,7 +90,7 @@ class Outline(Generic):
 
     def _stepped(self, latents: Tensor, timestep: float) -> Tensor:
         with _passed_through(self.networks.values()):  # its prediction does not matter here
-            return Generic._stepped(self, latents, timestep)
+            return super()._stepped(latents, timestep)
 
     def _mixing_is_exact(self) -> bool:
         return True  # not measurable without weights; a plan counts forwards of whole batches
