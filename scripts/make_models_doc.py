@@ -111,8 +111,8 @@ model:
   call: {num_frames: 121}
 ```
 
-`flowrl plan` cannot estimate models that need an image, since their pipelines compute with its pixels before the first
-step.
+`flowrl plan` estimates such a model too, with stand-ins for its VAE's encoding and its image encoder. It cannot where a
+processor without files reads the image, as Qwen-Image-Edit's does, and says so.
 """
 
 
