@@ -54,6 +54,7 @@ def view(run: Run, index: int, page: Page) -> dict[str, Any]:
         "primary": metrics[0] if metrics else None,
         "metrics": metrics,
         "table": [results.table_row(run, m, estimates[m.name]) for m in metrics],
+        "guided": any(e["base_best_guidance"].known for e in estimates.values()),
         "intervals": results.method(run, metrics) if any(e["difference"].bounded for e in estimates.values()) else "",
         "guidance": results.guidance_sweep(run, metrics),
         "curves": curves,

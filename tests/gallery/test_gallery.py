@@ -503,8 +503,11 @@ def test_a_metric_that_got_worse_is_pointed_out_and_the_models_own_guidance_is_n
     page = Page(build([folder]))
     assert "Partial score got worse: \u22120.2" in page.text("span")
     assert "The fair rival" not in page.text()
+    assert "Base, best CFG" not in page.texts["th"]
     change(folder / "config.yaml", eval={"best_guidance": [2.0, 3.0]})
-    assert "best guidance (scale 1, its own), reaches" in Page(build([folder])).text("span")
+    page = Page(build([folder]))
+    assert "best guidance (scale 1, its own), reaches" in page.text("span")
+    assert "Base, best CFG" in page.texts["th"]
 
 
 def test_the_base_line_of_a_curve_covers_the_prompts_of_the_curve(tmp_path):
