@@ -43,7 +43,7 @@ PAIRS = {
     "runs/pairs-motion": (
         "configs/lab/video-awm.yaml",
         "rewards=[{name: shapes_motion, outputs: {shapes_motion_partial: 1.0}}]",
-        *("--count", "2000", "--per-prompt", "4"),
+        *("--count", "5000", "--per-prompt", "4", "--margin", "0.2"),
     ),
 }
 """Folder of a preference set -> the words of `flowrl pairs` that make it, the recipe first."""
