@@ -266,7 +266,7 @@ def win_rate(run: Run, metric: Metric) -> tuple[str, str] | None:
     rate, low, high, ties = (100 * number(result.get(key)) for key in ("rate", "low", "high", "tie_rate"))
     tone = "better" if low > 50 else "worse" if high < 50 else "same"
     return tone, (
-        f"By {metric.label} the tuned model wins {rate:.1f} % of {result['n']} images that are not tied"
+        f"By {metric.label} the tuned model wins {rate:.1f} % of {result['n']} {run.noun}s that are not tied"
         f"{run.subject.on} ({_ends(low, high)}); {ties:.1f} % of all are ties."
     )
 

@@ -145,6 +145,15 @@ class Run:
         return SUBJECTS["held-out prompts" if given else "training prompts"]
 
     @property
+    def noun(self) -> str:
+        """What the model makes, by the first file that was saved: "image", which it is too without one, or "video"."""
+        for evaluation in (e for e in (self.base, *self.during, self.after) if e is not None):
+            file = evaluation.image(0, 0)
+            if file is not None:
+                return "image" if file.suffix == ".png" else "video"
+        return "image"
+
+    @property
     def finished(self) -> bool:
         return self.summary.get("status") in status.ENDED
 

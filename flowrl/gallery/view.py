@@ -46,6 +46,7 @@ def view(run: Run, index: int, page: Page) -> dict[str, Any]:
         "verdict": verdict[:1].upper() + verdict[1:],
         "tone": tone,
         "subject": run.subject,
+        "noun": run.noun,
         "remarks": results.remarks(run, metrics, estimates),
         "facts": facts.facts(run),
         "before": results.settings(run.base) if run.base else "",

@@ -366,6 +366,18 @@ def test_a_small_video_is_exact_and_a_frozen_one_is_a_video(tmp_path):
     assert images.encoded(media.write(video, tmp_path / "sheet"), 384, cells=2).reel is None, "trees show one frame"
 
 
+def test_the_report_of_a_video_model_speaks_of_videos(tmp_path):
+    folder = make_run(tmp_path / "moving", num_prompts=4)
+    assert "the base image of the same noise" in Page(build([folder])).text("p")
+    for image in folder.glob("eval/*/*.png"):
+        media.write(torch.rand(5, 3, 16, 16), image.with_suffix(""), fps=4)
+        image.unlink()
+    page = Page(build([folder]))
+    assert load_run(folder).noun == "video"
+    assert "the base video of the same noise" in page.text("p")
+    assert not any("images" in text for text in page.texts["p"])
+
+
 def test_a_served_page_shows_a_video_as_a_page_on_disk_does(tmp_path):
     forms = ["webp", *(["mp4"] if importlib.util.find_spec("av") else [])]
     for (name, size, frames), form in itertools.product((("small", (20, 30), 7), ("large", (144, 256), 33)), forms):
