@@ -5,6 +5,9 @@
     3. loss = w_i max(-A ratio, -A clamp(ratio, 1 - c, 1 + c)) + kl.coef KL, w_i = std_i over its mean (`noise_weight`)
        over all steps that may branch, drawn in this iteration or not: noisy steps move the image more
 
+The weight is of a Gaussian log-prob, whose gradient falls as 1 / std_i. CPS leaves 1 / (2 std_i^2) out, so that its
+gradient grows as std_i: there w_i = (1 / std_i) over its mean, which weighs the steps alike.
+
 A tree has k leaves for each step that branches, and costs (T - 1) + k T (T - 1) / 2 evaluations where all do.
 
 Source: arXiv 2508.04324; Shredded-Pork/TempFlow-GRPO.
@@ -26,7 +29,7 @@ from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import LeafRewards, Scale, depthwise, fuse
 from flowrl.diffusion.tree_shapes import Branching, offshoots
 from flowrl.losses.batches import LossOutput, Microbatch
-from flowrl.samplers.base import step_std
+from flowrl.samplers.base import Sampler, step_std
 
 LEVEL = "tested"
 _RELEASED = 2.25
@@ -44,7 +47,7 @@ class Config(ClippedOptions):
     merge: int = 1
     """Grid steps that the stochastic step spans (E-GRPO)."""
     noise_weight: Literal["normalised", "released", "none"] = "normalised"
-    """w_i: std_i over its mean over all steps that may branch; 2.25 std_i; or 1."""
+    """w_i: std_i over its mean over all steps that may branch (CPS: 1 / std_i over its own); 2.25 std_i; or 1."""
     advantages: NodeConfig = field(default_factory=NodeConfig)
     """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result."""
     scale: Scale = field(default_factory=lambda: Scale(pool="prompt", eps=1e-4, ddof=0))
@@ -59,6 +62,14 @@ class Config(ClippedOptions):
     def every_step(self, num_steps: int) -> list[int]:
         """Steps that may branch."""
         return list(range(num_steps - self.merge)) if self.steps is None else self.steps
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        if self.noise_weight == "released" and sampler.log_prob_form == "unscaled":
+            raise ValueError(
+                "noise_weight=released is for Gaussian log-probs, and the sampler's form is 'unscaled': set "
+                "noise_weight=normalised, or take flow_sde"
+            )
+        ClippedOptions.check(self, sampler, num_steps)
 
     def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
         every, count = self.every_step(num_steps), self.steps_per_iteration
@@ -93,7 +104,10 @@ class TempFlowGrpo(EdgeMethod[Config]):
         every = torch.tensor(sorted(set(self.config.every_step(len(plan)))))
         step = plan.steps(every, process, ends=every + self.config.merge)
         step = replace(step, noise_level=torch.full_like(step.noise_level, plan.noise_level[plan.train[0]]))
-        return std / sent(step_std(networks.policy.sampler, process, step).mean(), std.device)
+        of_all = step_std(networks.policy.sampler, process, step)
+        if networks.policy.sampler.log_prob_form == "unscaled":
+            std, of_all = 1 / std, 1 / of_all
+        return std / sent(of_all.mean(), std.device)
 
 
 build = TempFlowGrpo

@@ -333,12 +333,15 @@ class DepthWindow:
         return range(start, min(start + self.size, last + 1))
 
 
-def log_probs_on_ways(edges: Edges, ids: Sequence[SampleId], plan: StepPlan) -> Tensor:
-    """Old log-probs of the steps on the path to each of B leaves of whole trees, [K, B]; NaN where none is kept."""
+def log_probs_on_ways(edges: Edges, ids: Sequence[SampleId], plan: StepPlan, scale: Tensor) -> Tensor:
+    """Old log-probs of the steps on the path to each of B leaves of whole trees, [K, B]; NaN where none is kept.
+
+    `scale` [K] makes them comparable between steps (`flowrl.samplers.base.density_scale`): a path's is their sum.
+    """
     tree, leaf = plan.tree, torch.tensor([i.sample % plan.leaves for i in ids])
     assert tree is not None
     result, first = torch.full((len(plan), len(leaf)), torch.nan), torch.arange(len(leaf)) - leaf
-    result[edges.step, edges.sample] = edges.old_log_prob
+    result[edges.step, edges.sample] = edges.old_log_prob * scale[edges.step]
     for k in range(len(plan)):
         child = tree.child(k)[leaf]
         result[k] = torch.where(child >= 0, result[k, first + child.clamp(min=0)], torch.nan)

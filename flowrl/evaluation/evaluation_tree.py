@@ -141,7 +141,9 @@ class EvalTree:
             drawn = sampling.draw(plan, noise, sampling.asked([prompt], ids), batch_size=size, options=options)
         finally:
             bar.close()
-        paths = log_probs_on_ways(drawn.edges, ids, plan).T[None] if method.weighs_paths else None
+        paths = None
+        if method.weighs_paths:
+            paths = log_probs_on_ways(drawn.edges, ids, plan, sampling.path_scale(plan)).T[None]
         return drawn.scored(torch.empty(0), prompts=(identity(prompt),), paths=paths)
 
     def _scored(self, rollout: Rollout, images: Images, stop: Stop) -> tuple[Rollout, Tensor]:

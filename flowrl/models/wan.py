@@ -70,6 +70,8 @@ class Config(FlowConfig):
     def __post_init__(self) -> None:
         FlowConfig.__post_init__(self)
         require_rate(self.fps, "model.fps")
+        if self.num_frames < 1:
+            raise ValueError(f"num_frames={self.num_frames} must be at least 1; 1 makes images")
         if self.guidance_scale_2 is not None and self.guidance_scale_2 < 1:
             raise ValueError(f"guidance_scale_2={self.guidance_scale_2} must be at least 1, which means none")
 

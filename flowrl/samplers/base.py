@@ -237,6 +237,17 @@ def step_std(sampler: Sampler, process: Process, step: Step) -> Tensor:
     return sampler.transition(process, Prediction(zeros, zeros, zeros), zeros, step).std
 
 
+def density_scale(sampler: Sampler, process: Process, step: Step) -> Tensor:
+    """Factor between the sampler's own log-prob and a Gaussian's up to a constant, [B]: 1 / (2 std^2) if `unscaled`.
+
+    1 for the other forms, and where the step has no noise.
+    """
+    std = step_std(sampler, process, step)
+    if sampler.log_prob_form != "unscaled":
+        return torch.ones_like(std)
+    return torch.where(std > 0, 1 / (2 * std.square()), 1.0)
+
+
 def takes_vp(sampler: Sampler) -> bool:
     """Whether the sampler supports noise-prediction (VP) models."""
     process, half = VPProcess(), torch.full((1,), 0.5)

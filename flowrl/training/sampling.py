@@ -22,7 +22,7 @@ from flowrl.rollout.loop import RunOptions, batches, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Evaluations, Policy
 from flowrl.rollout.trajectories import Asked, Trajectories
-from flowrl.samplers.base import Sampler
+from flowrl.samplers.base import Sampler, density_scale
 from flowrl.training.divergence import Health
 from flowrl.training.signals import NEVER, Stop
 from flowrl.training.world import World
@@ -53,6 +53,11 @@ class Sampling:
     @property
     def sampler(self) -> Sampler:
         return self.policy.sampler
+
+    def path_scale(self, plan: StepPlan) -> Tensor:
+        """`density_scale` of every step of a plan, [K]."""
+        process = self.adapter.process
+        return density_scale(self.sampler, process, plan.steps(torch.arange(len(plan)), process))
 
     def asked(self, prompts: Sequence[Prompt], ids: Sequence[SampleId]) -> Asked:
         """The samples `ids` with the conditions of their prompts, which are listed by slot."""

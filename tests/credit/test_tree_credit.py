@@ -28,13 +28,14 @@ from flowrl.credit.tree_credit import (
     parent_top1,
     propagated,
 )
+from flowrl.diffusion.plan import window
 from flowrl.diffusion.tree_shapes import completions, offshoots, splits
 from flowrl.run.collector import Collector
-from flowrl.samplers import dance_sde, flow_sde
-from flowrl.samplers.base import step_std
+from flowrl.samplers import cps, dance_sde, flow_sde
+from flowrl.samplers.base import StepDistribution, density_scale, step_std
 from flowrl.training.metrics import Sums
 from tests.credit import rules
-from tests.toys import ToyAdapter, learner_of, roll_out, rollout_of
+from tests.toys import ToyAdapter, learner_of, roll_out, rollout_of, sampling_of
 
 NAN = math.nan
 FOUR = splits(5, {0: 2, 2: 2}, range(4))
@@ -422,6 +423,44 @@ def test_tempflows_weight_is_over_all_steps_that_may_branch(merge):
     assert not found, "every step was drawn"
 
 
+def test_with_cps_tempflow_weighs_a_step_as_a_gaussian_of_its_noise():
+    """The gradient of a step's mean is that of the Gaussian log-prob with w_i = std_i, times a number for all steps."""
+    config = tempflow_grpo.Config(children=2, clip_range=1e-5)
+    method: Any = tempflow_grpo.build(config)
+    sampler = cps.build(cps.Config(noise_level=0.5))
+    plan, group = method.plan(flow_schedule(6), sampler, 1, 0), SimpleNamespace(sampler=sampler, adapter=ToyAdapter())
+    std = step_std(sampler, group.adapter.process, plan.steps(torch.tensor(plan.train), group.adapter.process))
+    weight = method.weight(std, SimpleNamespace(plan=plan), SimpleNamespace(policy=group))
+    assert_close(weight.mean(), torch.tensor(1.0))
+    gradients = []
+    for form, factor in (("mean", std), ("unscaled", weight)):
+        mean = torch.zeros(len(std), 8, requires_grad=True)
+        noise = torch.randn(8, generator=torch.Generator().manual_seed(0)).expand(len(std), 8)
+        ahead = StepDistribution(mean, std).log_prob(std[:, None] * noise, form)
+        gradients.append(torch.autograd.grad((factor * ahead).sum(), mean)[0])
+    ratio = gradients[1] / gradients[0]
+    assert_close(ratio, ratio[:1, :1].expand_as(ratio), rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="noise_weight=released is for Gaussian"):
+        tempflow_grpo.Config(children=2, noise_weight="released").check(sampler, 6)
+
+
+# ---- the likelihood of a path
+
+
+@pytest.mark.parametrize("sampler", [cps.build(cps.Config(noise_level=0.5)), flow_sde.build(flow_sde.Config())])
+def test_scaled_log_probs_are_those_of_a_gaussian_but_for_a_constant_of_the_step(sampler):
+    """With CPS the quieter steps of a path would else hardly count."""
+    process, steps = ToyAdapter().process, torch.arange(6)
+    step = window(flow_schedule(6), 0.5, None).steps(steps, process)
+    std, scale = step_std(sampler, process, step), density_scale(sampler, process, step)
+    x = torch.randn(6, 2, 8, generator=torch.Generator().manual_seed(0))
+    for k in steps[:-1]:
+        there = StepDistribution(torch.zeros(2, 8), std[k].expand(2))
+        own, gaussian = there.log_prob(x[k], sampler.log_prob_form), there.log_prob(x[k], "mean")
+        assert_close(scale[k] * (own[0] - own[1]), gaussian[0] - gaussian[1], rtol=1e-4, atol=1e-6)
+    assert scale[-1] == 1, "a step without noise"
+
+
 # ---- pruning
 
 
@@ -563,10 +602,13 @@ def test_the_leaf_that_a_rule_leaves_out_is_not_trained():
 # ---- processes
 
 
-def test_log_probs_along_the_ways_are_the_same_table_whichever_process_drew_a_tree():
+@pytest.mark.parametrize("sampler", [dance_sde.build(dance_sde.Config(eta=0.5)), cps.build(cps.Config())])
+def test_log_probs_along_the_ways_are_the_same_table_whichever_process_drew_a_tree(sampler):
     """Two prompts, each with trees on both of two processes; every leaf has the numbers of the edges on its way."""
     method = branch_grpo.build(branch_grpo.Config(splits=[0, 2], path_weight=1.0, clip_range=1e-3))
-    session = roll_out(ToyAdapter(), algorithm=method, sampler=dance_sde.build(dance_sde.Config(eta=0.5)), group=12)
+    session = roll_out(ToyAdapter(), algorithm=method, sampler=sampler, group=12)
+    sampling = sampling_of(session.adapter, [], sampler)
+    scale = sampling.path_scale(session.plan)
     tree, edges, rewards = session.plan.tree, session.edges, torch.zeros(1, 2, 12)
     assert tree is not None
     place = zip(edges.sample.tolist(), edges.step.tolist(), strict=True)
@@ -575,13 +617,13 @@ def test_log_probs_along_the_ways_are_the_same_table_whichever_process_drew_a_tr
     for leaf, own in enumerate(session.ids):
         for k in session.plan.train:
             first = leaf - leaf % tree.leaves
-            expected[own.slot, own.sample, k] = drawn[first + int(tree.child(k)[leaf - first]), k]
+            expected[own.slot, own.sample, k] = scale[k] * drawn[first + int(tree.child(k)[leaf - first]), k]
 
     def found(parts: list[list[int]]) -> torch.Tensor:
         """As the last of the processes has it, of which each drew the samples `parts`."""
         told: list = []
         world = SimpleNamespace(gather=lambda own: told.append(own) or told)
-        maker: Any = SimpleNamespace(method=method, world=world)
+        maker: Any = SimpleNamespace(method=method, world=world, sampling=sampling)
         table: Any = None
         for rows in parts:
             own = torch.isin(edges.sample, torch.tensor(rows))
@@ -597,3 +639,4 @@ def test_log_probs_along_the_ways_are_the_same_table_whichever_process_drew_a_tr
     assert torch.equal(split.nan_to_num(9), expected.nan_to_num(9))
     assert expected[..., -1].isnan().all()
     assert expected[..., :-1].isfinite().all()
+    assert bool((scale == 1).all()) == (sampler.log_prob_form != "unscaled")

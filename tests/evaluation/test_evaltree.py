@@ -190,7 +190,7 @@ def test_the_likelier_ways_weigh_more_as_in_training(tmp_path):
     record = place.record()
     plan, ids, _, edges = place.drawn()
     tree, total = plan.tree, torch.tensor(record["leaves"]["reward"], dtype=torch.float64)[None]
-    ways = by_path(log_probs_on_ways(edges, ids, plan).T[None], tree, 2.0)
+    ways = by_path(log_probs_on_ways(edges, ids, plan, torch.ones(len(plan))).T[None], tree, 2.0)
     close(column(record, "reward"), on_edges(tree, record, fuse(total, tree, ways)[0]))
     plain = fuse(total, tree)[0]
     assert max(abs(a - b) for a, b in zip(column(record, "reward"), on_edges(tree, record, plain), strict=True)) > 1e-4

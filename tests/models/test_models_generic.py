@@ -112,6 +112,7 @@ def test_an_unknown_class_whose_samples_see_each_others_timestep_is_predicted_st
     [
         ("wan", {"num_frame": 9}, r"call\.num_frame: WanPipeline takes no such argument; did you mean 'num_frames'"),
         ("wan", {"num_frames": 8}, r"model\.call\.num_frames=8 must be one more than a multiple of 4, .*; use 9"),
+        ("wan", {"num_frames": 0}, r"model\.call\.num_frames=0 must be one more than a multiple of 4, .*; use 1"),
         ("ltx", {"num_frames": 8}, r"model\.call\.num_frames=8 must be one more than a multiple of 4, .*; use 9"),
         ("wan", {"height": 16}, r"model\.call\.height is not to be set: model\.height decides it"),
         ("wan", {"guidance_scale": 3}, r"rollout\.guidance_scale decides it"),

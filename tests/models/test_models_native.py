@@ -281,7 +281,7 @@ def test_log_probs_and_maps_by_position_go_by_tokens():
         ("qwen_image", "height", -4, "of 4; use 4"),
         *(("wan", "width", *case) for case in ((24, "of 16; use 32"), (-16, "of 16; use 16"))),
         ("sd", "width", 15, "of 2; use 16"),
-        *(("wan", "num_frames", *case) for case in ((8, "of 4; use 9"), (0, "of 4; use 1"), (6, "of 4; use 5"))),
+        *(("wan", "num_frames", *case) for case in ((8, "of 4; use 9"), (2, "of 4; use 1"), (6, "of 4; use 5"))),
     ],
 )
 def test_a_size_that_does_not_fit_is_refused_with_the_nearest_that_does(family, option, value, message):
@@ -298,6 +298,7 @@ def test_a_size_that_does_not_fit_is_refused_with_the_nearest_that_does(family, 
         ("flux", {"shift": 0.0}, "shift=0.0 must be positive"),
         ("flux", {"true_cfg_scale": 0.5}, "true_cfg_scale=0.5 must be at least 1"),
         ("qwen_image", {"max_sequence_length": 1025}, r"must be in 1\.\.1024"),
+        ("wan", {"num_frames": 0}, "num_frames=0 must be at least 1; 1 makes images"),
         ("wan", {"guidance_scale_2": 0.5}, r"guidance_scale_2=0\.5 must be at least 1"),
     ],
 )

@@ -180,7 +180,9 @@ def frames_of(pipeline: Any, given: Mapping[str, Any], parameters: Mapping, netw
     name = next((name for name in ("num_frames", "frames") if name in parameters), None)
     if name is None:
         return 1
-    asked = given.get(name) or parameters[name].default or network_config(network).get("sample_frames") or 1
+    asked = given.get(name)
+    if asked is None:
+        asked = parameters[name].default or network_config(network).get("sample_frames") or 1
     names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
     step = int(_attribute(pipeline, *names) or 1)
     # The pipelines round down to whole latent frames after the first.
