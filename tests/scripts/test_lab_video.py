@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from flowrl.config.resolved import Resolved
 from flowrl.diffusion.plan import window
 from flowrl.diffusion.process import FlowProcess
 from flowrl.models._schedulers import path_of, schedule_of
+from flowrl.samplers.base import step_std
 from tests.tiny_sd3 import ROOT, script
 
 RECIPES = {file.stem: file for file in (ROOT / "configs" / "lab").glob("video-*.yaml")}
@@ -33,27 +36,37 @@ def test_a_recipe_resolves_under_its_own_name_and_shares_the_model_and_the_capti
     assert (run.rollout.num_inference_steps, run.rollout.guidance_scale) == (10, 1.0)
 
 
-def first_std(recipe: Path) -> float:
-    """Std of the noise of the first step on tiny-wan's own grid."""
+def stds(recipe: Path, steps: Sequence[int]) -> list[float]:
+    """Std of the noise of steps on tiny-wan's own grid."""
     run = read(recipe)
     scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)  # scripts/_tiny_wan.py
     scheduler.set_timesteps(run.run.rollout.num_inference_steps)
     schedule = schedule_of(path_of(scheduler), scheduler, scheduler.timesteps, scheduler.sigmas)
-    sampler, process, x = run.sampler.build(), FlowProcess(), torch.zeros(1, 1)
-    step = window(schedule, sampler.default_noise_level(), [0]).steps(torch.tensor([0]), process)
-    return float(sampler.transition(process, process.predict(x, x, step.sigma, "velocity"), x, step).std)
+    sampler, process = run.sampler.build(), FlowProcess()
+    plan = window(schedule, sampler.default_noise_level(), list(steps))
+    return step_std(sampler, process, plan.steps(torch.tensor(steps), process)).tolist()
 
 
-def test_the_samplers_that_are_compared_make_equal_noise_on_the_first_step():
+def test_the_samplers_that_are_compared_make_equal_noise_over_the_trained_steps():
     """On the grid of the lab's images, which has no shift, the same strengths would be others."""
-    stds = {name: first_std(file) for name, file in RECIPES.items() if name.startswith("video-sage_grpo")}
-    assert stds.pop("video-sage_grpo-wan_sde") == pytest.approx(0.192, abs=1e-3)  # it has no strength to set
-    assert stds.pop("video-sage_grpo-dance_sde") == pytest.approx(0.5, abs=0.03)  # more would be too much later on
-    assert len(stds) == 3
-    assert stds == pytest.approx(dict.fromkeys(stds, 0.7), abs=0.03)
-    assert first_std(RECIPES["video-flow_grpo"]) == pytest.approx(0.7, abs=1e-3)
-    assert first_std(RECIPES["video-dance_grpo"]) == pytest.approx(0.5, abs=1e-2)
-    assert first_std(RECIPES["video-branch_grpo"]) == pytest.approx(0.6, abs=1e-2)
+    compared = {name: file for name, file in RECIPES.items() if name.startswith("video-sage_grpo")}
+    means = {name: statistics.fmean(stds(file, [0, 2, 4])) for name, file in compared.items()}
+    assert all(read(file).algorithm.config.sde_steps == [0, 2, 4] for file in compared.values())
+    assert means.pop("video-sage_grpo-wan_sde") == pytest.approx(0.206, abs=1e-3)  # it has no strength to set
+    assert len(means) == 4
+    assert means == pytest.approx(dict.fromkeys(means, 0.46), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "expected"),
+    [
+        ("video-flow_grpo", [0], [0.7]),
+        ("video-dance_grpo", [0, 4], [0.5, 0.72]),
+        ("video-branch_grpo", [0, 3], [0.6, 0.78]),
+    ],
+)
+def test_the_noise_is_what_the_recipe_says(name, steps, expected):
+    assert stds(RECIPES[name], steps) == pytest.approx(expected, abs=0.01)
 
 
 def test_a_cell_in_which_every_video_is_tied_leaves_the_page_whole():
