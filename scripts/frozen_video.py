@@ -1,6 +1,7 @@
 """The frozen video: a run rewarded by smoothness alone beside one rewarded by `motion`, whose gate asks for movement.
 
     python scripts/frozen_video.py            run missing cells, then write the page and its pictures
+    python scripts/frozen_video.py --check    replay the start of stale cells, as the lab does
     python scripts/frozen_video.py --stale    run stale cells too
     python scripts/frozen_video.py --write    only write them; the filmstrips need the run folders
 
@@ -78,9 +79,14 @@ def recipes() -> dict[str, Path]:
 # ---- running
 
 
+def frozen_run(name: str, recipe: Path, seed: int) -> lab.Run:
+    """The run of one of the two, in the folder frozen-NAME-seed0."""
+    return lab.cell_run(f"frozen-{name}", recipe, seed)
+
+
 def run_cell(name: str, recipe: Path, now: lab.Fingerprints) -> dict[str, Any]:
-    """Train one of the two as the lab does, in the run folder frozen-NAME-seed0."""
-    run = lab.cell_run(f"frozen-{name}", recipe, 0)
+    """Train one of the two as the lab does."""
+    run = frozen_run(name, recipe, 0)
     captions = lab.read_recipe(recipe)["eval"]["periodic_prompts"]
     return lab.run_cell(run, now) | {"curve": mean_scores(lab.RUNS / run.name, captions, list(METRICS))}
 
@@ -89,6 +95,14 @@ def jobs() -> Iterator[lab.Job]:
     """The cells for `lab.run_missing`."""
     for name, recipe in recipes().items():
         yield f"{name}/0", recipe, partial(run_cell, name, recipe)
+
+
+def check(cells: lab.Cells) -> bool:
+    """Replay recipes whose cells are stale by their code; whether every cell is fresh then."""
+    try:
+        return all([lab.check_recipe(name, file, cells, [0], frozen_run) for name, file in recipes().items()])
+    finally:
+        lab.write_results(cells, NUMBERS)
 
 
 # ---- the pictures
@@ -200,10 +214,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--stale", action="store_true", help="run stale cells again")
+    what.add_argument("--check", action="store_true", help="replay stale cells and compare; 1 if any stays stale")
     what.add_argument("--write", action="store_true", help="only write the page")
     args = parser.parse_args()
-    good = args.write or lab.run_missing(jobs(), NUMBERS, stale=args.stale)
-    if good:
+    good = True
+    if args.check:
+        good = check(lab.load(NUMBERS))
+    elif not args.write:
+        good = lab.run_missing(jobs(), NUMBERS, stale=args.stale)
+    if good or args.check:
         write_page()
     return 0 if good else 1
 

@@ -44,7 +44,8 @@ from _lab_page import Entry, flat_kilobytes, page
 from _lab_quotes import bring_up_to_date
 from _lab_replay import differences, replay
 from _lab_runs import RUNS as RUNS
-from _lab_runs import Failed, Run, cell_run, read, run_cell, write
+from _lab_runs import Failed, cell_run, read, run_cell, write
+from _lab_runs import Run as Run
 from _lab_steps import measure, steps_section
 from _lab_videos import SEEDS, seeds_of, videos_section
 
