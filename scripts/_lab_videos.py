@@ -14,7 +14,8 @@ FLICKER = "shapes_motion_flicker"
 TEXT = """\
 The methods on videos: `assets/tiny-wan`, 9 frames of 32 x 32. Strict accuracy (`shapes_motion_strict`) in per cent on
 the {captions} held-out captions of `shapes:motion-heldout`, one fixed seed each, ODE sampler without CFG; the rest as
-above.
+above. What they show: [the report of `video-sage_grpo`, seed 0](lab/video_report/index.html)
+(`python scripts/video_report.py`).
 """
 SAMPLERS = """\
 SAGE-GRPO's recipe with other kinds of noise, and so with equal network evaluations: seed 0, nothing else changed.
