@@ -14,8 +14,13 @@ FLICKER = "shapes_motion_flicker"
 TEXT = """\
 The methods on videos: `assets/tiny-wan`, 9 frames of 32 x 32. Strict accuracy (`shapes_motion_strict`) in per cent on
 the {captions} held-out captions of `shapes:motion-heldout`, one fixed seed each, ODE sampler without CFG; the rest as
-above. What they show: [the report of `video-sage_grpo`, seed 0](lab/video_report/index.html)
-(`python scripts/video_report.py`).
+above.
+
+![nine frames of base and tuned videos for one caption of each task](lab/videos.png)
+
+One caption of each task, drawn with a fixed seed before any score was looked at: `video-sage_grpo`, seed 0, base above
+tuned; green is right, red wrong. [The report of this run](lab/video_report/index.html) plays them
+(`python scripts/video_report.py` makes both).
 """
 SAMPLERS = """\
 SAGE-GRPO's recipe with other kinds of noise, and so with equal network evaluations: seed 0, nothing else changed.

@@ -21,10 +21,10 @@ import lab
 import numpy as np
 from _lab_page import cpu_seconds, row, table
 from _lab_runs import mean_scores
+from _strips import drawn, strips
 from _svg import Panel, Picture
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
-from flowrl.core import media
 from flowrl.evaluation.results import Evaluation
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,8 +40,8 @@ METRICS = {
     "shapes_motion_strict": "strict",
     "shapes_motion_flicker": "flicker",
 }
-SHOWN, SCALE, LABEL, CAPTION = 3, 2, 96, 18
-"""Captions of the filmstrips, times that pixels are enlarged, widths of the names and heights of the captions."""
+SHOWN = 3
+"""Captions of the filmstrips."""
 HEAD = """\
 # The frozen video
 
@@ -128,43 +128,11 @@ def draw_curves(cells: lab.Cells) -> str:
 
 
 def draw_strips(folders: dict[str, Path]) -> Image.Image:
-    """Frames in a row; base and both tuned models below each other, for a few captions."""
+    """Base and both tuned models below each other, for a few captions."""
     rows = {"base": folders["smooth"] / "eval" / "base"}
     rows |= {text: folders[name] / "eval" / "tuned" for name, text in NAMES.items()}
     prompts = Evaluation.load(folders["smooth"] / "eval" / "base.json").prompts
-    chosen = sorted(
-        np.random.default_rng(0).choice(len(prompts), size=min(SHOWN, len(prompts)), replace=False).tolist()
-    )
-    videos = {
-        (number, text): [frame.convert("RGB") for frame in read_video(place, number)]
-        for number in chosen
-        for text, place in rows.items()
-    }
-    first = videos[chosen[0], "base"]
-    side, gap = SCALE * first[0].width, 2
-    block = CAPTION + len(rows) * (side + gap)
-    sheet = Image.new("RGB", (LABEL + len(first) * (side + gap), len(chosen) * block), (255, 255, 255))
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
-    for place, number in enumerate(chosen):
-        pen.text((LABEL, place * block + 2), prompts[number], fill=(36, 41, 47), font=font)
-        for line, text in enumerate(rows):
-            top = place * block + CAPTION + line * (side + gap)
-            pen.multiline_text((4, top + side // 2 - 13), text.replace(" ", "\n", 1), fill=(36, 41, 47), font=font)
-            for step, frame in enumerate(videos[number, text]):
-                sheet.paste(frame.resize((side, side), Image.Resampling.NEAREST), (LABEL + step * (side + gap), top))
-    return sheet
-
-
-def read_video(folder: Path, number: int) -> list[Image.Image]:
-    """Frames of a saved video of an evaluation.
-
-    Raises:
-        SystemExit: the run folder has none.
-    """
-    file = media.find(folder / f"{number:05d}-0")
-    if file is None:
-        raise SystemExit(f"{folder} has no video of caption {number}: run the cells here, the pictures are theirs")
-    return media.read_frames(file)
+    return strips(rows, {number: prompts[number] for number in drawn(len(prompts), SHOWN)})
 
 
 # ---- the page

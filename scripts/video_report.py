@@ -1,10 +1,11 @@
-"""The report of the lab's SAGE-GRPO run on videos, small enough to be in the repository: docs/lab/video_report/.
+"""The report of the lab's SAGE-GRPO run on videos, small enough to be in the repository, and filmstrips of it.
 
     python scripts/lab.py video-sage_grpo --seeds 0     the run, if its folder is gone
     python scripts/video_report.py
 
-The page is what `flowrl gallery` writes of the run folder, with the videos of fewer captions: those that the run would
-have saved with `eval.save_images` of 48. Numbers are of all captions.
+The page docs/lab/video_report/index.html is what `flowrl gallery` writes of the run folder, with the videos of fewer
+captions: those that the run would have saved with `eval.save_images` of 48. Numbers are of all captions. The filmstrips
+docs/lab/videos.png are of one caption of each task, drawn with a fixed seed before any score is looked at.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ import tempfile
 from pathlib import Path
 
 import lab
+from _strips import drawn, strips
+from PIL import Image
 
+from flowrl import moving_shapes
+from flowrl.evaluation.results import Evaluation
 from flowrl.gallery import builder
 
 RUN = "video-sage_grpo-seed0"
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "lab" / "video_report"
+STRIPS = FOLDER.parent / "videos.png"
 CAPTIONS = 48
+"""Captions whose videos the report has."""
 LEFT_OUT = ("checkpoints", "adapter", "gallery")
 
 
@@ -38,12 +45,24 @@ def copy_run(run: Path, to: Path) -> None:
             video.unlink()
 
 
+def draw(run: Path) -> Image.Image:
+    """Base above tuned, on the same captions and noise; a green bar is right, a red one wrong."""
+    found = {name: Evaluation.load(run / "eval" / f"{name}.json") for name in ("base", "tuned")}
+    prompts = found["base"].prompts
+    tasks = [moving_shapes.parse(prompt).task for prompt in prompts]
+    of_each = [[k for k, task in enumerate(tasks) if task == asked] for asked in moving_shapes.TASKS]
+    numbers = [members[drawn(len(members), 1)[0]] for members in of_each if members]
+    right = {(name, k): bool(e.scores["shapes_motion_strict"][k, 0] == 1) for name, e in found.items() for k in numbers}
+    return strips({name: run / "eval" / name for name in found}, {k: prompts[k] for k in numbers}, right)
+
+
 def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / RUN
         copy_run(lab.RUNS / RUN, copy)
         page = builder.build([copy], FOLDER)
+    draw(lab.RUNS / RUN).save(STRIPS, optimize=True)
     print(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
     return 0
 

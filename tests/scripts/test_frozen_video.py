@@ -62,8 +62,9 @@ def test_the_page_says_what_each_run_changed_and_shows_its_frames(frozen: Module
     assert "| smooth | 700 | stale: code |" in text
     assert "table of all 4;" in text
     assert frozen.CURVES.read_text().count("<path") == 6
-    sheet = np.asarray(frozen.media.open_image(frozen.STRIPS))
+    sheet = np.asarray(media.open_image(frozen.STRIPS))
     # The last frame of each row: base, smoothness alone, gated.
+    strips = script("_strips")
     right, pitch = sheet.shape[1] - 34, 2 * 32 + 2
-    levels = [sheet[frozen.CAPTION + line * pitch + 32, right].tolist() for line in range(3)]
+    levels = [sheet[strips.CAPTION + line * pitch + 32, right].tolist() for line in range(3)]
     assert levels == [[round(255 * level)] * 3 for level in (0.25, 0.5, 0.75)]

@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from flowrl.core import media
+from flowrl.evaluation.results import Evaluation
 from flowrl.gallery.runs import load_run
 from tests.gallery.test_gallery import make_run
 from tests.tiny_sd3 import script
@@ -21,23 +24,42 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     module = script("video_report")
     monkeypatch.setattr(module.lab, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(module, "FOLDER", tmp_path / "report")
+    monkeypatch.setattr(module, "STRIPS", tmp_path / "strips.png")
     monkeypatch.setattr(module, "CAPTIONS", 3)
     monkeypatch.setattr("sys.argv", ["video_report.py"])
     return module
 
 
-def test_the_page_has_the_videos_of_the_first_captions_and_the_numbers_of_all(report: ModuleType, tmp_path: Path):
+def test_the_page_has_the_videos_of_the_first_captions_and_the_numbers_of_all(
+    report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with pytest.raises(SystemExit, match="is not a finished run"):
         report.main()
     run = make_run(tmp_path / "runs" / report.RUN, num_prompts=5, iterations=20)
     for image in run.glob("eval/*/*.png"):
         media.write(torch.rand(5, 3, 16, 16), image.with_suffix(""), fps=4)
         image.unlink()
+    monkeypatch.setattr(report, "draw", lambda run: Image.new("RGB", (1, 1)))  # of captions that ask for motion
     report.main()
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert "of the 3 prompts with saved videos" in page
     assert "5 prompts" in page
     assert len(list(run.glob("eval/base/*.webp"))) == 5 * len(load_run(run).evaluations["base"].seeds), "the run stays"
+
+
+def test_filmstrips_are_of_one_caption_of_each_task_and_say_what_is_right(report: ModuleType, tmp_path: Path):
+    prompts = ("a red circle moves left", "a red circle stays", "a blue cross moves up", "a blue cross rests")
+    for tag, level in (("base", 0.25), ("tuned", 0.75)):
+        table = {"shapes_motion_strict": np.full((4, 1), float(tag == "tuned"))}
+        Evaluation(tag, 60, 1.0, 10, prompts, 1, table).save(tmp_path / "eval")
+        for number in range(4):
+            media.write(torch.full((9, 3, 32, 32), level), tmp_path / "eval" / tag / f"{number:05d}-0")
+    strips, sheet = script("_strips"), np.asarray(report.draw(tmp_path))
+    block = strips.CAPTION + 2 * (2 * 32 + strips.GAP)
+    assert sheet.shape[0] == 2 * block, "two tasks"
+    rows = [block * task + strips.CAPTION + line * (2 * 32 + strips.GAP) + 32 for task in (0, 1) for line in (0, 1)]
+    assert [tuple(sheet[row, strips.LABEL - 5].tolist()) for row in rows] == [strips.WRONG, strips.RIGHT] * 2
+    assert [int(sheet[row, strips.LABEL + 10, 0]) for row in rows] == [64, 191] * 2
 
 
 def test_the_page_in_the_repository_is_of_the_cell_in_the_lab():
