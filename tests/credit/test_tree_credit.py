@@ -32,7 +32,7 @@ from flowrl.diffusion.plan import window
 from flowrl.diffusion.tree_shapes import completions, offshoots, splits
 from flowrl.run.collector import Collector
 from flowrl.samplers import cps, dance_sde, flow_sde
-from flowrl.samplers.base import StepDistribution, density_scale, step_std
+from flowrl.samplers.base import LogProbForm, StepDistribution, density_scale, step_std
 from flowrl.training.metrics import Sums
 from tests.credit import rules
 from tests.toys import ToyAdapter, learner_of, roll_out, rollout_of, sampling_of
@@ -433,7 +433,8 @@ def test_with_cps_tempflow_weighs_a_step_as_a_gaussian_of_its_noise():
     weight = method.weight(std, SimpleNamespace(plan=plan), SimpleNamespace(policy=group))
     assert_close(weight.mean(), torch.tensor(1.0))
     gradients = []
-    for form, factor in (("mean", std), ("unscaled", weight)):
+    forms: tuple[tuple[LogProbForm, torch.Tensor], ...] = (("mean", std), ("unscaled", weight))
+    for form, factor in forms:
         mean = torch.zeros(len(std), 8, requires_grad=True)
         noise = torch.randn(8, generator=torch.Generator().manual_seed(0)).expand(len(std), 8)
         ahead = StepDistribution(mean, std).log_prob(std[:, None] * noise, form)
