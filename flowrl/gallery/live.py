@@ -51,6 +51,8 @@ class Served:
         try:
             mark = path.stat().st_mtime_ns
             size, reel = _shape(path, mark)
+        except ConfigError:  # the page names the missing package
+            raise
         except media.UNREADABLE:  # half written, or gone: the next look finds it
             return None
         video = path.suffix != ".png"
@@ -85,6 +87,7 @@ def _shape(path: Path, mark: int) -> tuple[tuple[int, int], images.Reel | None]:
 
     Raises:
         UNREADABLE of core/media.py.
+        ConfigError (a ValueError): a file that needs the extra `video`, which is not installed.
     """
     (frames, fps), size = media.facts(path), media.size(path)
     return size, None if fps is None else images.Reel.of(frames, fps, size)

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from flowrl.core import media
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import json_ready
 from flowrl.gallery import build
@@ -277,6 +279,16 @@ def test_images_end_where_the_budget_is_spent_and_the_page_says_so(folders, tmp_
     small = Page(build(folders, tmp_path / "small"))
     assert "of 6 rows fit the size of this page" in small.text("p")
     assert "all runs have the same one" in small.text("p")
+
+
+def test_a_comparison_of_video_models_speaks_of_videos(tmp_path):
+    folders = [make_run(tmp_path / name, gain, count=4) for name, gain in (("one", 0.1), ("two", 0.2))]
+    for image in [file for folder in folders for file in folder.glob("eval/*/*.png")]:
+        media.write(torch.rand(5, 3, 16, 16), image.with_suffix(""), fps=4)
+        image.unlink()
+    said = [text for text in Page(build(folders, tmp_path / "page")).texts["p"] if "images" in text or "videos" in text]
+    assert any("8 videos of each model" in text for text in said)
+    assert not any("image" in text for text in said)
 
 
 def test_runs_of_one_name_are_told_apart_where_they_are_only_listed(tmp_path):

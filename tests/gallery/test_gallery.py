@@ -23,6 +23,7 @@ from PIL import Image
 
 from flowrl import shapes
 from flowrl.core import media
+from flowrl.core.errors import ConfigError
 from flowrl.gallery import build, builder, certainty, charts, facts, images, results
 from flowrl.gallery.live import Served
 from flowrl.gallery.results import Metric
@@ -388,6 +389,14 @@ def test_a_served_page_shows_a_video_as_a_page_on_disk_does(tmp_path):
         for key in ("width", "height", "pixelated", "reel"):
             assert served[key] == embedded[key]
         assert "px=384" in served["src"], "the server makes the same image"
+
+
+def test_a_served_page_names_the_package_that_a_video_needs(tmp_path, monkeypatch):
+    """Without it the page would say that no image was saved."""
+    monkeypatch.setitem(sys.modules, "av", None)
+    (tmp_path / "00000-0.mp4").write_bytes(b"ftyp")
+    with pytest.raises(ConfigError, match=r"00000-0.mp4 needs .* pip install 'flowrl\[video\]'"):
+        Served([tmp_path]).picture(tmp_path / "00000-0.mp4", 384)
 
 
 def test_the_film_runs_from_base_to_tuned(page):

@@ -255,7 +255,9 @@ def test_a_video_in_mp4_is_shown_as_a_webp_of_the_same_frames(folder):
         file.unlink()
     with voting(folder) as server:
         page = Page(server)
-        status, data, headers = page.ask("GET", "/" + page.state()["pair"]["left"])
+        pair = page.state()["pair"]
+        status, data, headers = page.ask("GET", "/" + pair["left"])
+    assert pair["noun"] == "video"
     assert (status, headers["Content-Type"]) == (200, "image/webp")
     (folder / "shown.webp").write_bytes(data)
     shown, fps = media.decode_video(folder / "shown.webp")

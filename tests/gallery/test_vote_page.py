@@ -50,6 +50,7 @@ def test_votes_by_keys_alone(browser, folder):
         shown = server.ballot.shown("ann")
         assert shown is not None
         assert page.locator("#prompt").text_content() == shown.prompt
+        assert page.title() == page.locator("h1").text_content() == "Which image is better?"
         assert page.locator(".side img").evaluate_all("l => l.every(i => i.naturalWidth === 32)")
         wanted = []
         for done, key in enumerate(("ArrowLeft", "2", "ArrowDown")):
@@ -94,6 +95,24 @@ def test_the_page_fits_the_window_and_everyone_can_use_it(browser, folder, size,
         page.locator("body[data-state=pair], body[data-state=idle]").wait_for()
         assert fits(page)
         assert violations(page, ("wcag2a", "wcag21a", "wcag2aa")) == []
+
+
+def test_of_two_names_in_quick_succession_the_second_counts(browser, folder):
+    with voting(folder) as server, browser.new_context(viewport=WIDE) as session:
+        page = session.new_page()
+        page.goto(server.address)
+        page.locator("body:not([data-state=busy])").wait_for()
+        held: list[Any] = []
+        page.route("**/ask", lambda route: route.continue_() if held else held.append(route))
+        for name in ("dora", "emil"):
+            page.locator("#voter").fill(name)
+            page.keyboard.press("Enter")
+            page.locator("#voter").blur()
+        held[0].continue_()
+        page.wait_for_function(
+            "() => document.body.dataset.state !== 'busy' && sessionStorage.getItem('voter') === 'emil'"
+        )
+        assert page.locator("#voter").input_value() == "emil"
 
 
 def test_an_answer_that_does_not_count_is_said(browser, folder):

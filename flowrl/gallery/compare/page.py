@@ -40,6 +40,7 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
         "whole": len(runs) <= WHOLE,
         "differences": differences([runs[members[0]] for members in recipes]),
         "recipe_names": names,
+        "noun": "video" if all(run.noun == "video" for run in runs) else "image",
     }
     if shared is None:
         return common | {"shared": None, "plain": plain.comparison(runs, alike=alike), "metrics": []}

@@ -231,6 +231,7 @@ class Ballot:
             state["pair"] = {
                 "token": asked.token,
                 "prompt": asked.pair.prompt,
+                "noun": "image" if asked.pair.first.suffix == ".png" else "video",
                 "left": f"image/{asked.left}",
                 "right": f"image/{asked.right}",
             }

@@ -40,7 +40,8 @@ async function show(state) {
   voter = state.voter;
   undoable = state.undoable;
   sessionStorage.setItem("voter", voter);
-  if (document.activeElement !== at("voter")) at("voter").value = voter;
+  // A name that was entered while this was asked for is still to be read.
+  if (document.activeElement !== at("voter") && !named) at("voter").value = voter;
   at("progress").textContent = state.progress;
   waits = state.waits;
   const next = state.pair;
@@ -50,6 +51,9 @@ async function show(state) {
   at("pair").hidden = next === null;
   if (next === null) return;
   at("prompt").textContent = next.prompt || "(no prompt)";
+  at("question").textContent = document.title = `Which ${next.noun} is better?`;
+  at("left").alt = `Left ${next.noun}`;
+  at("right").alt = `Right ${next.noun}`;
   await Promise.all([loaded("left", next.left), loaded("right", next.right)]);
   pair = next;
 }
