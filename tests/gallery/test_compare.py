@@ -234,6 +234,29 @@ def test_curves_run_from_the_base_over_what_training_has_spent(folders, monkeypa
     assert seen["time of training, seconds"]["awm"] == [0, 3, 6]
 
 
+def test_evaluations_of_other_prompts_are_no_points_of_a_curve(tmp_path):
+    """Without a prompt that all evaluations have, curves are over those of base and tuned, and the page says so."""
+    folders = [make_run(tmp_path / name, 0.2, count=4) for name in ("one", "two")]
+    file = folders[0] / "eval" / "iteration-000002.json"
+    document = json.loads(file.read_text())
+    document["prompts"] = ["another"] * len(document["prompts"])
+    file.write_text(json.dumps(document))
+    built = build(folders, tmp_path / "page")
+    said = "evaluations during training with other prompts are left out: one."
+    assert said in Page(built).text("p").replace("Evaluations", "evaluations")
+    runs = [load_run(folder) for folder in folders]
+    shared = share(runs)
+    assert shared is not None
+    found: dict[str, list[float]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "flowrl.gallery.compare.drawing.curves",
+            lambda lines, axis, *, percent: found.update({line.label: line.x.tolist() for line in lines}),
+        )
+        over_training(shared, shared.metrics[0], {0: Style(0), 1: Style(1)}, "", curve_places(shared))
+    assert (len(found["one"]), len(found["two"])) == (2, 3)
+
+
 def test_a_run_without_scores_is_never_the_leader(tmp_path):
     folders = [make_run(tmp_path / name, gain) for name, gain in (("bare", 0.1), ("good", -0.2), ("bad", 0.2))]
     for folder in folders:

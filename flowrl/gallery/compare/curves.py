@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,11 +25,15 @@ KL = "policy/kl_reference"
 def over_training(
     shared: Shared, of: SharedMetric, styles: dict[int, Style], subject: str, places: np.ndarray
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """(one chart for each quantity, sentences on runs without it); means over `places`, those of `curve_places`."""
+    """(one chart for each quantity, sentences on what is missing); means over `places`, those of `curve_places`."""
     found = {i: _trajectory(shared, i, of.metric, places) for i in of.members}
     spent = {i: _spent(shared.runs[i]) for i in of.members}
     last = {name: max((spent[i][name][-1] for i in of.members if name in spent[i]), default=0.0) for name in QUANTITIES}
     charts, missing = [], []
+    texts = _texts(shared, places)
+    other = [label_of(shared.runs, i) for i in of.members if not all(_has(e, texts) for e in shared.runs[i].during)]
+    if other:
+        missing.append(f"evaluations during training with other prompts are left out: {', '.join(other)}.")
     for name, words in QUANTITIES.items():
         without = [label_of(shared.runs, i) for i in of.members if name not in spent[i]]
         lines = []
@@ -103,13 +107,19 @@ def samples_per_iteration(run: Run) -> float:
 def curve_places(shared: Shared) -> np.ndarray:
     """Shared places that every evaluation during training of every run has too; without any, all shared ones."""
     during = [e for i in shared.compared for e in shared.runs[i].during]
-    least = min((len(e.prompts) for e in during), default=math.inf)
-    kept = [
-        p
-        for p, text in zip(shared.places, shared.prompts, strict=True)
-        if p < least and all(e.prompts[p] == text for e in during)
-    ]
+    kept = [p for p, text in _texts(shared, shared.places).items() if all(_has(e, {p: text}) for e in during)]
     return np.asarray(kept, dtype=np.int64) if kept else shared.places
+
+
+def _texts(shared: Shared, places: np.ndarray) -> dict[int, str]:
+    """Shared place -> prompt, of `places`."""
+    texts = dict(zip(shared.places.tolist(), shared.prompts, strict=True))
+    return {p: texts[p] for p in places.tolist()}
+
+
+def _has(evaluation: Evaluation, texts: Mapping[int, str]) -> bool:
+    """Whether an evaluation has these prompts at their places."""
+    return all(p < len(evaluation.prompts) and evaluation.prompts[p] == text for p, text in texts.items())
 
 
 def _trajectory(shared: Shared, number_of: int, metric: Metric, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -117,7 +127,8 @@ def _trajectory(shared: Shared, number_of: int, metric: Metric, places: np.ndarr
     run = shared.runs[number_of]
     base, after = run.both
     known: dict[float, float] = {0.0: _mean(base, metric, places, shared.seeds)}
-    for evaluation in run.during:
+    texts = _texts(shared, places)
+    for evaluation in (e for e in run.during if _has(e, texts)):
         known[float(evaluation.iteration)] = _mean(evaluation, metric, places, shared.seeds)
     x, y = run.curve(f"eval/{metric.name}")
     if not run.during:  # older folders kept the means alone
