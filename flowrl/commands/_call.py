@@ -29,7 +29,7 @@ def call_of(
     """Arguments of the call: the model's `own`, then the options; `words` are key=value, and come last.
 
     Raises:
-        ConfigError: an argument that the call does not have, or that the command sets itself.
+        ConfigError: an argument that the call does not have, that the command sets itself, or that does not fit the model.
         ModelError: a guidance scale for a pipeline without one.
     """
     require_finite(guidance)
@@ -38,7 +38,9 @@ def call_of(
         call["num_inference_steps"] = steps
     if guidance is not None:
         call |= guidance_arguments(pipeline, guidance, call)
-    return call | _settings(pipeline, words)
+    call |= _settings(pipeline, words)
+    _require_positions(pipeline, call)
+    return call
 
 
 def _settings(pipeline: Any, words: Sequence[str]) -> dict[str, Any]:
@@ -58,6 +60,23 @@ def _settings(pipeline: Any, words: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--set {name}={count}: must be a whole number, at least 1")
     _require_patches(pipeline, result.get("num_frames"))
     return result
+
+
+def _require_positions(pipeline: Any, call: Mapping[str, Any]) -> None:
+    """Refuse sides that are longer than a denoiser's table of positions, which fails inside (Wan's do)."""
+    network, scale = getattr(pipeline, "transformer", None), getattr(pipeline, "vae_scale_factor_spatial", None)
+    settings = {} if network is None else network_config(network)
+    positions, patches = settings.get("rope_max_seq_len"), settings.get("patch_size")
+    if positions is None or scale is None or not isinstance(patches, list | tuple):
+        return
+    known, largest = inspect.signature(type(pipeline).__call__).parameters, positions * scale * patches[-1]
+    for name in ("height", "width"):
+        side = call.get(name, known[name].default if name in known else None)
+        if isinstance(side, int) and side > largest:
+            raise ConfigError(
+                f"{name}={side}: the denoiser has positions for {largest} pixels; give a smaller one, such as "
+                f"--set {name}={largest}"
+            )
 
 
 def _require_patches(pipeline: Any, frames: int | None) -> None:

@@ -98,7 +98,8 @@ class Wan(Native):
         self._check_frames()
 
     def sides(self) -> tuple[tuple[int, int], int, int | None]:
-        return (480, 832), self.pipeline.vae_scale_factor_spatial * self.settings["patch_size"][-1], None
+        unit = self.pipeline.vae_scale_factor_spatial * self.settings["patch_size"][-1]
+        return (480, 832), unit, self.settings["rope_max_seq_len"] * unit
 
     @property
     def experts(self) -> dict[str, nn.Module]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flowrl.core.errors import ConfigError, ModelError
+from flowrl.models._loading import quiet_diffusers
 from flowrl.models.paths import loading, null_components, require_folder, resolve_path
 from flowrl.models.weights import lora_file
 from flowrl.rollout.learned_noise import LearnedNoise
@@ -106,12 +107,11 @@ def _dtype() -> torch.dtype:
 
 def _plain(target: str, revision: str | None) -> Any:
     """The pipeline of a folder, an asset or a hub id."""
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
     path = resolve_path(target)
     require_model(target)
     with loading("model", target):
-        return DiffusionPipeline.from_pretrained(path, revision=revision, dtype=_dtype(), **null_components(path))
+        pipeline_class = quiet_diffusers("DiffusionPipeline")
+        return pipeline_class.from_pretrained(path, revision=revision, dtype=_dtype(), **null_components(path))
 
 
 def _require_pipeline(folder: Path) -> None:

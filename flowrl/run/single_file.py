@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from flowrl.core.errors import ModelError
+from flowrl.models._loading import quiet_diffusers
 from flowrl.models.classes import pipeline_class
 from flowrl.models.paths import loading, pipeline_index, resolve_path
 
@@ -56,7 +57,7 @@ def _load(file: Path, source: str, kind: str, shapes: dict[str, torch.Tensor], d
     import transformers
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    path = Path(resolve_path(source))
+    path, whole = Path(resolve_path(source)), quiet_diffusers(kind)
     parts: dict[str, Any] = {}
     for name, (library, class_name) in _networks(path).items():
         if library is None:
@@ -65,8 +66,7 @@ def _load(file: Path, source: str, kind: str, shapes: dict[str, torch.Tensor], d
             # diffusers takes few of these from the folder by itself.
             made: Any = getattr(diffusers if library == "diffusers" else transformers, class_name)
             parts[name] = made.from_pretrained(path / name, dtype=dtype)
-    pipeline: Any = getattr(diffusers, kind)
-    return pipeline.from_single_file(str(file), config=str(path), dtype=dtype, local_files_only=HF_HUB_OFFLINE, **parts)
+    return whole.from_single_file(str(file), config=str(path), dtype=dtype, local_files_only=HF_HUB_OFFLINE, **parts)
 
 
 def _networks(folder: Path) -> dict[str, tuple[str | None, str]]:

@@ -153,6 +153,7 @@ def test_a_video_is_written_as_mp4_at_a_rate_of_the_options(draw):
         ("flux", ["a", "--set", "heigth=8"], "heigth: FluxPipeline takes no such argument; did you mean 'height'?"),
         ("flux", ["a", "--set", "prompt=b"], "--set prompt: the command sets it by itself"),
         ("wan", ["a", "--set", "width=20"], "WanPipeline: `height` and `width` have to be divisible by 16"),
+        ("wan", ["a", "--set", "height=1024"], "height=1024: the denoiser has positions for 512 pixels"),
         ("flux_kontext", ["own.jsonl", "--image", "red.png"], "whose records name their own images"),
     ],
 )

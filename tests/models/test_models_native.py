@@ -279,7 +279,10 @@ def test_log_probs_and_maps_by_position_go_by_tokens():
     [
         *(("flux", "width", *case) for case in ((18, "of 4; use 16"), (0, "of 4; use 4"), (23, "of 4; use 24"))),
         ("qwen_image", "height", -4, "of 4; use 4"),
-        *(("wan", "width", *case) for case in ((24, "of 16; use 32"), (-16, "of 16; use 16"))),
+        *(
+            ("wan", "width", size, rf"of 16 in 16\.\.512; use {near}")
+            for size, near in ((24, 32), (-16, 16), (528, 512))
+        ),
         ("sd", "width", 15, "of 2; use 16"),
         *(("wan", "num_frames", *case) for case in ((8, "of 4; use 9"), (2, "of 4; use 1"), (6, "of 4; use 5"))),
     ],

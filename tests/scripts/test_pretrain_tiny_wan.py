@@ -152,9 +152,14 @@ def test_tiny_wans_loss_reads_the_vae_and_the_text_as_the_pipeline_does(scripts)
     for frames, message in ((8, "one more than a multiple of 2; use 9"), (5, "makes 3 latent frames, .* 5 at a time")):
         with pytest.raises(ModelError, match=f"model.num_frames={frames} .*{message}"):
             native.adapter("wan", pipe, (32, 32), num_frames=frames, max_sequence_length=12)
+    for words in ([], ["height=32"]):
+        with pytest.raises(
+            ConfigError, match=rf"{'width=832' if words else 'height=480'}: .* positions for 256 pixels"
+        ):
+            call_of(pipe, {}, None, None, words)
     with pytest.raises(ConfigError, match=r"num_frames=7: it makes 4 latent frames, .* 5 at a time; use 9"):
         call_of(pipe, {}, None, None, ["num_frames=7"])
-    assert call_of(pipe, {}, None, None, ["num_frames=9"]) == {"num_frames": 9}
+    assert call_of(pipe, {"height": 32, "width": 32}, None, None, ["num_frames=9"])["num_frames"] == 9
     assert set(captions[:-1]).isdisjoint(moving_shapes.prompts("heldout") + moving_shapes.prompts("train"))
 
 
