@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
@@ -15,6 +16,7 @@ from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
 from flowrl.diffusion.plan import window
 from flowrl.diffusion.process import FlowProcess
+from flowrl.evaluation.results import Evaluation
 from flowrl.models._schedulers import path_of, schedule_of
 from flowrl.samplers.base import step_std
 from tests.tiny_sd3 import ROOT, script
@@ -75,3 +77,18 @@ def test_a_cell_in_which_every_video_is_tied_leaves_the_page_whole():
     cell = {"summary": {"win_rate": {"shapes_motion_partial": tied}}}
     entry = page.Entry("video-diffusion_dpo", "tested", False, {0: cell}, {0: "fresh"}, preferring=True, moving=True)
     assert page.wins([entry])[-1] == "| video-diffusion_dpo | 0 | - | 0 | 100.0 |"
+
+
+def test_accuracy_by_task_is_of_its_captions_alone_and_runs_of_other_captions_are_refused(tmp_path: Path):
+    tasks, prompts = script("motion_tasks"), ("a red circle stays", "a red circle moves left", "a blue cross moves up")
+    for name, captions in (("one", prompts), ("two", prompts), ("other", prompts[::-1])):
+        for tag, right in (("base", (0, 0, 1)), ("tuned", (1, 0, 1))):
+            scores = {tasks.METRIC: np.asarray(right, dtype=float)[:, None]}
+            Evaluation(tag, 1, 1.0, 10, captions, 1, scores).save(tmp_path / name / "eval")
+    lines = tasks.lines_of([tmp_path / "one", tmp_path / "two"])
+    assert lines[0] == "| run | stay (1) | move (2) |"
+    assert lines[2:] == ["| base | 0 | 50 |", "| one | 100 | 50 |", "| two | 100 | 50 |"]
+    with pytest.raises(SystemExit, match="other has evaluated other captions than one"):
+        tasks.lines_of([tmp_path / "one", tmp_path / "other"])
+    with pytest.raises(SystemExit, match=r"gone is not a finished run: it has no eval/base\.json"):
+        tasks.lines_of([tmp_path / "gone"])
