@@ -29,7 +29,7 @@ def call_of(
     """Arguments of the call: the model's `own`, then the options; `words` are key=value, and come last.
 
     Raises:
-        ConfigError: an argument that the call does not have, that the command sets itself, or that does not fit the model.
+        ConfigError: an argument that the call does not have, that the command sets, or that does not fit the model.
         ModelError: a guidance scale for a pipeline without one.
     """
     require_finite(guidance)
