@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from flowrl.core.errors import ConfigError, ModelError
-from flowrl.models._loading import quiet_diffusers
 from flowrl.models.paths import loading, null_components, require_folder, resolve_path
 from flowrl.models.weights import lora_file
 from flowrl.rollout.learned_noise import LearnedNoise
@@ -65,6 +64,7 @@ def load(
         ConfigError: options that do not belong together, or a run without trained weights.
         ModelError: a model or LoRA that cannot be loaded, or does not fit; the message has the remedy.
     """
+    _quiet()
     added = [LoraFile.parse(word) for word in loras]
     folder, facts = Path(target), dict[str, Any]()
     is_run, is_file = (folder / "config.yaml").is_file(), folder.suffix == ".safetensors"
@@ -101,17 +101,27 @@ def require_model(target: str) -> None:
         require_folder(target)
 
 
+def _quiet() -> None:
+    """Leave out the bars of the libraries: they would drown what the command prints."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+
+
 def _dtype() -> torch.dtype:
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 def _plain(target: str, revision: str | None) -> Any:
     """The pipeline of a folder, an asset or a hub id."""
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
     path = resolve_path(target)
     require_model(target)
     with loading("model", target):
-        pipeline_class = quiet_diffusers("DiffusionPipeline")
-        return pipeline_class.from_pretrained(path, revision=revision, dtype=_dtype(), **null_components(path))
+        return DiffusionPipeline.from_pretrained(path, revision=revision, dtype=_dtype(), **null_components(path))
 
 
 def _require_pipeline(folder: Path) -> None:

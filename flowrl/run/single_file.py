@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from flowrl.core.errors import ModelError
-from flowrl.models._loading import quiet_diffusers
 from flowrl.models.classes import pipeline_class
 from flowrl.models.paths import loading, pipeline_index, resolve_path
 
@@ -57,7 +56,7 @@ def _load(file: Path, source: str, kind: str, shapes: dict[str, torch.Tensor], d
     import transformers
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
-    path, whole = Path(resolve_path(source)), quiet_diffusers(kind)
+    path = Path(resolve_path(source))
     parts: dict[str, Any] = {}
     for name, (library, class_name) in _networks(path).items():
         if library is None:
@@ -66,7 +65,8 @@ def _load(file: Path, source: str, kind: str, shapes: dict[str, torch.Tensor], d
             # diffusers takes few of these from the folder by itself.
             made: Any = getattr(diffusers if library == "diffusers" else transformers, class_name)
             parts[name] = made.from_pretrained(path / name, dtype=dtype)
-    return whole.from_single_file(str(file), config=str(path), dtype=dtype, local_files_only=HF_HUB_OFFLINE, **parts)
+    pipeline: Any = getattr(diffusers, kind)
+    return pipeline.from_single_file(str(file), config=str(path), dtype=dtype, local_files_only=HF_HUB_OFFLINE, **parts)
 
 
 def _networks(folder: Path) -> dict[str, tuple[str | None, str]]:
