@@ -40,7 +40,6 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
         "whole": len(runs) <= WHOLE,
         "differences": differences([runs[members[0]] for members in recipes]),
         "recipe_names": names,
-        "noun": "video" if all(run.noun == "video" for run in runs) else "image",
     }
     if shared is None:
         return common | {"shared": None, "plain": plain.comparison(runs, alike=alike), "metrics": []}
@@ -63,6 +62,7 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
     return common | {
         "shared": shared,
         "num_prompts": len(set(shared.groups.tolist())),
+        "noun": "video" if all(runs[i].noun == "video" for i in shared.compared) else "image",
         "num_images": len(shared.places) * len(shared.seeds),
         "num_curve_prompts": len(places),
         "seeds": ", ".join(map(str, shared.seeds)),
