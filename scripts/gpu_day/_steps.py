@@ -132,6 +132,7 @@ STEPS = (
         3, "flux-1024", 150, "rollout,update", (FLUX, *LARGE_1024), "--batches", "4", "--variants", "native,autocast"
     ),
     bench(3, "qwen", 140, "gate,rollout,update,memory", (QWEN,), small="rollout"),
+    flowrl(3, "qwen-profile", 140, ("bench", "profile", QWEN, "--random", "--out", "FOLDER/qwen.json.gz")),
     attention("_native_cudnn"),
     attention("_native_flash"),
     attention("flash"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,6 +60,17 @@ def test_a_step_of_the_rollout_is_one_forward_of_the_batch_doubled_by_guidance(b
     assert found["ms_per_forward"] > 0
 
 
+def test_prompts_begin_again_where_an_iteration_has_more_slots(tmp_path):
+    file = tmp_path / "two.txt"
+    file.write_text("a red circle\na blue square\n")
+    history = "algorithm.advantages={name: batch, history: {buffer_size: 4, min_count: 2}}"
+    words = [*checks.SMALL, "rollout.prompts_per_iteration=3", f"data.prompts={file}", history]
+    with opened(checks.RECIPE, words, random=True) as small:
+        assert [prompt.text for prompt in small.prompts] == ["a red circle", "a blue square", "a red circle"]
+        own, credit = small.scored(small.draw(small.ids()))
+        assert credit.valid.shape == (len(own.prompts), 4) == (3, 4)
+
+
 @pytest.mark.slow
 def test_an_update_is_counted_by_its_training_forwards(bench):
     found, each = phases.update(bench, 1), bench.flop()
@@ -94,6 +106,23 @@ def test_a_profile_names_the_largest_costs_of_a_step_and_of_an_update(bench, tmp
         assert len(profile.report(name, each).splitlines()) == 4 + profile.SHOWN
     for file in profile.write(found, tmp_path / "trace.json"):
         assert json.loads(file.read_text())["traceEvents"]
+
+
+def test_events_of_the_profiler_are_no_operators():
+    def event(key: str, kind: str, device_us: float) -> SimpleNamespace:
+        device = SimpleNamespace(name=kind)
+        return SimpleNamespace(
+            key=key, device_type=device, count=1, self_device_time_total=device_us, self_cpu_time_total=1.0
+        )
+
+    events = [
+        event("aten::mm", "CPU", 3000.0),
+        event("Command Buffer Full", "CPU", 9000.0),
+        event("aten::mul", "CPU", 1000.0),
+        event("gemm_kernel", "CUDA", 3000.0),
+    ]
+    costs = profile.Found(SimpleNamespace(key_averages=lambda: events), 5.0, True).costs()
+    assert [(cost["op"], cost["share"]) for cost in costs] == [("aten::mm", 0.75), ("aten::mul", 0.25)]
 
 
 @pytest.mark.slow

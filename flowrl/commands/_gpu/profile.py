@@ -20,6 +20,8 @@ SHOWN = 10
 """Costs that are listed."""
 WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
 """Events in which the CPU waits for the GPU; the last one also counts on the CPU."""
+OVERHEAD = ("Command Buffer Full", "Activity Buffer Request", "Buffer Flush", "Instrumentation", "Resource")
+"""Events of the profiler itself and of the driver's queue, which have a time on the device and are no operators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,8 @@ class Found:
         """The operators by their own time on the device, on the CPU by that of the CPU; the largest first."""
         rows: list[Row] = []
         for event in self.profiler.key_averages():
-            if event.device_type.name != "CPU":
-                continue  # a kernel, whose time the operator that started it has too
+            if event.device_type.name != "CPU" or event.key in OVERHEAD:
+                continue  # a kernel, whose time the operator that started it has too; or no operator
             device, own = event.self_device_time_total / 1000, event.self_cpu_time_total / 1000
             rows.append({"op": event.key, "count": event.count, "device_ms": device, "cpu_ms": own})
         key = "device_ms" if self.cuda else "cpu_ms"
@@ -130,7 +132,8 @@ def report(name: str, found: Found) -> str:
     """The largest costs as a Markdown table."""
     key = "device_ms" if found.cuda else "cpu_ms"
     head = "device ms" if found.cuda else "CPU ms"
-    lines = [f"{name}: {found.wall_ms:.1f} ms", "", f"| operator | share | count | {head} |", "|---|---|---|---|"]
+    busy = f", the device works {found.busy_ms / found.wall_ms:.0%} of it" if found.cuda else ""
+    lines = [f"{name}: {found.wall_ms:.1f} ms{busy}", "", f"| operator | share | count | {head} |", "|---|---|---|---|"]
     for cost in found.costs()[:SHOWN]:
         lines.append(f"| {cost['op']} | {cost['share']:.1%} | {cost['count']} | {cost[key]:.2f} |")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from flowrl.config.resolved import Resolved
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import Advantages
-from flowrl.data.prompts import identity
+from flowrl.data.prompts import Prompt, identity
 from flowrl.diffusion.plan import StepPlan
 from flowrl.models.random import randomised
 from flowrl.planning.flop import RowFlop, row_flop
@@ -101,9 +101,15 @@ class Bench:
         slots = min(batches * math.ceil(self.batch / each), resolved.slots)
         return [SampleId(slot, k) for slot in range(slots) for k in range(each)]
 
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of an iteration; a list that has fewer begins again."""
+        train = self.session.parts.data.prompts.train
+        return [train[slot % len(train)] for slot in range(self.session.resolved.slots)]
+
     def asked(self, ids: Sequence[SampleId]) -> Asked:
         """Samples with the conditions of their prompts."""
-        return self.session.parts.sampling.asked(self.session.parts.data.prompts.train, ids)
+        return self.session.parts.sampling.asked(self.prompts, ids)
 
     def noise(self) -> Noise:
         """The noise of the first iteration."""
@@ -112,7 +118,7 @@ class Bench:
         learned = self.session.parts.sampling.learned
         if learned is None:
             return noise
-        numbers = numbers_of(learned, self.session.parts.data.prompts.train[: self.session.resolved.slots])
+        numbers = numbers_of(learned, self.prompts)
         return replace(noise, distributions=learned.drawn_from(numbers))
 
     def draw(self, ids: Sequence[SampleId], options: RunOptions | None = None) -> Trajectories:
@@ -132,8 +138,7 @@ class Bench:
         session, resolved = self.session, self.session.resolved
         size = (max(len(resolved.rewards), 1), resolved.slots, resolved.group_size)
         rewards = torch.rand(size, generator=torch.Generator().manual_seed(0))
-        prompts = session.parts.data.prompts.train[: resolved.slots]
-        noise, learned = None, session.parts.sampling.learned
+        prompts, noise, learned = self.prompts, None, session.parts.sampling.learned
         if learned is not None:
             noise = NoiseDraws(self.noise().initial(drawn.samples.ids), numbers_of(learned, prompts))
         rollout = drawn.scored(rewards, prompts=tuple(identity(prompt) for prompt in prompts), noise=noise)
