@@ -207,12 +207,13 @@ class Collector:
         if looked is not None:
             self._report(*looked, aggregate(rewards, self.weights), sums)
         gone = self.method.retired(rewards, self.weights)
+        slots = torch.tensor([sample.slot for sample in result.drawn.samples.ids])
         self.source.retire(iteration, [k for k, done in zip(numbers, gone.tolist(), strict=True) if done])
         return result.drawn.scored(
             rewards,
             raw=raw,
             prompts=tuple(identity(p) for p in prompts),
-            image_std=group_image_std(result.images, result.drawn.rows, self.world.device),
+            image_std=group_image_std(result.images, slots, self.world.device, self.world),
             maps=maps,
             noise=None if learned is None else NoiseDraws(noise.initial(result.drawn.samples.ids), learned),
             paths=self._paths(result.drawn, rewards),

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from flowrl.core.eight_bits import EightBitImages
-from flowrl.core.tensors import ints
+from flowrl.core.tensors import floats, ints
+from flowrl.training.world import World
 
 _VALUES = 2**22
 """Values of a sample that are summed together, so that a group of videos takes no more memory than one of images."""
 
 
-def group_image_std(images: EightBitImages, rows: Tensor, device: torch.device | str = "cpu") -> float:
+def group_image_std(
+    images: EightBitImages, groups: Tensor, device: torch.device | str = "cpu", world: World | None = None
+) -> float:
     """Mean over prompts of the std of pixels over the group's samples, in [0, 0.5]; near 0 means collapse.
 
-    Samples that are not finite are left out; NaN where none is left.
+    Samples that are not finite are left out; NaN where none is left. A group that several processes share counts with
+    the stds of its parts, weighted by their samples.
 
     Args:
         images: of B samples.
-        rows: numbers of their prompts, [B].
+        groups: numbers of their groups, [B], in all processes the same for the same group.
         device: where the sums are made: whole numbers, so the same everywhere.
+        world: the processes whose samples count; None: this one.
     """
-    stds: list[Tensor] = []
-    for row in rows.unique():
-        own = ((rows == row) & images.finite).nonzero().flatten()
-        if len(own):
-            stds.append(_pixel_std(images.levels.flatten(1), ints(own), device))
-    return float(torch.stack(stds).mean()) if stds else torch.nan
+    places = {group: ints(((groups == group) & images.finite).nonzero().flatten()) for group in ints(groups.unique())}
+    places = {group: own for group, own in places.items() if own}
+    levels = images.levels.flatten(1)
+    stds = floats(torch.stack([_pixel_std(levels, own, device) for own in places.values()])) if places else []
+    parts = [(group, len(own), std) for (group, own), std in zip(places.items(), stds, strict=True)]
+    return _over_groups([part for each in ([parts] if world is None else world.gather(parts)) for part in each])
+
+
+def _over_groups(parts: Sequence[tuple[int, int, float]]) -> float:
+    """Mean over groups of the stds of their parts: (number of the group, samples, std)."""
+    sizes: dict[int, int] = defaultdict(int)
+    sums: dict[int, float] = defaultdict(float)
+    for group, size, std in parts:
+        sizes[group] += size
+        sums[group] += size * std
+    return fmean(sums[group] / sizes[group] for group in sorted(sizes)) if sizes else math.nan
 
 
 def _pixel_std(levels: Tensor, own: Sequence[int], device: torch.device | str) -> Tensor:

@@ -97,6 +97,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def own_of_a_process(metric: str) -> bool:
+    """Whether a metric is another with more processes: time, memory and calls, which each of them makes."""
+    return metric.startswith(("time/", "perf/", "memory/")) or metric.endswith("_calls")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
 @pytest.mark.usefixtures("two")
@@ -104,8 +109,8 @@ def test_two_processes_take_the_first_update_of_one(recipe: Path):
     names = [f"{recipe.stem}-{count}" for count in (1, 2)]
     fit(recipe, f"name={names[0]}", *ONE_UPDATE)
     rows = [json.loads(Path(f"runs/{name}/metrics.jsonl").read_text()) for name in names]
-    metric = "reward/total_mean" if "reward/total_mean" in rows[0] else "matching/error"
-    assert rows[0][metric] == pytest.approx(rows[1][metric], abs=1e-5)
+    alone, both = ({k: v for k, v in row.items() if not own_of_a_process(k)} for row in rows)
+    assert both == pytest.approx(alone, rel=1e-4, abs=1e-5)
     assert_same_gradient(names[0], names[1])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from flowrl.core.eight_bits import EightBitImages
 from flowrl.training.image_std import group_image_std
+from flowrl.training.world import World
 
 
 def images_of(count: int, shape: tuple[int, ...], seed: int = 0) -> EightBitImages:
@@ -53,3 +55,29 @@ def test_samples_that_are_not_finite_are_left_out():
     assert group_image_std(images, rows) == pytest.approx(defined(images, rows), rel=1e-12)
     images.finite[:] = False
     assert math.isnan(group_image_std(images, rows))
+
+
+class Together:
+    """Processes whose parts are known: what another one gives to `gather` comes before the own."""
+
+    def __init__(self) -> None:
+        self.parts: list[object] = []
+
+    def gather(self, value: object) -> list[object]:
+        self.parts.append(value)
+        return self.parts
+
+
+@pytest.mark.parametrize("cut", [2, 4, 5])
+def test_processes_with_whole_groups_give_the_value_of_one(cut):
+    images, groups = images_of(6, (3, 4, 4)), torch.tensor([0, 0, 1, 1, 2, 2])
+    world, values = cast(World, Together()), []
+    for part in (slice(0, cut), slice(cut, None)):
+        own = EightBitImages(images.levels[part], images.finite[part])
+        values.append(group_image_std(own, groups[part], world=world))
+    whole = group_image_std(images, groups)
+    if cut % 2 == 0:
+        assert values[1] == whole
+    else:  # the last group is in two parts of one sample each, which have no std
+        first = EightBitImages(images.levels[:4], images.finite[:4])
+        assert values[1] == pytest.approx(2 / 3 * group_image_std(first, groups[:4]), rel=1e-12)
