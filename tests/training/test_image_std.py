@@ -69,7 +69,7 @@ class Together:
 
 
 @pytest.mark.parametrize("cut", [2, 4, 5])
-def test_processes_with_whole_groups_give_the_value_of_one(cut):
+def test_processes_give_the_value_of_one_and_a_group_that_they_share_counts_by_its_parts(cut):
     images, groups = images_of(6, (3, 4, 4)), torch.tensor([0, 0, 1, 1, 2, 2])
     world, values = cast(World, Together()), []
     for part in (slice(0, cut), slice(cut, None)):
