@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -177,3 +178,28 @@ def test_importing_the_trainer_and_every_component_folder_loads_neither_diffuser
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+# ---- images and videos
+
+
+def asks_for_videos(source: str) -> list[int]:
+    """Lines whose condition asks whether something is a video: by name, by its frames, by five axes."""
+    conditions = [
+        (node.test if not isinstance(node, ast.match_case) else node.guard or node.pattern)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.match_case)
+    ]
+    words = re.compile(r"video|clip_model|num_frames|ndim\s*[=!<>]+\s*5|dim\(\)\s*[=!<>]+\s*5", re.IGNORECASE)
+    return [node.lineno for node in conditions if words.search(ast.unparse(node))]
+
+
+@pytest.mark.parametrize("room", ["credit", "losses", "rollout", "training"])
+def test_images_and_videos_go_through_the_same_code(room):
+    found = {name_of(file): asks_for_videos(file.read_text(encoding="utf-8")) for file in files(f"flowrl/{room}")}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize("condition", ["adapter.num_frames > 1", "images.ndim == 5", "is_video", "x.dim() > 5"])
+def test_a_question_for_videos_is_found(condition):
+    assert asks_for_videos(f"x = 1\nif {condition}:\n    pass\ny = 1 if {condition} else 2") == [2, 4]

@@ -287,12 +287,13 @@ def _trained_steps(resolved: Resolved, plan: StepPlan) -> int:
 def _steps_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
     if plan.tree is not None:
         return _tree_table(resolved, adapter, plan)
-    table = _table("step", "sigma", "next sigma", "timestep", "kind", "std")
-    stds = transition_std(resolved, adapter, plan)
     sigmas, times = plan.schedule.sigmas.tolist(), plan.schedule.timesteps.tolist()
-    for k, std in enumerate(stds):
+    experts = [[part] if (part := adapter.part_at(time)) else [] for time in times[: len(plan)]]
+    table = _table("step", "sigma", "next sigma", "timestep", "kind", "std", *(["expert"] if any(experts) else []))
+    for k, std in enumerate(transition_std(resolved, adapter, plan)):
         kind = "sde, trained" if k in plan.train else "sde" if plan.stochastic[k] else plan.solver[k]
-        table.add_row(str(k), f"{sigmas[k]:.5f}", f"{sigmas[k + 1]:.5f}", f"{times[k]:.2f}", kind, f"{std:.5f}")
+        place = f"{sigmas[k]:.5f}", f"{sigmas[k + 1]:.5f}", f"{times[k]:.2f}"
+        table.add_row(str(k), *place, kind, f"{std:.5f}", *experts[k])
     return table
 
 

@@ -50,8 +50,8 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     """Check the options against a model's adapter; None: it is not known yet.
 
     Returns:
-        Notes about an average or a learning rate that the run never gets to, and about a checkpoint distilled to few
-        steps.
+        Notes about an average or a learning rate that the run never gets to, about rewards that play videos at another
+        rate than the model, and about a checkpoint distilled to few steps.
 
     Raises:
         ConfigError: videos that cannot be saved as asked, a KL divisor that does not fit the process, a guidance scale
@@ -76,7 +76,7 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
         if scale is not None and scale < 0:
             raise ConfigError(f"{key}={scale:g} must not be negative: {adapter.kind} was trained with none below 0")
     _check_gradient(resolved, adapter)
-    notes = _never_reached(resolved)
+    notes = _never_reached(resolved) + _other_rates(resolved, adapter)
     if not how:
         return notes
     for key, scale in scales:
@@ -114,6 +114,23 @@ def _never_reached(resolved: Resolved) -> list[str]:
             f"{optim.learning_rate * updates / warmup:.3g} and never gets to optim.learning_rate="
             f"{optim.learning_rate:g}; set optim.warmup_updates to {updates} or less"
         )
+    return notes
+
+
+def _other_rates(resolved: Resolved, adapter: ModelAdapter) -> list[str]:
+    """Notes on rewards whose entry states another frame rate than that of the model's videos."""
+    if adapter.num_frames == 1:
+        return []
+    notes = []
+    for key, plans in (("rewards", resolved.rewards), ("eval.rewards", resolved.eval_rewards)):
+        for number, plan in enumerate(plans):
+            rate = getattr(plan.config, "fps", None)
+            if rate not in (None, adapter.fps, type(plan.config)().fps):
+                notes.append(
+                    f"{key}.{number}.fps={rate:g}: the reward {plan.name!r} takes the videos for so many frames a "
+                    f"second, and they are saved and shown at {adapter.fps:g} (model.fps); set it to {adapter.fps:g} "
+                    "unless that is meant"
+                )
     return notes
 
 

@@ -77,24 +77,23 @@ def to_latent_grid(maps: Tensor, shape: tuple[int, ...], *, keep_mean: bool = Fa
     """Maps on the grid of the latents, float32.
 
     Args:
-        maps: [B, h, w] of images, or [B, F, h, w] of videos.
+        maps: [B, F, h, w] of each frame; an image is one frame.
         shape: (H, W) of the latents, or (T, H, W); frames go to T by linear interpolation.
         keep_mean: divide by the mean, so that the mean update keeps its size (the official code does not).
 
     Returns:
         [B, *shape] in [0, 1], or of mean 1.
     """
-    if maps.ndim != len(shape) + 1:
+    if maps.ndim != 4 or len(shape) not in (2, 3) or (len(shape) == 2 and maps.shape[1] > 1):
         raise ValueError(f"maps {tuple(maps.shape)} do not fit the latent grid {shape}: (H, W) or (T, H, W)")
+    times, *sides = (1,) * (3 - len(shape)) + tuple(shape)
     frames = maps.float().reshape(-1, 1, *maps.shape[-2:])
-    frames = F.interpolate(frames, tuple(shape[-2:]), mode="bilinear", antialias=True).squeeze(1)
-    frames = _stretched(frames, (1, 2))
-    if len(shape) == 3:
-        videos = frames.reshape(len(maps), 1, maps.shape[1], *shape[1:])
-        frames = _stretched(F.interpolate(videos, tuple(shape), mode="trilinear").squeeze(1), (1, 2, 3))
+    frames = F.interpolate(frames, tuple(sides), mode="bilinear", antialias=True).squeeze(1)
+    videos = _stretched(frames, (1, 2)).reshape(len(maps), 1, maps.shape[1], *sides)
+    videos = _stretched(F.interpolate(videos, (times, *sides), mode="trilinear").squeeze(1), (1, 2, 3))
     if keep_mean:
-        frames = frames / frames.mean(dim=tuple(range(1, frames.ndim)), keepdim=True)
-    return frames
+        videos = videos / videos.mean(dim=(1, 2, 3), keepdim=True)
+    return videos.reshape(len(maps), *shape)
 
 
 def apply_map(

@@ -7,11 +7,11 @@ Their sigma is a flow's; on VP it stands for the same signal-to-noise ratio, ins
 the timestep there need not be whole. On the *steps* of a VP network's training all of them can be drawn.
 
     rule                axis   times of a sample                                                       from
-    discrete            grid   one node from each of T strata of the first int(N f) nodes              AWM
-    discrete_wo_init    grid   the same without node 0, which is pure noise                            AWM
-    discrete_with_init  grid   node 0, then one from each of T - 1 strata of the others                AWM
-    permutation         grid   the first T of an order of all N nodes, T = int(N f) where it is null   DiffusionNFT
-    subset              grid   T of the first int(N f) nodes, without replacement                      DGPO
+    discrete            grid   one node from each of T strata of the nodes int(N b) to int(N f)        AWM
+    discrete_wo_init    grid   the same without node 0, which is pure noise; b = 0                     AWM
+    discrete_with_init  grid   node 0, then one from each of T - 1 strata of the others; b = 0         AWM
+    permutation         grid   the first T of an order of all N nodes, T = int(N f) where null; b = 0  DiffusionNFT
+    subset              grid   T of the nodes int(N b) to int(N f), without replacement                DGPO
     logit_normal        sigma  sigmoid of a stratified normal                                          AWM, SD3
     uniform             sigma  stratified over [low, 1]                                                AWM
     power               sigma  density proportional to sigma^power                                     RAM
@@ -37,6 +37,8 @@ from flowrl.core.types import SampleId
 from flowrl.diffusion.schedules import Schedule, shift_sigmas
 
 GRID = ("discrete", "discrete_wo_init", "discrete_with_init", "permutation", "subset")
+WITHIN = ("discrete", "subset")
+"""Rules that draw between two places of the grid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +59,9 @@ class TimesConfig:
     """Terms per sample (T); null: as many as the rule has nodes, for `permutation`."""
     fraction: float = 0.9
     """Share of the nodes that can be drawn, from the noisy end (f); only on the grid."""
+    begin: float = 0.0
+    """Share of the nodes at the noisy end that are left out (b), as for the second of two experts; only for `discrete`
+    and `subset`."""
     shift: float = 3.0
     """Resolution shift applied to sigma; only on sigma."""
     low: float = 0.2
@@ -71,6 +76,10 @@ class TimesConfig:
             raise ValueError(f"count={self.count} must be at least 1")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"fraction={self.fraction} must be in (0, 1]")
+        if not 0 <= self.begin < self.fraction:
+            raise ValueError(f"begin={self.begin} must be in [0, fraction), fraction={self.fraction}")
+        if self.begin and self.name not in WITHIN:
+            raise ValueError(f"begin={self.begin}: only the rules {' and '.join(WITHIN)} leave out noisy nodes")
         if not self.shift > 0:
             raise ValueError(f"shift={self.shift} must be positive")
         if not 0 <= self.low < 1:
@@ -87,19 +96,20 @@ class TimesConfig:
         if self.name not in GRID:
             assert self.count is not None
             return self.count
-        nodes = self.nodes(num_steps)
+        nodes = len(self.nodes(num_steps))
         need = nodes if self.count is None else self.count
         have = nodes - (self.name == "discrete_wo_init")
         if not 1 <= need <= have:
+            share = f"{self.fraction:g}" + (f" from {self.begin:g} on" if self.begin else "")
             raise ValueError(
-                f"times: the rule {self.name!r} with fraction {self.fraction:g} of {num_steps} steps has {have} nodes, "
-                f"too few for {need} terms; lower times.count, raise times.fraction, or take more inference steps"
+                f"times: the rule {self.name!r} with fraction {share} of {num_steps} steps has {have} nodes, too few "
+                f"for {need} terms; lower times.count, raise times.fraction, or take more inference steps"
             )
         return need
 
-    def nodes(self, num_steps: int) -> int:
-        """Nodes that can be drawn on a grid of so many steps."""
-        return int(num_steps * self.fraction)
+    def nodes(self, num_steps: int) -> range:
+        """Nodes that can be drawn on a grid of so many steps; `permutation` draws its number of them from all."""
+        return range(int(num_steps * self.begin), int(num_steps * self.fraction))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +121,19 @@ class Times:
     """The network's input there."""
 
 
-def strata(name: str, nodes: int, count: int) -> list[range]:
-    """AWM's strata of the first `nodes` nodes: `count` ranges, one node is drawn from each.
+def strata(name: str, nodes: range, count: int) -> list[range]:
+    """AWM's strata of nodes: `count` ranges, one node is drawn from each.
 
     Source: scxue/advantage_weighted_matching:scripts/train_sd3_awm.py, `time_type`.
 
-    >>> [list(s) for s in strata("discrete", 12, 6)][:2], [list(s) for s in strata("discrete_wo_init", 12, 6)][:2]
-    ([[0, 1], [2, 3]], [[1], [2, 3]])
+    >>> rules = "discrete", "discrete_wo_init"
+    >>> [[list(part) for part in strata(name, range(12), 6)][:2] for name in rules]
+    [[[0, 1], [2, 3]], [[1], [2, 3]]]
     """
     if name == "discrete_with_init":
         return [range(0, 1), *(strata("discrete_wo_init", nodes, count - 1) if count > 1 else [])]
-    first = 0 if name == "discrete" else 1
-    bounds = np.floor(np.linspace(first, nodes, count + 1)).astype(int).tolist()
+    first = nodes.start if name == "discrete" else 1
+    bounds = np.floor(np.linspace(first, nodes.stop, count + 1)).astype(int).tolist()
     return [range(low, high) for low, high in pairwise(bounds)]
 
 
@@ -185,7 +196,7 @@ def _grid(config: TimesConfig, schedule: Schedule, count: int, generator: np.ran
         # Of all nodes: a rule that is to see every time but a few leaves out others each time.
         return generator.permutation(len(schedule))[:count]
     if config.name == "subset":
-        return generator.permutation(nodes)[:count]
+        return generator.permutation(nodes)[:count]  # as an order of so many numbers, from the first node on
     return np.array([generator.integers(s.start, s.stop) for s in strata(config.name, nodes, count)])
 
 

@@ -236,6 +236,10 @@ class ModelAdapter:
         """Steps with the same key may share a forward."""
         return 0
 
+    def part_at(self, timestep: float) -> str:
+        """The component of the network that takes a sample at this timestep; empty where there is only one."""
+        return ""
+
     def text_lengths(self, cond: Condition) -> Tensor | None:
         """Text tokens of each row, [P] int64: rows share a forward only if theirs are equal; None: all may.
 

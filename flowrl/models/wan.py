@@ -3,7 +3,8 @@
 Process: flow, velocity prediction. timestep = 1000 sigma, as the scheduler rounds it. `guidance_scale` is the
 pipeline's own CFG scale (<= 1: none): two forwards, so that a rollout holds no video twice. Text: UMT5, each prompt
 padded with zeros. F frames have T = (F - 1) / 4 + 1 latent frames; one frame is decoded as an image.
-Wan 2.2 has two experts, both trained: `transformer` down to the boundary, `transformer_2` below it.
+Wan 2.2 has two experts: `transformer` down to the boundary, `transformer_2` below it. The steps or times that a method
+trains decide which of them trains; `flowrl plan` shows whose they are.
 """
 
 from __future__ import annotations
@@ -205,6 +206,11 @@ class Wan(Native):
 
     def batch_key(self, step_index: int) -> int:
         return 0 if len(self.experts) == 1 else step_index
+
+    def part_at(self, timestep: float) -> str:
+        if len(self.experts) == 1:
+            return ""
+        return "transformer" if timestep >= self.boundary else "transformer_2"
 
     @torch.no_grad()
     def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:

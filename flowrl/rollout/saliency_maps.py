@@ -28,7 +28,7 @@ def importance(images: Tensor, backbone: Backbone, shape: tuple[int, ...], *, ke
     Images are floats in [0, 1], or uint8, of which a few frames at a time become floats. `shape` and `keep_mean` as in
     `to_latent_grid`.
     """
-    frames = images.flatten(0, 1) if images.ndim == 5 else images
+    frames = images.reshape(-1, *images.shape[-3:])
     parts = []
     for frames_now in frames.split(_FRAMES_AT_ONCE):
         part = unit_floats(frames_now)
@@ -37,7 +37,7 @@ def importance(images: Tensor, backbone: Backbone, shape: tuple[int, ...], *, ke
         contrast = (part.amax(dim=(2, 3)) - part.amin(dim=(2, 3))).amax(dim=1)
         parts.append(torch.where((contrast < 0.5 / 255)[:, None, None].to(result.device), 1.0, result))
     maps = torch.cat(parts)
-    return to_latent_grid(maps.reshape(*images.shape[:-3], *maps.shape[1:]), shape, keep_mean=keep_mean)
+    return to_latent_grid(maps.reshape(len(images), -1, *maps.shape[1:]), shape, keep_mean=keep_mean)
 
 
 def mapper(
@@ -64,8 +64,6 @@ def mapper(
     shape = tuple(n for axis, n in enumerate(latent_shape, 1) if axis != channel_axis) if grid is None else grid
 
     def maps(images: Tensor) -> Tensor:
-        if images.ndim == 4 and len(shape) == 3:
-            images = images[:, None]  # images of a video model
         result = importance(images, backbone, shape, keep_mean=config.keep_mean).cpu()
         return result if grid is None else result.flatten(1)
 

@@ -24,6 +24,7 @@ from flowrl.models.base import ModelAdapter
 from flowrl.scoring.build import build_rewards
 from flowrl.scoring.entries import reward_plan
 from flowrl.scoring.scorer import Scorer
+from tests.tiny_sd3 import ROOT
 
 TREE = {
     "name": "test",
@@ -604,6 +605,16 @@ def test_what_a_run_of_too_few_updates_never_gets_to_is_noted_with_their_number(
     notes = check_model(resolve(read(*words)), ModelAdapter())
     assert [note.partition(":")[0] for note in notes] == [f"{key}=5"] * noted
     assert not noted or "4 updates" in notes[0]
+
+
+def test_a_reward_that_takes_videos_for_another_frame_rate_is_noted():
+    entries = "rewards=[{name: motion, weight: 1.0}, {name: motion, prefix: slow, weight: 0.0, fps: 4}]"
+    resolved = resolve(load_config(ROOT / "configs" / "lab" / "video-flow_grpo.yaml", [entries]))
+    notes = check_model(resolved, model_with(num_frames=9, fps=16.0))
+    assert [note.partition(":")[0] for note in notes] == ["rewards.1.fps=4"]
+    assert "saved and shown at 16 (model.fps); set it to 16 unless" in notes[0]
+    assert check_model(resolved, model_with(num_frames=9, fps=4.0)) == []
+    assert check_model(resolved, model_with(num_frames=1, fps=16.0)) == []
 
 
 def test_the_rate_that_a_warm_up_ends_at_is_the_one_of_the_last_update(read):

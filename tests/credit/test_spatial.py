@@ -120,8 +120,10 @@ def test_tokens_that_do_not_fill_the_grid_are_refused():
 
 @pytest.mark.parametrize("shape", [(8, 8), (5, 11), (40, 60)])
 def test_a_picture_map_has_the_shape_of_the_latents(shape):
-    found = to_latent_grid(saliency(scene_tokens(), (6, 9)), shape)
+    maps = saliency(scene_tokens(), (6, 9))[:, None]
+    found = to_latent_grid(maps, shape)
     assert found.shape == (1, *shape)
+    assert torch.equal(to_latent_grid(maps, (1, *shape))[:, 0], found)
     assert (float(found.min()), float(found.max())) == (0.0, 1.0)
 
 
@@ -139,15 +141,16 @@ def test_a_clip_map_has_the_shape_of_the_latents(frames):
 
 def test_ones_stay_ones_and_a_map_may_keep_the_mean_update():
     assert_close(to_latent_grid(torch.ones(2, 5, 6, 9), (2, 4, 7)), torch.ones(2, 2, 4, 7))
-    maps = saliency(scene_tokens(), (6, 9))
+    maps = saliency(scene_tokens(), (6, 9))[:, None]
     plain, kept = (to_latent_grid(maps, (5, 8), keep_mean=keep) for keep in (False, True))
     assert_close(kept.mean(dim=(1, 2)), torch.ones(1))
     assert_close(kept, plain / plain.mean())
 
 
-def test_a_map_of_another_kind_than_the_latents_is_refused():
+@pytest.mark.parametrize(("maps", "shape"), [((1, 4, 4), (4, 4)), ((1, 2, 4, 4), (4, 4)), ((1, 2, 4, 4), (4,))])
+def test_maps_of_another_kind_than_the_latents_are_refused(maps, shape):
     with pytest.raises(ValueError, match="do not fit"):
-        to_latent_grid(torch.ones(1, 4, 4), (2, 4, 4))
+        to_latent_grid(torch.ones(maps), shape)
 
 
 # ---- pictures

@@ -13,7 +13,7 @@ from flowrl.algorithms import diffusion_dpo, diffusion_kto, seppo, sft
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core.types import SampleId
 from flowrl.diffusion.schedules import Schedule, shift_sigmas
-from flowrl.diffusion.training_times import GRID, Times, TimesConfig, draw, strata
+from flowrl.diffusion.training_times import GRID, WITHIN, Times, TimesConfig, draw, strata
 
 SIGMA = ("logit_normal", "uniform", "power")
 IDS = [SampleId(slot, sample) for slot in range(3) for sample in range(4)]
@@ -44,8 +44,8 @@ def nodes_of(times: Times, num_steps: int) -> torch.Tensor:
 def test_the_strata_of_14_steps_with_fraction_0_9_and_6_terms_are_the_published_ones(name, table):
     """with_init: floor(linspace(1, 12, 6)) = 1, 3, 5, 7, 9, 12."""
     config = TimesConfig(name=name)
-    assert (config.nodes(14), config.terms(14)) == (12, 6)
-    assert [list(stratum) for stratum in strata(name, 12, 6)] == table
+    assert (config.nodes(14), config.terms(14)) == (range(12), 6)
+    assert [list(stratum) for stratum in strata(name, range(12), 6)] == table
     found = nodes_of(draw(config, flow_schedule(14), MANY, (0, 1)), 14)
     assert [sorted(column.unique().tolist()) for column in found.T] == table
 
@@ -55,11 +55,12 @@ def test_the_strata_of_14_steps_with_fraction_0_9_and_6_terms_are_the_published_
 def test_strata_share_out_every_node_once_and_none_is_empty(nodes, count, name):
     if count > nodes - (name == "discrete_wo_init"):
         return
-    found = [node for stratum in strata(name, nodes, count) for node in stratum]
+    shared = strata(name, range(nodes), count)
+    found = [node for stratum in shared for node in stratum]
     first = 1 if name == "discrete_wo_init" else 0
     last = 1 if name == "discrete_with_init" and count == 1 else nodes
     assert found == list(range(first, last))
-    assert all(len(stratum) > 0 for stratum in strata(name, nodes, count))
+    assert all(len(stratum) > 0 for stratum in shared)
 
 
 @pytest.mark.parametrize(("count", "start"), [(3, 0), (12, 0), (1, 0)])
@@ -91,6 +92,19 @@ def test_the_subset_stays_in_its_share_of_the_grid_without_repeats():
     found = nodes_of(draw(config, flow_schedule(10), MANY[:300], (0, 1)), 10)
     assert all(len(set(row)) == 4 for row in found.tolist())
     assert sorted(found.unique().tolist()) == list(range(7))
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_noisy_nodes_that_are_left_out_are_never_drawn_and_all_others_are(name):
+    config = TimesConfig(name=name, count=4, begin=0.33, fraction=0.8)
+    found = nodes_of(draw(config, flow_schedule(25), MANY[:300], (0, 1)), 25)
+    assert sorted(found.unique().tolist()) == list(range(8, 20))
+    assert all(len(set(row)) == 4 for row in found.tolist())
+
+
+def test_too_many_terms_for_what_is_left_out_are_refused():
+    with pytest.raises(ValueError, match=r"fraction 1 from 0.5 on of 10 steps has 5 nodes, too few for 6 terms"):
+        TimesConfig(name="subset", begin=0.5, fraction=1.0).terms(10)
 
 
 @pytest.mark.parametrize("name", GRID)
@@ -241,6 +255,9 @@ def test_another_seed_or_iteration_draws_other_times(key):
         ({"count": 0}, "count=0 must be at least 1"),
         ({"fraction": 0.0}, "fraction=0.0 must be in"),
         ({"fraction": 1.1}, "fraction=1.1 must be in"),
+        ({"begin": 0.9}, r"begin=0.9 must be in \[0, fraction\), fraction=0.9"),
+        ({"begin": -0.1}, "begin=-0.1 must be in"),
+        ({"begin": 0.3, "name": "permutation"}, "begin=0.3: only the rules discrete and subset leave out noisy nodes"),
         ({"shift": 0.0}, "shift=0.0 must be positive"),
         ({"low": 1.0}, "low=1.0 must be in"),
         ({"power": -1.0}, "power=-1.0 must be above -1"),

@@ -378,7 +378,15 @@ def test_a_port_in_use_a_second_server_and_a_damaged_file_are_refused(folder):
         assert Page(server).state()["answered"] == 0
 
 
-def test_the_command_ends_by_ctrl_c_with_the_numbers(folder):
+@pytest.fixture
+def heeded():
+    """Ctrl-C as in a terminal: a process inherits that it is ignored, as in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_command_ends_by_ctrl_c_with_the_numbers(folder, heeded):
     words = [sys.executable, "-m", "flowrl", "vote", str(folder), "--port", "0", "--no-open", "--voter", "ann"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -391,7 +399,7 @@ def test_the_command_ends_by_ctrl_c_with_the_numbers(folder):
             process.send_signal(signal.SIGINT)
             said, errors = process.communicate(timeout=30)
         finally:
-            process.kill()  # where it began with Ctrl-C ignored, as in the background of a script
+            process.kill()
     assert (process.returncode, errors) == (0, "")
     assert "votes: 1 (ann 1), ties among them: 1, skipped: 0" in said
     assert "win rate of tuned over base 0.500" in said
