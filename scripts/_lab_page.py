@@ -22,7 +22,8 @@ held-out captions x 2 fixed seeds, ODE sampler, 95 % bootstrap interval over cap
 Two single-thread processes on two CPU cores. CPU seconds are those of both processes, with the start, both evaluations
 and, where there is one, the search for the base's best CFG; seconds are those of the clock, without the start, and
 depend on what else the machine did. Network evaluations are counted per rolled-out sample, in sampling and in updates.
-Means over seeds are of the cells of the recipe as it is now, where there are any.
+Means over seeds are of the cells of the recipe as it is now, where there are any. *95 % over seeds* is Student's interval
+for the mean of the seeds' differences; *lowest lower end* is that of the seeds' own intervals over captions.
 """
 STATES = """\
 `code` is the fingerprint of the code that the cell was measured with: every module of the run that can change a number,
@@ -139,7 +140,7 @@ def summary_row(entry: Entry) -> str:
     """A recipe over its seeds."""
     result = entry.summaries
     if not result:
-        return row(entry.name, entry.level, *[""] * 6, "not run")
+        return row(entry.name, entry.level, *[""] * 7, "not run")
     gains = [values["difference"][entry.metric] for values in result]
     iterations = statistics.mean(values["iterations"] for values in result)
     spent = [sum(v["evaluations"][part] for v in result) / len(result) for part in ("rollout", "train")]
@@ -147,6 +148,7 @@ def summary_row(entry: Entry) -> str:
         entry.name,
         entry.level,
         f"{100 * sum(gain['mean'] for gain in gains) / len(gains):+.1f}",
+        spread([100 * gain["mean"] for gain in gains]),
         f"{100 * min(gain['low'] for gain in gains):+.1f}",
         f"{len(result)} of {len(entry.cells)}",
         f"{iterations:.0f}",
@@ -296,15 +298,28 @@ def over_seeds(values: list[float | None]) -> tuple[str, str]:
     there = [value for value in values if value is not None]
     if len(there) < max(2, len(values)):
         return "-", "-"
-    mean, error = statistics.mean(there), statistics.stdev(there) / math.sqrt(len(there))
-    half = error * float(student_t.ppf(0.975, len(there) - 1))
+    mean, half = statistics.mean(there), half_width(there)
     return f"{mean:.2f}", f"{max(mean - half, 0):.2f} to {mean + half:.2f}"
+
+
+def spread(gains: list[float]) -> str:
+    """Student's interval for the mean gain over seeds; nothing for one seed."""
+    if len(gains) < 2:
+        return ""
+    mean, half = statistics.mean(gains), half_width(gains)
+    return f"{mean - half:+.1f} to {mean + half:+.1f}"
+
+
+def half_width(values: list[float]) -> float:
+    """Half of Student's 95 % interval for the mean of at least two values."""
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return error * float(student_t.ppf(0.975, len(values) - 1))
 
 
 def summary_table(entries: list[Entry]) -> list[str]:
     """Recipes over their seeds."""
     titles = table(
-        *("recipe", "level", "mean difference", "lowest lower end", "seeds", "iterations"),
+        *("recipe", "level", "mean difference", "95 % over seeds", "lowest lower end", "seeds", "iterations"),
         *("evaluations", "mean CPU seconds", "state"),
     )
     return titles + [summary_row(entry) for entry in entries]

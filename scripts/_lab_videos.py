@@ -5,7 +5,12 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from _lab_fingerprints import ROOT
 from _lab_page import MOTION, Entry, percent, row, summary_table, table, wins
+
+from flowrl.commands.plan import step_plan, transition_std
+from flowrl.config.load import load_config, resolve
+from flowrl.planning.memory import skeleton
 
 SEEDS = (0, 1, 2)
 SAMPLED = "video-sage_grpo"
@@ -23,11 +28,12 @@ tuned; green is right, red wrong. [The report of this run](lab/video_report/inde
 (`python scripts/video_report.py` makes both).
 """
 SAMPLERS = """\
-SAGE-GRPO's recipe with other kinds of noise, and so with equal network evaluations: seed 0, nothing else changed.
-*Flicker* (`shapes_motion_flicker`, less is better) is the change between frames that no asked motion explains, in
-thousandths. *Drawn* is the mean over the samples that the first {rows} iterations learn from, whose noise the sampler
-has added; base and tuned are held-out videos of the ODE sampler, and the last column is their paired difference.
-Videos are what SAGE-GRPO's own noise was made for.
+SAGE-GRPO's recipe with other kinds of noise, and so with equal network evaluations: seed 0, nothing else changed. *Std*
+is the mean of the noise that one step adds, over the trained steps. It is that of SAGE for the samplers that have a
+strength to set; `wan_sde` has none, and its own noise is weaker. *Flicker* (`shapes_motion_flicker`, less is better) is
+the change between frames that no asked motion explains, in thousandths. *Drawn* is the mean over the samples that the
+first {rows} iterations learn from, whose noise the sampler has added; base and tuned are held-out videos of the ODE
+sampler, and the last column is their paired difference. One seed each: gains of two seeds of one recipe differ as much.
 """
 
 
@@ -56,8 +62,17 @@ def _samplers(entries: list[Entry]) -> list[str]:
         return []
     rows = min(len(cell["replay"]["rows"]) for cell in cells.values())
     lines = ["", "### Noise of the samplers", "", SAMPLERS.format(rows=rows)]
-    lines += table("sampler", "gain, points", "evaluations", "flicker, drawn", "base", "tuned", "change")
+    lines += table("sampler", "std", "gain, points", "evaluations", "flicker, drawn", "base", "tuned", "change")
     return lines + [_sampler_row(name, cell) for name, cell in cells.items()]
+
+
+def trained_std(name: str) -> float:
+    """Mean std of the noise of a recipe's trained steps."""
+    run = resolve(load_config(ROOT / "configs" / "lab" / f"{name}.yaml"))
+    adapter = skeleton(run)
+    plan = step_plan(run, adapter)
+    stds = transition_std(run, adapter, plan)
+    return statistics.mean(stds[k] for k in plan.train)
 
 
 def _sampler_row(name: str, cell: dict[str, Any]) -> str:
@@ -66,6 +81,7 @@ def _sampler_row(name: str, cell: dict[str, Any]) -> str:
     change = {key: 10 * values["difference"][FLICKER][key] for key in ("mean", "low", "high")}
     return row(
         f"`{name.removeprefix(SAMPLED).removeprefix('-') or 'sage'}`",
+        f"{trained_std(name):.2f}",
         percent(values["difference"][MOTION], "+"),
         " + ".join(f"{values['evaluations'][part]:.2f}" for part in ("rollout", "train")),
         f"{1000 * drawn:.1f}",

@@ -28,7 +28,7 @@ from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.process import Process, ddim_mean
 from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from flowrl.core.types import Step
 from flowrl.samplers.base import FlowSampler
 
-LEVEL = "experimental"
+LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

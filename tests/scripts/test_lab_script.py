@@ -569,7 +569,8 @@ def test_the_page_and_the_file_of_results_are_written(lab, monkeypatch):
     quoting.parent.mkdir()
     quoting.write_text("`configs/quickstart.yaml`, six steps:\n+1.0 to -2.0 points; `configs/x.yaml` +1.0 to +2.0")
     lab.write_page()
-    row = "| quickstart | tested | +15.0 | +7.0 | 2 of 3 | 50 | 5.00 + 0.10 | 190 | fresh, not run |"
+    # 12.706 standard errors of two values that differ by 10.
+    row = "| quickstart | tested | +15.0 | -48.5 to +78.5 | +7.0 | 2 of 3 | 50 | 5.00 + 0.10 | 190 | fresh, not run |"
     assert row in lab.PAGE.read_text()
     assert (
         quoting.read_text()
@@ -602,9 +603,9 @@ def test_videos_have_a_section_of_their_own_with_the_noise_of_the_samplers(lab):
         for name, values in cells.items()
     ]
     lines = videos_section(entries)
-    assert "| video-sage_grpo | tested | +12.0 | +9.0 | 1 of 1 | 50 | 5.00 + 0.10 | 190 | fresh |" in lines
-    assert "| `sage` | +12.0 [+9.0, +15.0] | 5.00 + 0.10 | 50.0 | 20.0 | 20.0 | +20.0 [+10.0, +30.0] |" in lines
-    assert "| `cps` | +10.0 [+7.0, +13.0] | 5.00 + 0.10 | 62.5 | 20.0 | 20.0 | +20.0 [+10.0, +30.0] |" in lines
+    assert "| video-sage_grpo | tested | +12.0 |  | +9.0 | 1 of 1 | 50 | 5.00 + 0.10 | 190 | fresh |" in lines
+    assert "| `sage` | 0.66 | +12.0 [+9.0, +15.0] | 5.00 + 0.10 | 50.0 | 20.0 | 20.0 | +20.0 [+10.0, +30.0] |" in lines
+    assert "| `cps` | 0.66 | +10.0 [+7.0, +13.0] | 5.00 + 0.10 | 62.5 | 20.0 | 20.0 | +20.0 [+10.0, +30.0] |" in lines
     assert videos_section([Entry("video-awm", "tested", False, {0: None}, {0: "not run"}, moving=True)]) == []
     image = Entry("quickstart", "tested", False, {0: cell(lab)}, {0: "fresh"})
     first, _, last = page([image, *entries], lines, "").partition("## Every cell")
