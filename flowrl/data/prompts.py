@@ -12,6 +12,11 @@ from flowrl.core.media import UNREADABLE, open_image
 from flowrl.core.rng import permutation
 from flowrl.models.base import ModelAdapter
 
+_OTHER_MODEL = (
+    "use a model that edits or animates images (docs/models.md); Wan 2.2 TI2V-5B does with "
+    "model.pipeline=WanImageToVideoPipeline"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -36,7 +41,7 @@ def require_images(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str, f
     for number, prompt in enumerate(prompts, 1):
         count, where = len(prompt.images), f"{key}: prompt {number}, {prompt.text[:60]!r},"
         if count > most:
-            remedy = f"leave out {count - most}" if most else "use a model that edits or animates images"
+            remedy = f"leave out {count - most}" if most else _OTHER_MODEL
             raise ConfigError(f"{where} has {count} image(s), but {kind} takes {most or 'none'}; {remedy}")
         if count < least:
             raise ConfigError(
