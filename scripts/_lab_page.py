@@ -22,8 +22,8 @@ held-out captions x 2 fixed seeds, ODE sampler, 95 % bootstrap interval over cap
 Two single-thread processes on two CPU cores. CPU seconds are those of both processes, with the start, both evaluations
 and, where there is one, the search for the base's best CFG; seconds are those of the clock, without the start, and
 depend on what else the machine did. Network evaluations are counted per rolled-out sample, in sampling and in updates.
-Means over seeds are of the cells of the recipe as it is now, where there are any. *95 % over seeds* is Student's interval
-for the mean of the seeds' differences; *lowest lower end* is that of the seeds' own intervals over captions.
+Means over seeds are of the cells of the recipe as it is now, where there are any. *95 % over seeds* is Student's
+interval for the mean of the seeds' differences; *lowest lower end* is that of the seeds' own intervals over captions.
 """
 STATES = """\
 `code` is the fingerprint of the code that the cell was measured with: every module of the run that can change a number,

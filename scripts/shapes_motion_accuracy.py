@@ -1,9 +1,11 @@
 """Accuracy and speed of the verifier of moving shapes: the tables of docs/rewards/shapes_motion.md.
 
     python -m scripts.shapes_motion_accuracy --size 32 --count 4000
+    python -m scripts.shapes_motion_accuracy --size 32 --count 1000 --kind bright_specks
 
-Draws COUNT true videos, COUNT near misses (shared evenly by their kinds) and as much junk per kind at a size, a
-quarter of each again through WebP and with noise, prints the table and puts it on the page.
+The first draws COUNT true videos, COUNT near misses (shared evenly by their kinds) and as much junk per kind at a size,
+a quarter of each again through WebP and with noise, prints the table and puts it on the page. The second draws COUNT of
+one kind, as rendered and through each change, and only prints its row.
 """
 
 from __future__ import annotations
@@ -62,7 +64,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=32, choices=(32, 64, 128))
     parser.add_argument("--count", type=int, default=4000)
+    parser.add_argument("--kind", choices=("true", *misses.KINDS))
     given = parser.parse_args()
+    if given.kind is not None:
+        shares = [accepted(given.kind, given.count, given.size, change)[0] for change in misses.CHANGES]
+        print(f"| {given.kind} | {' | '.join(f'{100 * share:.2f} %' for share in shares)} |")
+        return
     made = table(given.size, given.count)
     print(made)
     begin, end = f"<!-- {given.size} px -->\n", f"\n<!-- end of {given.size} px -->"

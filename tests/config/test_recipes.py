@@ -6,11 +6,14 @@ import math
 import re
 import shlex
 import socket
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from flowrl.rewards.video_align import frame_indices
 from torch.testing import assert_close
 
 from flowrl.commands.plan import PROCESSES, command, geometry, step_plan, transition_std
@@ -70,12 +73,47 @@ def test_a_recipe_has_the_published_values_and_says_whose(name):
 def test_a_recipe_says_how_it_is_run_and_what_departs(name):
     text = (FOLDER / f"{name}.yaml").read_text(encoding="ascii")
     assert max(map(len, text.splitlines())) <= 120
-    assert "departs" in text.lower()
-    assert "not run here" in words(name).lower()
+    # Each mark says what; "what departs from them is marked" alone is none.
+    said = words(name)
+    assert re.search(r"departs(?: as there)?: \w", said, re.IGNORECASE)
+    if 'marked "departs"' in said:
+        assert re.search(r"depart", text[text.index("\nname: ") :], re.IGNORECASE), "none at a value"
+    assert "not run here" in said.lower()
     keys = re.findall(r"([A-Za-z_]+):", yaml.safe_dump(yaml.safe_load(text)))
     assert not {key for key in keys if re.search("gpu|process|world|device|nproc", key)}
     assert f"torchrun --nproc-per-node gpu -m flowrl train configs/{name}.yaml" in text
     assert f"flowrl plan configs/{name}.yaml" in text
+
+
+def departed(name: str) -> dict[str, Any]:
+    """Key -> published value that a recipe leaves, by provenance.yaml; what is no key has a test of its own."""
+    entry = PROVENANCE["recipes"][name]
+    taken = [*(PROVENANCE["sets"][one] for one in entry["takes"]), entry]
+    return {key: value for one in taken for key, value in one.get("departs", {}).items() if "." in key}
+
+
+def comment(file: Path, key: str) -> str:
+    """What stands next to the key `a.b` and in the lines right above it, in the file that sets it."""
+    text = file.read_text(encoding="ascii")
+    node, line = yaml.compose(text), 0
+    for part in key.split("."):
+        found = [(k.start_mark.line, value) for k, value in node.value if k.value == part]
+        if not found:
+            return comment(file.parent / yaml.safe_load(text)["extends"], key)
+        ((line, node),) = found
+    lines = [each.strip() for each in text.splitlines()]
+    above = list(takewhile(lambda each: each.startswith("#"), reversed(lines[:line])))
+    return " ".join([*reversed(above), lines[line].partition("#")[2]]).replace("#", " ")
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if departed(name)])
+def test_a_published_value_that_a_recipe_leaves_is_named_as_a_departure_next_to_its_key(name):
+    for key, value in departed(name).items():
+        assert at(recipe(name).tree(), key) != value, f"{key} departs no more"
+        said = comment(FOLDER / f"{name}.yaml", key)
+        assert "departs: " in said.lower(), key
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            assert value in map(float, re.findall(r"\d+(?:\.\d+)?(?:e-\d+)?", said)), key
 
 
 def test_rewards_are_scaled_and_read_as_in_the_official_code():
@@ -92,6 +130,17 @@ def test_rewards_are_scaled_and_read_as_in_the_official_code():
             # flow_grpo/ocr.py: PaddleOCR drops lines below 0.5 before the scorer; videos have no substring rule.
             config = recipe(name).rewards[0].config
             assert (config.min_confidence, config.allow_extra_text) == (0.5, not name.startswith("wan/"))
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if "dance_video" in PROVENANCE["recipes"][name]["takes"]])
+def test_the_frame_rate_of_dance_grpos_videos_is_named_as_a_departure(name):
+    """VideoAlign samples by time, so the rate decides how many frames it sees."""
+    run, published = recipe(name), PROVENANCE["sets"]["dance_video"]["departs"]["fps"]
+    config = run.model.config
+    assert {reward.config.fps for reward in run.rewards} == {config.fps}, "the model's own"
+    seen, theirs = (len(frame_indices(config.num_frames, fps)) for fps in (config.fps, published))
+    said = rf"Departs[^.:]*: fps is the model's own {config.fps:g}\b.*? sees {seen} of the {config.num_frames} frames, "
+    assert re.search(rf"{said}at the script's {published} a second {theirs}\.", words(name))
 
 
 def test_the_recipe_of_the_large_model_is_the_mediums_but_for_what_it_says():
@@ -247,6 +296,28 @@ def test_times_of_pairs_are_those_of_training_and_the_run_fits_its_device(name, 
     assert result.embeddings == 0, "captions are embedded when drawn"
     # What is not in the estimate takes 10 to 20 %, and the CUDA context half a GB.
     assert 1.15 * result.peak.peak + 5e8 < gigabytes * 1e9
+
+
+@pytest.mark.slow  # a whole network on fake tensors
+def test_a_recipe_of_videos_is_measured_and_fits_its_card():
+    """Wan2.1 1.3B on 24 GB: nothing of it stands in."""
+    run = recipe("wan/flow_grpo-ocr-24gb")
+    model, (config, rollout) = memory.skeleton(run), (run.model.config, run.run.rollout)
+    samples = rollout.prompts_per_iteration * rollout.group_size
+    result: Any = memory.estimate(run, model, step_plan(run, model), prompts=100)  # all is known of it
+    assert not result.unknown
+    assert [phase.name for phase in result.phases] == ["encode", "rollout", "decode", "evaluation", "update"]
+    assert result.images == samples * config.num_frames * 3 * config.height * config.width, "in 8 bits"
+    # Its VAE makes 8 x 8 pixels of a value, and of all but the first frame 4; float32, each node of a path is kept.
+    latent = 16 * (1 + config.num_frames // 4) * (config.height // 8) * (config.width // 8)
+    assert result.latents == 4 * samples * (rollout.num_inference_steps + 1) * latent
+    # With CFG two forwards a sample and step; a token of 2 x 2 latent pixels meets each weight once. More: attention.
+    forwards = 2 * samples * rollout.num_inference_steps
+    products = 2 * forwards * latent // (16 * 4) * result.parameters["denoiser"]
+    assert 1 < result.rollout_flop / products < 1.5
+    assert result.update_flop > result.rollout_flop
+    assert result.peak.peak > result.stored["text_encoder"]
+    assert 1.15 * result.peak.peak + 5e8 < 24e9
 
 
 # ---- the plan

@@ -85,7 +85,7 @@ def configured(folder: Path, adapter: str, name: str, method: str, pipe: Any) ->
 )
 def test_one_iteration_trains_and_saves(adapter, name, method, tmp_path, monkeypatch):
     pipe = tiny.make(name)
-    # Larger language models are stubs, which no folder holds; a pipeline from a folder: tests/test_models_*.py.
+    # Larger language models are stubs, which no folder holds; a pipeline from a folder: tests/models/test_models_*.py.
     loads = generic if adapter == "generic" else _native
     monkeypatch.setattr(loads, "load_pipeline", lambda *_, **__: pipe)
     trainer = Trainer(configured(tmp_path, adapter, name, method, pipe))

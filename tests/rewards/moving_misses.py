@@ -12,7 +12,7 @@ from PIL import Image
 from flowrl import moving_shapes, shapes
 from flowrl.moving_shapes import DIRECTIONS, FRAMES, TASKS, Actor, Course, MovingScene, switches
 from flowrl.shapes import COLORS, PALETTE, SHAPES, Placed
-from tests.rewards.test_rewards_shapes import apart, inside, paint, pick
+from tests.rewards.test_rewards_shapes import NOISE_PICTURES, apart, inside, paint, pick
 from tests.rewards.test_shapes_eye import JUNK, Canvas
 
 Given = tuple[MovingScene, np.ndarray]
@@ -234,6 +234,12 @@ def junk(kind: Callable[[Canvas], np.ndarray], rng, size) -> Given:
     return scene, video
 
 
+def noise_alone(kind: Callable[..., np.ndarray], rng, size) -> Given:
+    """A caption and noise of images: the same on all frames, or, half of the time, drawn anew."""
+    images = [kind(rng, size) for _ in range(FRAMES if rng.random() < 0.5 else 1)]
+    return some_scene(rng), np.stack(images * (FRAMES // len(images)))
+
+
 def webp(video: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Through an animated WebP file of quality 90."""
     frames = [Image.fromarray(f) for f in (video.transpose(0, 2, 3, 1) * 255).round().astype(np.uint8)]
@@ -266,6 +272,8 @@ CHANGES: dict[str, Callable[[np.ndarray, np.random.Generator], np.ndarray]] = {
     "WebP 90": webp,
     "noise 0.05": grain,
 }
-KINDS: dict[str, Callable[..., Given]] = {kind.__name__: kind for kind in MISSES} | {
-    kind.__name__: lambda rng, size, kind=kind: junk(kind, rng, size) for kind in JUNK
-}
+KINDS: dict[str, Callable[..., Given]] = (
+    {kind.__name__: kind for kind in MISSES}
+    | {kind.__name__: lambda rng, size, kind=kind: junk(kind, rng, size) for kind in JUNK}
+    | {kind.__name__: lambda rng, size, kind=kind: noise_alone(kind, rng, size) for kind in NOISE_PICTURES}
+)

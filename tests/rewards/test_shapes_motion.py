@@ -17,6 +17,9 @@ from tests.rewards import moving_misses as misses
 from tests.rewards.test_shapes_eye import proposal
 from tests.tiny_rewards import scored
 
+UNDONE = {"bright_specks": 0.05, "grown_noise": 0.02}
+"""Junk that WebP partly undoes -> share that may pass after it (docs/rewards/shapes_motion.md has what does)."""
+
 
 def strict(kind: str, count: int, size: int = 32, change: str = "as rendered") -> float:
     """Share of `count` videos of a kind, "true" or one of misses.KINDS, that strict accepts."""
@@ -45,6 +48,15 @@ def test_of_4000_true_videos_one_in_200_is_refused_at_most():
 @pytest.mark.parametrize("kind", misses.KINDS)
 def test_of_4000_near_misses_and_of_junk_one_in_a_hundred_passes_at_most(kind):
     assert strict(kind, 267 if kind in [each.__name__ for each in misses.MISSES] else 100) <= 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["WebP 90", "noise 0.05"])
+def test_of_2000_near_misses_and_junk_one_in_a_hundred_passes_at_most_after_webp_and_with_noise(change):
+    undone = UNDONE if change == "WebP 90" else {}
+    shares = {kind: strict(kind, 267 if kind in undone else 67, change=change) for kind in misses.KINDS}
+    assert np.mean(list(shares.values())) <= 0.01
+    assert {kind: share for kind, share in shares.items() if share > undone.get(kind, 0.01)} == {}
 
 
 def example(caption: str, seed: int = 3, frames: int = 9, size: int = 32) -> np.ndarray:
@@ -203,7 +215,7 @@ def test_a_video_that_begins_with_something_else_is_refused(tmp_path):
     for name, frame in others.items():
         assert begun(video, png(tmp_path, name, frame)) == (0, 0), name
     half = begun(video, png(tmp_path, "off", np.roll(video[0], 1, axis=-1)))[1]
-    assert 0 < half <= 1, "a cell off is in between"
+    assert 0 < half < 1, "a cell off is in between"
 
 
 def test_the_first_frame_is_fitted_as_models_fit_it(tmp_path):

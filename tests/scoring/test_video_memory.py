@@ -2,68 +2,66 @@
 
 from __future__ import annotations
 
-import weakref
-
+import pytest
 import torch
 from torch import Tensor
 
 from flowrl.core.eight_bits import EightBitImages
+from flowrl.planning.meter import Meter
 from flowrl.scoring.scorer import FLOATS, Scorer, most_at_once
 from tests.scoring.test_overlap import B, draw, entry
 from tests.toys import ToyAdapter
 
 HEIGHT, WIDTH, FRAMES = 480, 832, 81
-BYTES = 3 * HEIGHT * WIDTH * FRAMES
-"""Of a video in 8 bits."""
-
-
-class Alive:
-    """Tensors that were noted and are still there."""
-
-    def __init__(self) -> None:
-        self.noted: list[weakref.ref[Tensor]] = []
-        self.most = 0
-
-    def note(self, tensor: Tensor) -> Tensor:
-        self.noted.append(weakref.ref(tensor))
-        self.most = max(self.most, sum(found.numel() for ref in self.noted if (found := ref()) is not None))
-        return tensor
+SIDE, FEW = 64, 5
+VIDEO = FEW * 3 * SIDE * SIDE
+"""Values of a small video. The rest of a toy's rollout is little next to them."""
 
 
 class VideoToy(ToyAdapter):
-    num_frames = 5
+    """A model of small videos; notes what is held before each batch is decoded."""
 
-    def __init__(self, alive: Alive) -> None:
+    num_frames = FEW
+
+    def __init__(self, meter: Meter) -> None:
         super().__init__()
-        self.alive = alive
+        self.meter = meter
+        self.before: list[float] = []
 
     def decode(self, x0: Tensor) -> Tensor:
-        return self.alive.note(torch.rand(len(x0), self.num_frames, 3, 4, 4))
+        self.before.append(self.meter.now / VIDEO)
+        return torch.rand(len(x0), self.num_frames, 3, SIDE, SIDE)
 
 
-def test_a_rollout_of_full_size_holds_97_mb_a_video_and_a_gib_of_floats():
+def test_a_rollout_holds_97_mb_a_video_of_full_size_and_floats_of_one_batch_alone(monkeypatch):
+    """Bytes of all tensors over those of a small video in 8 bits; the decoder has 4 of 12 at a time, the reward 2."""
+    monkeypatch.setattr("flowrl.scoring.scorer.FLOATS", 2 * VIDEO)
+    scored: list[float] = []
+
+    def mean(videos, prompts, metadata):
+        scored.append(meter.now / VIDEO)
+        return [float(video.mean()) for video in videos]
+
+    with Meter() as meter:
+        adapter = VideoToy(meter)
+        result = draw(Scorer([entry(mean, modality="video")]), adapter=adapter)
+    # Latents and the like are what the rollout holds before its first video.
+    rest = pytest.approx(0, abs=0.2)
+    assert result.images.levels.shape == (B, FEW, 3, SIDE, SIDE)
+    assert [held - B * (k > 0) for k, held in enumerate(adapter.before)] == [rest] * 3
+    assert [held - B - 2 * 4 for held in scored] == [rest] * 6, "no floats but those of the two that it scores"
+    # While a batch is rounded there are its floats, their levels as floats and in 8 bits.
+    assert meter.peak / VIDEO - B - 4 * (4 + 4 + 1) == rest
+    assert meter.now / VIDEO - B == rest
+    full = FRAMES * 3 * HEIGHT * WIDTH
+    assert result.images.levels.nbytes / B * full / VIDEO == 97_044_480
+
+
+def test_a_reward_is_given_a_gib_of_floats_of_videos_of_full_size():
     """Counted, not run: tensors without contents."""
     levels = torch.empty((16, FRAMES, 3, HEIGHT, WIDTH), dtype=torch.uint8, device="meta")
     images = EightBitImages(levels, torch.ones(16, dtype=torch.bool))
-    assert images.levels.nbytes == 16 * BYTES
-    assert BYTES == 97_044_480
     # A part that is scored is a view of the whole, and becomes floats two videos at a time.
-    assert images[2:5].levels.untyped_storage().nbytes() == images.levels.nbytes
+    assert images[2:5].levels.untyped_storage().nbytes() == levels.nbytes
     assert most_at_once(images) == 2
-    assert 4 * most_at_once(images) * BYTES <= 4 * FLOATS == 2**30
-
-
-def test_a_rollout_has_floats_of_one_batch_alone(monkeypatch):
-    """Of the decoder, whose batch has 4 of 12 videos, and of a reward, which is given 2 at a time."""
-    decoded, scored = Alive(), Alive()
-    monkeypatch.setattr("flowrl.scoring.scorer.FLOATS", 2 * 5 * 3 * 4 * 4)
-
-    def mean(videos, prompts, metadata):
-        scored.note(videos)
-        return [float(video.mean()) for video in videos]
-
-    result = draw(Scorer([entry(mean, modality="video")]), adapter=VideoToy(decoded))
-    assert result.images.levels.shape == (B, 5, 3, 4, 4)
-    assert result.images.levels.dtype == torch.uint8
-    assert (len(decoded.noted), decoded.most) == (3, 4 * 5 * 3 * 4 * 4)
-    assert (len(scored.noted), scored.most) == (6, 2 * 5 * 3 * 4 * 4)
+    assert 4 * most_at_once(images) * levels[0].numel() <= 4 * FLOATS == 2**30
