@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from flowrl.config.resolved import Resolved
 from flowrl.config.watched import check_guard
 from flowrl.core import mp4
@@ -124,13 +126,15 @@ def _other_rates(resolved: Resolved, adapter: ModelAdapter) -> list[str]:
     notes = []
     for key, plans in (("rewards", resolved.rewards), ("eval.rewards", resolved.eval_rewards)):
         for number, plan in enumerate(plans):
-            rate = getattr(plan.config, "fps", None)
-            if rate not in (None, adapter.fps, type(plan.config)().fps):
-                notes.append(
-                    f"{key}.{number}.fps={rate:g}: the reward {plan.name!r} takes the videos for so many frames a "
-                    f"second, and they are saved and shown at {adapter.fps:g} (model.fps); set it to {adapter.fps:g} "
-                    "unless that is meant"
-                )
+            options = () if plan.config is None else fields(plan.config)
+            default = [option.default for option in options if option.name == "fps"]
+            if not default or plan.config.fps in (None, adapter.fps, *default):
+                continue
+            notes.append(
+                f"{key}.{number}.fps={plan.config.fps:g}: the reward {plan.name!r} takes the videos for so many frames a "
+                f"second, and they are saved and shown at {adapter.fps:g} (model.fps); set it to {adapter.fps:g} unless "
+                "that is meant"
+            )
     return notes
 
 

@@ -608,10 +608,10 @@ def test_what_a_run_of_too_few_updates_never_gets_to_is_noted_with_their_number(
 
 
 def test_a_reward_that_takes_videos_for_another_frame_rate_is_noted():
-    entries = "rewards=[{name: motion, weight: 1.0}, {name: motion, prefix: slow, weight: 0.0, fps: 4}]"
+    entries = "rewards=[{name: shapes_motion}, {name: motion}, {name: motion, prefix: slow, fps: 4}]"
     resolved = resolve(load_config(ROOT / "configs" / "lab" / "video-flow_grpo.yaml", [entries]))
     notes = check_model(resolved, model_with(num_frames=9, fps=16.0))
-    assert [note.partition(":")[0] for note in notes] == ["rewards.1.fps=4"]
+    assert [note.partition(":")[0] for note in notes] == ["rewards.2.fps=4"]
     assert "saved and shown at 16 (model.fps); set it to 16 unless" in notes[0]
     assert check_model(resolved, model_with(num_frames=9, fps=4.0)) == []
     assert check_model(resolved, model_with(num_frames=1, fps=16.0)) == []
