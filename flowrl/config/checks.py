@@ -131,9 +131,9 @@ def _other_rates(resolved: Resolved, adapter: ModelAdapter) -> list[str]:
             if not default or plan.config.fps in (None, adapter.fps, *default):
                 continue
             notes.append(
-                f"{key}.{number}.fps={plan.config.fps:g}: the reward {plan.name!r} takes the videos for so many frames a "
-                f"second, and they are saved and shown at {adapter.fps:g} (model.fps); set it to {adapter.fps:g} unless "
-                "that is meant"
+                f"{key}.{number}.fps={plan.config.fps:g}: the reward {plan.name!r} takes the videos for so many frames "
+                f"a second, and they are saved and shown at {adapter.fps:g} (model.fps); set it to {adapter.fps:g} "
+                "unless that is meant"
             )
     return notes
 
