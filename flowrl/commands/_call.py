@@ -13,8 +13,19 @@ from flowrl.core.strict import overridden
 from flowrl.models.base import network_config
 from flowrl.models.generic.options import guidance_arguments
 
-_COUNTS = ("num_inference_steps", "num_frames")
-_OURS = ("self", "prompt", "image", "last_image", "generator", "output_type", "return_dict", "num_images_per_prompt")
+_COUNTS = ("num_inference_steps", "num_frames", "height", "width", "max_sequence_length")
+_SCALES = ("guidance_scale", "guidance_scale_2", "true_cfg_scale", "guidance_rescale")
+_ITSELF = "the command sets it by itself; leave it out"
+_ONE = "the command draws one at a time; for more of each prompt give --count (--samples with flowrl eval)"
+_OBJECT = "it takes a tensor or a function, which no option can give; leave it out"
+_OURS: dict[str, str] = {
+    **{name: _ITSELF for name in ("self", "prompt", "image", "last_image", "generator", "output_type", "return_dict")},
+    **{name: _ONE for name in ("num_images_per_prompt", "num_videos_per_prompt")},
+    **{name: _OBJECT for name in ("latents", "prompt_embeds", "negative_prompt_embeds", "callback_on_step_end")},
+}
+"""Arguments that --set cannot have, with the reason and what to do."""
+_ANY_FRAMES = ("AutoencoderKLCogVideoX",)
+"""VAEs that decode an even number of latent frames to a multiple of their temporal factor, and not to one more."""
 
 
 def require_finite(guidance: float | None) -> None:
@@ -48,18 +59,29 @@ def _settings(pipeline: Any, words: Sequence[str]) -> dict[str, Any]:
     known = [name for name in inspect.signature(kind.__call__).parameters if name not in _OURS]
     for name in result:
         if name in _OURS:
-            raise ConfigError(f"--set {name}: the command sets it by itself; leave it out")
+            raise ConfigError(f"--set {name}: {_OURS[name]}")
         if name not in known:
             raise ConfigError(
                 f"--set {name}: {kind.__name__} takes no such argument; {suggest(name, known)}"
                 f"there are: {', '.join(known)}"
             )
-    for name in _COUNTS:
-        count = result.get(name, 1)
-        if not isinstance(count, int) or count < 1:
-            raise ConfigError(f"--set {name}={count}: must be a whole number, at least 1")
-    _require_patches(pipeline, result.get("num_frames"))
+    _require_numbers(kind, result)
+    _require_frames(pipeline, result.get("num_frames"))
     return result
+
+
+def _require_numbers(kind: type, settings: Mapping[str, Any]) -> None:
+    """Refuse counts, sides, lengths and guidance scales that are no such numbers: the call would fail inside."""
+    known = inspect.signature(kind.__call__).parameters
+    for name, value in settings.items():
+        if value is None and known[name].default is None:
+            continue
+        shown = f"--set {name}={str(value).lower() if isinstance(value, bool) else value}"  # as YAML has it
+        number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+        if name in _COUNTS and not (isinstance(number, int) and number >= 1):
+            raise ConfigError(f"{shown}: must be a whole number, at least 1")
+        if name in _SCALES and not math.isfinite(number):
+            raise ConfigError(f"{shown}: must be a finite number")
 
 
 def _require_positions(pipeline: Any, call: Mapping[str, Any]) -> None:
@@ -79,17 +101,35 @@ def _require_positions(pipeline: Any, call: Mapping[str, Any]) -> None:
             )
 
 
-def _require_patches(pipeline: Any, frames: int | None) -> None:
-    """Refuse frames that a denoiser whose patches hold several latent frames cannot take: it would fail inside."""
-    step, network = getattr(pipeline, "vae_scale_factor_temporal", None), getattr(pipeline, "transformer", None)
-    if frames is None or step is None or network is None:
-        return
-    patches = network_config(network).get("patch_size")
-    patch = patches[0] if isinstance(patches, list | tuple) and len(patches) == 3 else 1  # Wan's: time, height, width
-    latents = (frames - 1) // step + 1 if (frames - 1) % step == 0 else frames // step + 1  # as it rounds them
-    if latents % patch:
-        from flowrl.models.wan import near_frames
+def _frame_step(pipeline: Any) -> int | None:
+    """Frames of a latent frame after the first, where a call makes one more than a multiple of them; else None."""
+    default = inspect.signature(type(pipeline).__call__).parameters["num_frames"].default
+    ratio = getattr(pipeline, "vae_temporal_compression_ratio", None)  # of LTX, which may have no default
+    step = getattr(pipeline, "vae_scale_factor_temporal", None) if ratio is None else ratio
+    if not step or type(getattr(pipeline, "vae", None)).__name__ in _ANY_FRAMES:
+        return None
+    if default is None:
+        return ratio
+    return step if (default - 1) % step == 0 else None  # Helios and Allegro count otherwise, and their defaults tell
 
+
+def _require_frames(pipeline: Any, frames: int | None) -> None:
+    """Refuse frames that the pipeline would round, and those that fill no whole patches, with which it fails inside."""
+    step = None if frames is None else _frame_step(pipeline)
+    if frames is None or step is None:
+        return
+    network = getattr(pipeline, "transformer", None)
+    patches = None if network is None else network_config(network).get("patch_size")
+    patch = patches[0] if isinstance(patches, list | tuple) and len(patches) == 3 else 1  # Wan's: time, height, width
+    from flowrl.models.wan import near_frames
+
+    if (frames - 1) % step:
+        raise ConfigError(
+            f"--set num_frames={frames}: must be one more than a multiple of {step}; "
+            f"use {near_frames(frames, step, patch)}"
+        )
+    latents = (frames - 1) // step + 1
+    if latents % patch:
         raise ConfigError(
             f"--set num_frames={frames}: it makes {latents} latent frames, and the denoiser reads {patch} at a time; "
             f"use {near_frames(frames, step, patch)}"

@@ -94,15 +94,34 @@ class Video:
     fps: float | None
     """Frames a second; None: nobody said."""
 
+    @property
+    def asked(self) -> str | None:
+        """The option that asks for a kind or a rate of videos; None: none does."""
+        if self.form == "mp4":
+            return "--format mp4"
+        return None if self.fps is None else f"--fps {self.fps:g}"
+
+    def require_kind(self, pipeline: Any) -> None:
+        """Raise ConfigError where the command asks for videos and the pipeline's call knows no frames and no video."""
+        from inspect import signature
+
+        from flowrl.core.errors import ConfigError
+
+        known = signature(type(pipeline).__call__).parameters
+        if self.asked is not None and not any(part in name for name in known for part in ("frame", "video")):
+            raise ConfigError(
+                f"{self.asked}: it is for videos, and {type(pipeline).__name__} makes images, which are written as "
+                "PNG; leave it out"
+            )
+
     def require(self, pipeline: Any, frames: int) -> None:
         """Raise ConfigError for an image where the command asks for a kind or a rate of videos."""
         from flowrl.core.errors import ConfigError
 
-        asked = ["--format mp4"] * (self.form == "mp4") + ([] if self.fps is None else [f"--fps {self.fps:g}"])
-        if frames == 1 and asked:
+        if frames == 1 and self.asked is not None:
             raise ConfigError(
-                f"{asked[0]}: it is for videos, and {type(pipeline).__name__} made an image, which is written as PNG; "
-                "leave it out, or ask for more frames"
+                f"{self.asked}: it is for videos, and {type(pipeline).__name__} made an image, which is written as "
+                "PNG; leave it out, or ask for more frames"
             )
 
 
@@ -140,6 +159,7 @@ def _sample(
     with phase("loading"):
         loaded = judged.load(model, base=base, loras=lora, config=config)
     pipeline = loaded.pipeline
+    video.require_kind(pipeline)
     call = call_of(pipeline, loaded.call, steps, guidance, options)
     rate = frame_rate(model, pipeline, call) if video.fps is None else video.fps
     for record in records:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ LINES = "scores.jsonl"
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", *SUFFIXES}
 _WITH_RATE = {".webp", ".gif"}
 """Suffixes of images that may be videos."""
+_NAMES = ("image", "video", "file", "file_name")
+"""Keys of a record under which it may name its file."""
+_KEYS = "'image', 'video', 'file' or 'file_name'"
 
 
 Images = Annotated[
@@ -45,7 +49,7 @@ Prompts = Annotated[
     option(
         "Prompts of the files, as lines or records.",
         "A .txt with a line per file, in the order of file names, or records (.jsonl, .json, .csv, .tsv, .parquet) "
-        "with `prompt`, metadata and perhaps `image`, the name of the file. "
+        "with `prompt`, metadata and perhaps the name of the file (`image`, `video`, `file` or `file_name`). "
         "Default: the prompts that `flowrl sample` wrote into its files.",
     ),
 ]
@@ -151,7 +155,9 @@ def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> 
     from flowrl.core import media
     from flowrl.core.errors import ConfigError
 
-    result = sorted(images.iterdir()) if images.is_dir() else [images] if images.is_file() else []
+    # Hidden files are those of other programs, such as macOS's ._clip.mp4: no video, in spite of the suffix.
+    inside = sorted(file for file in images.iterdir() if file.name[0] != ".") if images.is_dir() else []
+    result = inside or ([images] if images.is_file() else [])
     files = [file for file in result if file.suffix.lower() in _SUFFIXES]
     if not files:
         what = "no images there" if images.exists() else "there is no such file or folder"
@@ -178,7 +184,7 @@ def _with_rate(file: Path, prompt: str, record: dict) -> tuple[Path, str, dict]:
     """A sample with the frame rate of its video in its record, for rewards that count in seconds; a given one stays.
 
     Raises:
-        ConfigError: a video file that is empty or not one, without a frame rate, or that needs the extra `video`.
+        ConfigError: a file that needs the extra `video`, which is not installed.
     """
     from flowrl.core import media
     from flowrl.core.errors import ConfigError
@@ -189,32 +195,47 @@ def _with_rate(file: Path, prompt: str, record: dict) -> tuple[Path, str, dict]:
         fps = media.facts(file)[1]
     except ConfigError:
         raise
-    except media.UNREADABLE as error:
-        if media.is_video_file(file):
-            raise ConfigError(f"{file.name} cannot be read: {error}") from error
-        fps = None  # an image of many kinds of harm: it is reported when it is opened
+    except media.UNREADABLE:
+        # It is reported when it is opened, and is null. Without a rate, a reward that needs one would refuse all files.
+        fps = math.nan
     return file, prompt, record if fps is None else {"fps": fps, **record}
 
 
 def _matched(files: Sequence[Path], prompts: str) -> list[tuple[Path, str, dict]]:
-    """Files with their prompts: by the name under "image" where every record has one, else in their order."""
+    """Files with their prompts: by the name under a key of `_NAMES` where every record has one, else in their order."""
     from flowrl.core.errors import ConfigError
 
     records = _records_of(prompts)
-    if all(isinstance(record.get("image"), str) for _, record in records):
-        named = {Path(record["image"]).name: (text, record) for text, record in records}
+    names = [_named(record, prompts) for _, record in records]
+    if all(name is not None for name in names):
+        named = dict(zip(names, records, strict=True))
         lacking = [file.name for file in files if file.name not in named]
         if lacking:
-            raise ConfigError(f"--prompts {prompts}: no record has the image {lacking[0]!r} ({len(lacking)} lack one)")
+            raise ConfigError(
+                f"--prompts {prompts}: no record has the file {lacking[0]!r} ({len(lacking)} lack one); records name "
+                f"their file under {_KEYS}"
+            )
         if len(named) < len(records):
-            raise ConfigError(f"--prompts {prompts}: two records name the same image")
+            raise ConfigError(f"--prompts {prompts}: two records name the same file; keep one of them")
         return [(file, *named[file.name]) for file in files]
     if len(records) != len(files):
         raise ConfigError(
-            f"--prompts has {len(records)} prompts for {len(files)} images; give one each, or records of a .jsonl or "
-            'a table with the file\'s name under "image"'
+            f"--prompts has {len(records)} prompts for {len(files)} files; give one each, or records of a .jsonl or "
+            f"a table with the file's name under {_KEYS}"
         )
     return [(file, *record) for file, record in zip(files, records, strict=True)]
+
+
+def _named(record: Mapping[str, Any], prompts: str) -> str | None:
+    """The name of the file that a record is about; None: it names none."""
+    from flowrl.core.errors import ConfigError
+
+    keys = [key for key in _NAMES if isinstance(record.get(key), str)]
+    if len(keys) > 1:
+        raise ConfigError(
+            f"--prompts {prompts}: a record names its file under {' and '.join(map(repr, keys))}; keep one of them"
+        )
+    return Path(record[keys[0]]).name if keys else None
 
 
 def _records_of(prompts: str) -> list[tuple[str, dict]]:

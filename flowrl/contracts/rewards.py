@@ -231,8 +231,13 @@ def gradient(trial: RewardTrial) -> str:
 
 @law("videos", "a reward of modality any scores videos [F, 3, H, W] too")
 def videos(trial: RewardTrial) -> str:
-    if trial.card.modality != "any" or trial.samples.images[0].ndim != 3:
+    if trial.card.modality != "any":
         return f"not tried: modality {trial.card.modality}"
+    given = sum(image.ndim != 3 for image in trial.samples.images)
+    if given:
+        return (
+            f"tried: {'all' if given == len(trial.samples) else f'{given} of {len(trial.samples)}'} samples are videos"
+        )
     frames = [torch.stack([image, image.flip(-1), image.flip(-2)]) for image in trial.samples.images[:2]]
     trial.scores(trial.with_images(frames))
     return "are scored"

@@ -35,7 +35,8 @@ class PairsConfig:
     """Videos that are longer than model.num_frames: `exact` leaves their records out, `cut` takes so many of their
     frames."""
     posterior: Literal["sample", "mean"] = "sample"
-    """Latents of an image: a draw of the VAE's posterior, or its mean, for a model trained on means (tiny-sd3)."""
+    """Latents of an image: a draw of the VAE's posterior, or its mean, for a model trained on means (tiny-sd3,
+    tiny-wan)."""
     flip: bool = True
     """Mirroring of half of the pairs, at random; false: where captions say left or right, or images hold text."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, Literal
 from flowrl.core import registry
 from flowrl.core.errors import ModelError
 from flowrl.models.classes import pipeline_class
+from flowrl.models.generic.options import rate_of
 from flowrl.models.paths import asset_folder
 from flowrl.models.weights import lora_file
 from flowrl.rollout.learned_noise import FILE as NOISE
@@ -182,18 +184,26 @@ def _called(facts: Facts, base: Base, prompt: str, extra: dict[str, str]) -> lis
     given |= {name: facts.at("model", name) for name in _OPTIONS}
     own = facts.at("model", "call")
     given |= own if isinstance(own, dict) else {}
-    words = [
-        f"{name}={json.dumps(value) if isinstance(value, str) else value!r}"
-        for name, value in given.items()
-        if isinstance(value, int | float | str)
-    ]
+    # repr, and not JSON: that has two surrogates for a character such as an emoji, which Python reads as two.
+    words = [f"{name}={value!r}" for name, value in given.items() if isinstance(value, int | float | str)]
     words += [f"{name}={value}" for name, value in extra.items()]
     if base.task.startswith("image"):
         words.insert(0, 'image=load_image("input.png")')
     call = f"pipe({prompt}, {', '.join(words)}"
     if base.task.endswith("video"):
-        return [f'export_to_gif({call}, output_type="pil").frames[0], "video.gif")']
+        rate = f"{_rate(facts, base, given):g}"
+        return [f'export_to_gif({call}, output_type="pil").frames[0], "video.gif", fps={rate})']
     return [f'{call}).images[0].save("image.png")']
+
+
+def _rate(facts: Facts, base: Base, given: dict[str, Any]) -> float:
+    """Frames a second of the run's videos."""
+    import diffusers
+
+    told = facts.at("model", "fps")
+    kind = getattr(diffusers, base.kind, None) if base.kind else None
+    known = {} if kind is None else inspect.signature(kind.__call__).parameters
+    return float(told) if told is not None else rate_of(given, known, "model.call.")
 
 
 def _output(base: Base) -> list[str]:

@@ -21,6 +21,7 @@ from flowrl.core import media
 from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.errors import ConfigError
 from flowrl.reward import Card, Reward, RewardError
+from flowrl.scoring.surroundings import Batch
 
 MINE = "def score(images, prompts, metadata):\n    return [float(image.mean()) for image in images]\n"
 
@@ -87,6 +88,16 @@ def test_records_are_matched_by_file_name_and_lines_by_order(capsys, tmp_path, f
     assert [line["mine"] for line in lines] == ([1, 2, 3] if matched else [0, 0, 0])
 
 
+@pytest.mark.parametrize("key", ["video", "file", "file_name"])
+def test_records_may_name_their_file_under_other_keys(capsys, tmp_path, folder, key):
+    records = [{key if name == "image" else name: value for name, value in record.items()} for record in RECORDS]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, records)))
+    text = f"def score(images, prompts, metadata):\n    return [len(r[{key!r}] + r['want']) for r in metadata]\n"
+    lines, _ = run(capsys, folder, [mine(tmp_path, text)], prompts=str(tmp_path / "p.jsonl"))
+    assert [line["prompt"] for line in lines] == ["a", "b", "c"]
+    assert [line["mine"] for line in lines] == [16, 17, 18], "metadata go with their file"
+
+
 def test_a_bomb_and_a_cut_picture_are_null_with_the_reason(capsys, tmp_path, folder, monkeypatch):
     Image.new("RGB", (64, 64)).save(folder / "4.png")
     (folder / "2.png").write_bytes((folder / "2.png").read_bytes()[:-30])
@@ -151,24 +162,56 @@ def test_a_folder_of_both_is_refused_with_the_file_that_does_not_fit(folder):
 
 
 @pytest.mark.parametrize(
-    ("content", "installed", "words"),
+    ("content", "words"),
     [
-        (b"", True, "a.mp4 cannot be read: it is empty: it has 0 bytes; write it again, or leave it out"),
-        (b"no video", True, "a.mp4 cannot be read: it is not a readable video .*; write it again, or leave it out"),
-        (b"no video", False, r"a.mp4 needs a package that is not installed \(av\): run pip install 'flowrl\[video\]'"),
+        (b"", "b.mp4 cannot be read: it is empty: it has 0 bytes; write it again, or leave it out"),
+        (b"no video", "b.mp4 cannot be read: it is not a readable video"),
+        (None, "b.mp4 cannot be read: it is empty: there is no video in it; write it again, or leave it out"),
     ],
 )
-def test_a_video_file_that_cannot_be_read_ends_the_command_before_anything_is_scored(
-    tmp_path, monkeypatch, content, installed, words
-):
-    if installed:
-        pytest.importorskip("av", reason="needs the extra video")
+def test_a_video_file_that_cannot_be_read_is_null_and_the_others_are_scored(capsys, tmp_path, content, words):
+    av = pytest.importorskip("av", reason="needs the extra video")
+    if content is None:
+        with av.open(str(tmp_path / "b.mp4"), "w") as container:
+            stream = container.add_stream("aac", rate=44100)
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            frame.sample_rate = 44100
+            container.mux(stream.encode(frame))
+            container.mux(stream.encode())
     else:
-        monkeypatch.setitem(sys.modules, "av", None)
-    (tmp_path / "a.mp4").write_bytes(content)
+        (tmp_path / "b.mp4").write_bytes(content)
+    _, told = run(capsys, tmp_path, ["jpeg"], code=1)
+    assert words in told
+    assert "no sample scored, 1 failed" in told
+    for name in "ac":
+        media.write(torch.rand(8, 3, 32, 32), tmp_path / name, form="mp4")
+    rated = RATE.replace(
+        "def score",
+        "from flowrl.reward import Card\n\nCARD = Card(outputs=('mine',), modality='any', "
+        "requires=('fps',))\n\n\ndef score",
+    )
+    lines, told = run(capsys, tmp_path, ["jpeg", mine(tmp_path, rated)])
+    assert [line["jpeg_kb"] is None for line in lines] == [False, True, False]
+    assert [line["mine"] for line in lines] == [0.5, None, 0.5], "a rate that is needed is not asked of it"
+    assert words in told
+    assert "over 2, 1 failed" in told
+
+
+def test_a_video_file_without_the_extra_ends_the_command(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    (tmp_path / "a.mp4").write_bytes(b"no video")
+    words = r"a.mp4 needs a package that is not installed \(av\): run pip install 'flowrl\[video\]'"
     with pytest.raises(ConfigError, match=words) as caught:
         score.command(tmp_path, ["jpeg"])
     assert caught.value.exit_code == 2
+
+
+def test_hidden_files_are_skipped(capsys, tmp_path, folder):
+    (folder / "._1.png").write_bytes(b"of macOS")
+    (folder / ".clip.mp4").write_bytes(b"of macOS")
+    lines, told = run(capsys, folder, [mine(tmp_path)])
+    assert [line["image"] for line in lines] == ["1.png", "2.png", "3.png"]
+    assert "cannot be read" not in told
 
 
 @pytest.mark.parametrize(
@@ -182,9 +225,11 @@ def test_a_video_file_that_cannot_be_read_ends_the_command_before_anything_is_sc
         ({"reward": ["clip_score", "flowrl.rewards.clip_score"], "options": ["clip_score.model=x"]}, "them a prefix"),
         ({"reward": ["geneval"]}, "needs 'include' for every image"),
         ({"check": "geneval", "images": None}, "needs include for every sample"),
-        ({"reward": ["jpeg"], "prompts": "two.txt"}, "2 prompts for 3 images"),
+        ({"reward": ["jpeg"], "prompts": "two.txt"}, "2 prompts for 3 files; .*'video', 'file'"),
         ({"reward": ["jpeg"], "prompts": "bad.jsonl"}, r"line 1: has no 'prompt'"),
-        ({"reward": ["jpeg"], "prompts": "other.jsonl"}, r"no record has the image '1.png' \(3 lack one\)"),
+        ({"reward": ["jpeg"], "prompts": "other.jsonl"}, r"no record has the file '1.png' \(3 lack one\)"),
+        ({"reward": ["jpeg"], "prompts": "both.jsonl"}, "its file under 'image' and 'file'; keep one of them"),
+        ({"reward": ["jpeg"], "prompts": "twice.jsonl"}, "two records name the same file"),
         ({"reward": ["jpeg"], "prompts": "gone.txt"}, "no such file"),
         ({"reward": ["jpeg"], "images": Path("nowhere")}, "'nowhere': there is no such file or folder; give one"),
         ({"reward": ["jpeg"], "prompts": "two.xlsx"}, "not read from a .xlsx file; give a .txt"),
@@ -195,6 +240,9 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(folder, 
     (tmp_path / "two.xlsx").write_text("a\nb\n")
     (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
     (tmp_path / "other.jsonl").write_text('{"prompt": "p", "image": "x.png"}\n')
+    (tmp_path / "both.jsonl").write_text('{"prompt": "p", "image": "1.png", "file": "2.png"}\n' * 3)
+    records = [{"prompt": "p", "video": f"{number}.png"} for number in (1, 2, 3, 3)]
+    (tmp_path / "twice.jsonl").write_text("\n".join(map(json.dumps, records)))
     given = {"images": folder, "batch_size": 4} | options
     if "prompts" in given:
         given["prompts"] = str(tmp_path / given["prompts"])
@@ -267,6 +315,23 @@ def test_each_broken_rule_is_found_and_named_with_its_remedy(run_score, card, ex
     found = failing(run_score, **card)
     assert set(found) == expected
     assert all(len(remedy) > 20 for remedy in found.values())
+
+
+@pytest.mark.parametrize(
+    ("clips", "modality", "told"),
+    [
+        (4, "any", "tried: all samples are videos"),
+        (1, "any", "tried: 1 of 4 samples are videos"),
+        (0, "any", "are scored"),
+        (0, "image", "not tried: modality image"),
+    ],
+)
+def test_the_law_of_videos_says_whether_it_was_tried(clips, modality, told):
+    given = trial_batch(Card(outputs=("mine",), modality="any"))
+    images = [image.expand(3, *image.shape) if row < clips else image for row, image in enumerate(given.images[:4])]
+    reward = Reward(means, Card(outputs=("mine",), modality=modality))
+    trial = RewardTrial("mine", reward, Batch(images, given.prompts[:4], given.metadata[:4]))
+    assert {finding.law: finding.measured for finding in trial.run()}["videos"] == told
 
 
 def test_a_reward_that_draws_is_found_by_several_rules():

@@ -176,7 +176,7 @@ def test_a_metric_of_another_reward_is_left_out_and_one_run_without_it_is_named(
         "the metric sharpness: no other run has it",
     ]
     assert values["recipe_names"][-1] == "alone"
-    assert "(2 seeds)" in values["metrics"][0]["legend"]
+    assert "(2 runs)" in values["metrics"][0]["legend"], "both have seed 0"
     assert "alone" not in values["metrics"][0]["legend"], "a curve that is not drawn"
 
 
@@ -211,6 +211,9 @@ def test_seeds_of_one_recipe_are_one_row_with_their_mean_and_spread(folders):
     # A seed that was trained twice is no second seed.
     twice = comparison([runs[0], runs[0], runs[2]], OnDisk(folders[0].parent), alike=True)
     assert twice["metrics"][0]["recipes"] == []
+    assert twice["recipe_names"] == ["grpo-seed0 (2 runs)", "awm"]
+    thrice = comparison([runs[0], runs[1], runs[0]], OnDisk(folders[0].parent), alike=True)
+    assert thrice["recipe_names"] == ["grpo (2 seeds)"]
 
 
 def test_curves_run_from_the_base_over_what_training_has_spent(folders, monkeypatch):
@@ -312,6 +315,20 @@ def test_a_comparison_of_video_models_speaks_of_videos(tmp_path):
     said = [text for text in Page(build(folders, tmp_path / "page")).texts["p"] if "images" in text or "videos" in text]
     assert any("8 videos of each model" in text for text in said)
     assert not any("image" in text for text in said)
+
+
+def test_runs_of_other_sizes_share_the_seed_and_not_the_noise(tmp_path):
+    sizes = {"one": 32, "two": 32, "wide": 48}
+    folders = [
+        make_run(tmp_path / name, 0.1, count=4, config={"model": {"path": "m", "height": 32, "width": width}})
+        for name, width in sizes.items()
+    ]
+    alike, other = Page(build(folders[:2], tmp_path / "alike")), Page(build(folders, tmp_path / "other"))
+    assert "Differences are of the same prompt and noise; 95 %" in alike.text("p")
+    assert "The same prompts and noise" in alike.texts["h2"]
+    assert "between runs of the same prompt and noise seed, since the sizes or models of the runs" in other.text("p")
+    assert "Differences are of the same prompt" not in other.text("p")
+    assert "The same prompts and noise seeds" in other.texts["h2"]
 
 
 def test_runs_of_one_name_are_told_apart_where_they_are_only_listed(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 from pathlib import Path
@@ -268,13 +269,30 @@ def test_a_video_model_is_called_as_one(tmp_path):
     base = tmp_path / "wan"
     base.mkdir()
     (base / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
-    config = {"model": {"path": str(base), "num_frames": 9}}
+    config = {"model": {"path": str(base), "num_frames": 9, "fps": 24}}
     run = finish(write_run(tmp_path / "run", base, tiny.LORA), config=config)
     front, text = read(card.write_card(run, run / "adapter", "adapter"))
     assert front["pipeline_tag"] == "text-to-video"
     assert "export_to_gif(pipe(" in text
     assert "num_frames=9" in text
+    assert '"video.gif", fps=24)' in text
     compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
+
+
+@pytest.mark.parametrize("value", ["", "blue", "a \"quoted\" 'word'", "back\\slash", NASTY, "\U0001f600 \u00fc"])
+def test_the_code_gives_the_very_value_of_a_text(tmp_path, value):
+    base = tmp_path / "wan"
+    base.mkdir()
+    (base / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    config = {"model": {"path": str(base), "negative_prompt": value}}
+    run = finish(write_run(tmp_path / "run", base, tiny.LORA), config=config)
+    _, text = read(card.write_card(run, run / "adapter", "adapter"))
+    code = ast.parse(text.split("```python\n")[1].split("\n```")[0])
+    keywords = [keyword for node in ast.walk(code) if isinstance(node, ast.Call) for keyword in node.keywords]
+    (given,) = [ast.literal_eval(word.value) for word in keywords if word.arg == "negative_prompt"]
+    assert given == value
+    (rate,) = [ast.literal_eval(word.value) for word in keywords if word.arg == "fps"]
+    assert rate == 16
 
 
 def test_a_class_that_the_configuration_names_loads_the_model_and_is_called_with_an_image(tmp_path):

@@ -99,6 +99,8 @@ _RESULTS = "*_eval_results.json"
 _FILE = re.compile(r"(?s)(.*)-(\d+)\.\w+")
 _NAME_BYTES = 255
 _NEAR = 1e-3
+_ROUNDING = 0.01
+"""How far a score may lie outside its range: the tools work in half precision."""
 
 
 def items(path: Path | None) -> list[Item]:
@@ -262,7 +264,8 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
     """The *_eval_results.json of the tools: one file, or a folder of several for different dimensions.
 
     Raises:
-        ConfigError: a file of another form, a dimension or a video that is there twice, or one that is missing.
+        ConfigError: a file of another form, a dimension or a video that is there twice, or one that is missing, or a
+            score that is out of its range.
     """
     from flowrl.evaluation.suites.reading import keep_once
 
@@ -272,6 +275,10 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
         if dimension in found:
             raise ConfigError(f"{file}: {dimension} has results already, in another file; keep one of the two")
         own = found.setdefault(dimension, {})
+        if not videos:
+            raise ConfigError(
+                f"{file}: {dimension} has no result of any video; run its tool again, or leave the file out"
+            )
         for place, value in videos:
             match = _FILE.fullmatch(Path(place).name)
             item = known.get(match[1]) if match else None
@@ -280,6 +287,7 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
                     f"{file}: {dimension} has a result of {Path(place).name!r}, which is no video of this run in that "
                     "dimension; give the results of the folder that --export wrote, unchanged"
                 )
+            _require_in_range(file, dimension, place, value)
             value = value / 100 if dimension == _OUT_OF_100 else value
             keep_once(own, (item.id, int(match[2])), {OFFICIAL + dimension: value}, f"{file}, {dimension}")
         _compare(file, dimension, mean, [float(one[OFFICIAL + dimension] or 0.0) for one in own.values()])
@@ -289,9 +297,15 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
 def _joined(
     path: Path, items: Sequence[Item], found: dict[str, dict[tuple[str, int], dict[str, float | None]]]
 ) -> dict[tuple[str, int], dict[str, float | None]]:
-    """The scores of every video in all judged dimensions; None where a tool leaves it out by rule."""
+    """The scores of every video in all judged dimensions; None where a tool leaves it out by rule.
+
+    A video of a prompt that belongs to no judged dimension has no scores.
+    """
     samples = 1 + max((k for own in found.values() for _, k in own), default=-1)
-    result: dict[tuple[str, int], dict[str, float | None]] = {}
+    unjudged = [item for item in items if not any(tag in found for tag in item.tags)]
+    result: dict[tuple[str, int], dict[str, float | None]] = {
+        (item.id, k): {} for item in unjudged for k in range(samples)
+    }
     for dimension, own in found.items():
         wanted = [(item, k) for item in items if dimension in item.tags for k in range(samples)]
         missing = [(item, k) for item, k in wanted if (item.id, k) not in own]
@@ -333,9 +347,24 @@ def _dimensions(path: Path) -> Iterator[tuple[Path, str, float, list[tuple[str, 
             yield file, name, mean, videos
 
 
+def _require_in_range(file: Path, dimension: str, place: str, value: float) -> None:
+    """Refuse a score that no tool writes, before it moves the means. Similarities can be negative.
+
+    Raises:
+        ConfigError: a score that is no number, or out of the range of its dimension.
+    """
+    low, high = -1.0 if dimension in _NOT_SHARES else 0.0, 1.0
+    unit = 100.0 if dimension == _OUT_OF_100 else 1.0
+    if not low - _ROUNDING <= value / unit <= high + _ROUNDING:
+        raise ConfigError(
+            f"{file}: {dimension} of {Path(place).name!r} is {value:g}, and must be a number from {low * unit:g} to "
+            f"{high * unit:g}; run the tool of {dimension} again"
+        )
+
+
 def _compare(file: Path, dimension: str, official: float, values: Sequence[float]) -> None:
     """Warn where the tool's own mean is not that of its videos, as of videos of different lengths."""
-    mean = math.fsum(values) / len(values) if values else math.nan
+    mean = math.fsum(values) / len(values)
     if not abs(mean - official) <= _NEAR * max(1.0, abs(official)):
         log.warning(
             "%s: %s says %.4f, and its videos have a mean of %.4f, which is used here", file, dimension, official, mean

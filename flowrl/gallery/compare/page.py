@@ -13,7 +13,7 @@ from flowrl.gallery.compare import curves, drawing, plain
 from flowrl.gallery.compare.configurations import differences
 from flowrl.gallery.compare.drawing import Style
 from flowrl.gallery.compare.scores import Change, Recipe, Standing, recipe, standings
-from flowrl.gallery.compare.shared import Shared, SharedMetric, label_of, recipe_of, share
+from flowrl.gallery.compare.shared import Shared, SharedMetric, label_of, recipe_of, same_noise, share
 from flowrl.gallery.compare.wall import wall
 from flowrl.gallery.images import Place
 from flowrl.gallery.results import DASH, Estimate, Metric
@@ -66,6 +66,7 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
         "num_images": len(shared.places) * len(shared.seeds),
         "num_curve_prompts": len(places),
         "seeds": ", ".join(map(str, shared.seeds)),
+        "same_noise": same_noise(shared),
         "plain": None,
         "metrics": metrics,
         "missing": [_absent(runs, i) for i in range(len(runs)) if i not in shared.compared],
@@ -92,14 +93,15 @@ def _recipe_names(runs: Sequence[Run], recipes: Sequence[tuple[int, ...]]) -> li
 
 
 def _recipe_name(runs: Sequence[Run], members: tuple[int, ...]) -> str:
-    """The run's name, or the common beginning of the names of its seeds."""
+    """The run's name, or the common beginning of the names of its runs with how many seeds they have."""
     names = [label_of(runs, i) for i in members]
     if len(names) == 1:
         return names[0]
     letters = itertools.takewhile(lambda same: len(set(same)) == 1, zip(*(runs[i].name for i in members), strict=False))
     stem = "".join(letter[0] for letter in letters).rstrip("-_. ")
     stem = stem.removesuffix("seed").rstrip("-_. ") or names[0]
-    return f"{stem} ({len(members)} seeds)"
+    seeds = len(_one_each(runs, members))
+    return f"{stem} ({seeds} seeds)" if seeds > 1 else f"{stem} ({len(members)} runs)"
 
 
 def _of_metric(

@@ -21,6 +21,8 @@ from flowrl.gallery.runs import Evaluation, Run
 
 _OWN = ("name", "output", "seed")
 """Keys that runs of one recipe may differ in."""
+_SHAPE = ("path", "height", "width", "num_frames")
+"""Keys of the model that decide the shape of the noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,18 @@ def share(runs: Sequence[Run]) -> Shared | None:
 def recipe_of(run: Run) -> str:
     """The resolved configuration without seed, name and output: equal for the seeds of one recipe."""
     return json.dumps({k: v for k, v in run.config.items() if k not in _OWN}, sort_keys=True, default=str)
+
+
+def same_noise(shared: Shared) -> bool:
+    """Whether the compared runs have the same noise at the same place and seed: it also has their size."""
+    sizes = [_size(shared.runs[i]) for i in shared.compared]
+    return all(size == sizes[0] for size in sizes)
+
+
+def _size(run: Run) -> tuple[Any, ...]:
+    """All that decides the shape of the noise."""
+    model = run.config.get("model")
+    return tuple(model.get(key) for key in _SHAPE) if isinstance(model, dict) else ()
 
 
 def label_of(runs: Sequence[Run], number: int) -> str:

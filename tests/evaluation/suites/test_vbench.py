@@ -282,6 +282,58 @@ def test_results_of_another_form_are_named(tmp_path, items, text, words):
         vbench.read_results(tmp_path / "vbench", items)
 
 
+@pytest.mark.parametrize(
+    ("dimension", "value", "words"),
+    [
+        ("subject_consistency", 50, "is 50, and must be a number from 0 to 1; run the tool of"),
+        ("subject_consistency", -3, "is -3, and must be"),
+        ("scene", math.nan, "is nan, and must be"),
+        ("color", math.inf, "is inf, and must be"),
+        ("imaging_quality", 650, "is 650, and must be a number from 0 to 100"),
+        ("temporal_style", -2, "is -2, and must be a number from -1 to 1"),
+    ],
+)
+def test_a_score_that_no_tool_writes_is_refused_by_name(tmp_path, items, caplog, dimension, value, words):
+    out = tiny.results(tmp_path, places(items))
+    file = results_file(tmp_path, dimension)
+    mean, videos = json.loads(file.read_text())[dimension]
+    videos[1]["video_results"] = value
+    file.write_text(json.dumps({dimension: [mean, videos]}))
+    with pytest.raises(ConfigError, match=rf"{file.name}: {dimension} of '.*-1.mp4' {words}"):
+        vbench.read_results(out, items)
+    file.write_text(json.dumps({dimension: [mean, []]}))
+    with pytest.raises(ConfigError, match=rf"{file.name}: {dimension} has no result of any video; run its tool again"):
+        vbench.read_results(out, items)
+    assert not caplog.records
+
+
+def test_scores_at_the_ends_of_their_ranges_are_read(tmp_path, items):
+    """Cosines in half precision can be a little more than 1, and similarities less than 0."""
+    out = tiny.results(tmp_path, places(items))
+    for dimension, value in (("background_consistency", 1.001), ("temporal_style", -0.05), ("imaging_quality", 100)):
+        file = results_file(tmp_path, dimension)
+        _, videos = json.loads(file.read_text())[dimension]
+        videos[0]["video_results"] = value
+        file.write_text(json.dumps({dimension: [0.5, videos]}))
+    values = [value for own in vbench.read_results(out, items).values() for value in own.values()]
+    assert {1.001, -0.05, 1.0} <= set(values)
+
+
+def test_results_of_some_dimensions_need_no_videos_of_other_prompts(tmp_path, items):
+    out = tiny.results(tmp_path, places(items))
+    for file in out.iterdir():
+        if not any(name in file.name for name in ("color", "scene")):
+            file.unlink()
+    found = vbench.read_results(out, items)
+    require_each_once(found, items, 2, "--results")
+    bird = next(item for item in items if item.text.startswith("a bird"))
+    assert found[bird.id, 1] == {}
+    rows = [Row(key, key, k, scores=scores) for (key, k), scores in found.items()]
+    table = vbench.aggregate(rows, items)
+    assert [line.name for line in table.lines] == ["color", "scene", "semantic of 2 of 9 dimensions"]
+    assert (table.lines[-1].n_images, table.lines[-1].n_scored) == (4, 4)
+
+
 def test_a_mean_that_is_not_that_of_its_videos_is_told(tmp_path, items, caplog):
     out = tiny.results(tmp_path, places(items))
     file = results_file(tmp_path, "scene")
