@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from flowrl.config.resolved import Resolved
 from flowrl.config.watched import check_guard
@@ -126,16 +127,20 @@ def _other_rates(resolved: Resolved, adapter: ModelAdapter) -> list[str]:
     notes = []
     for key, plans in (("rewards", resolved.rewards), ("eval.rewards", resolved.eval_rewards)):
         for number, plan in enumerate(plans):
-            options = () if plan.config is None else fields(plan.config)
-            default = [option.default for option in options if option.name == "fps"]
-            if not default or plan.config.fps in (None, adapter.fps, *default):
+            rate = getattr(plan.config, "fps", None)
+            if rate is None or rate == adapter.fps or rate == _default(plan.config, "fps"):
                 continue
             notes.append(
-                f"{key}.{number}.fps={plan.config.fps:g}: the reward {plan.name!r} takes the videos for so many frames "
+                f"{key}.{number}.fps={rate:g}: the reward {plan.name!r} takes the videos for so many frames "
                 f"a second, and they are saved and shown at {adapter.fps:g} (model.fps); set it to {adapter.fps:g} "
                 "unless that is meant"
             )
     return notes
+
+
+def _default(config: Any, name: str) -> Any:
+    """Default of an option of a reward."""
+    return next(field.default for field in fields(config) if field.name == name)
 
 
 def _check_videos(resolved: Resolved, adapter: ModelAdapter) -> None:
