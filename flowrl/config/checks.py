@@ -128,7 +128,7 @@ def _other_rates(resolved: Resolved, adapter: ModelAdapter) -> list[str]:
     for key, plans in (("rewards", resolved.rewards), ("eval.rewards", resolved.eval_rewards)):
         for number, plan in enumerate(plans):
             rate = getattr(plan.config, "fps", None)
-            if rate is None or rate == adapter.fps or rate == _default(plan.config, "fps"):
+            if not isinstance(rate, int | float) or rate in (adapter.fps, _default(plan.config, "fps")):
                 continue
             notes.append(
                 f"{key}.{number}.fps={rate:g}: the reward {plan.name!r} takes the videos for so many frames "
@@ -139,8 +139,8 @@ def _other_rates(resolved: Resolved, adapter: ModelAdapter) -> list[str]:
 
 
 def _default(config: Any, name: str) -> Any:
-    """Default of an option of a reward."""
-    return next(field.default for field in fields(config) if field.name == name)
+    """Default of an option of a reward; None: it is no option."""
+    return next((field.default for field in fields(config) if field.name == name), None)
 
 
 def _check_videos(resolved: Resolved, adapter: ModelAdapter) -> None:

@@ -329,6 +329,12 @@ def test_runs_of_other_sizes_share_the_seed_and_not_the_noise(tmp_path):
     assert "between runs of the same prompt and noise seed, since the sizes or models of the runs" in other.text("p")
     assert "Differences are of the same prompt" not in other.text("p")
     assert "The same prompts and noise seeds" in other.texts["h2"]
+    # The frames of a generic model stand elsewhere.
+    clips = [
+        make_run(tmp_path / f"clip{n}", 0.1, count=4, config={"model": {"path": "m", "call": {"num_frames": n}}})
+        for n in (9, 17)
+    ]
+    assert "The same prompts and noise seeds" in Page(build(clips, tmp_path / "clips")).texts["h2"]
 
 
 def test_runs_of_one_name_are_told_apart_where_they_are_only_listed(tmp_path):

@@ -113,7 +113,10 @@ def same_noise(shared: Shared) -> bool:
 def _size(run: Run) -> tuple[Any, ...]:
     """All that decides the shape of the noise."""
     model = run.config.get("model")
-    return tuple(model.get(key) for key in _SHAPE) if isinstance(model, dict) else ()
+    if not isinstance(model, dict):
+        return ()
+    call = model.get("call")  # the frames of a generic model are an argument of its call
+    return (*(model.get(key) for key in _SHAPE), call.get("num_frames") if isinstance(call, dict) else None)
 
 
 def label_of(runs: Sequence[Run], number: int) -> str:
