@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import sysconfig
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 _OURS = Path(__file__).resolve().parents[1]
 _REWARDS = _OURS.parent / "rewards"  # in a checkout; an installed flowrl has them in flowrl/
@@ -35,14 +38,58 @@ def _inside(file: Path, folders: tuple[Path, ...]) -> bool:
     return any(file.resolve().is_relative_to(folder) for folder in folders)
 
 
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """What ends a fault when it is done to the letter. One of the three fields is given.
+
+    `tests/remedies/` follows every remedy that the code gives, so a remedy has no ellipsis and no "for example".
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options to set together, dotted key -> value, as in the words after `flowrl train CONFIG`."""
+    command: str = ""
+    """A command line to run; the fault's own command works after it, or in its place."""
+    without: str = ""
+    """A word of the command line, or a dotted key of the configuration, to leave out."""
+
+    def __str__(self) -> str:
+        if self.without:
+            return f"leave out {self.without}"
+        if self.command:
+            return f"run {self.command}"
+        return " ".join(f"{key}={_word(value)}" for key, value in self.settings.items())
+
+
+def _word(value: Any) -> str:
+    """A value as an override writes it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 class Fault(Exception):
-    """A failure whose text is for the user: what, where, which value, and the remedy."""
+    """A failure whose text is for the user: what, where, which value, and the remedies as data, any one of which will do.
+
+    The text ends with the remedies: `...; try optim.batch_size=8 or model.memory.offload=true`.
+    """
 
     exit_code = 1
     status = "failed"
     """Status in summary.json of a run that it ends."""
     of_one_process = False
     """Whether one process of several may meet it alone, and so prints it itself."""
+
+    def __init__(self, *words: object, remedies: Sequence[Remedy] = ()) -> None:
+        super().__init__(*words)
+        self.remedies = tuple(remedies)
+
+    def __str__(self) -> str:
+        return super().__str__() + advised(self.remedies)
+
+
+def advised(remedies: Sequence[Remedy]) -> str:
+    """The end of a message: its remedies, or nothing."""
+    if not remedies:
+        return ""
+    return "; " + ", or ".join(f"{'' if each.command or each.without else 'try '}{each}" for each in remedies)
 
 
 class ConfigError(Fault, ValueError):

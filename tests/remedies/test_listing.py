@@ -1,0 +1,83 @@
+"""The list of all places that make a remedy, against the runs that follow them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.remedies import FOLLOWED
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [file for folder in ("flowrl", "rewards") for file in sorted((ROOT / folder).rglob("*.py"))]
+for module in sorted(Path(__file__).parent.glob("test_*.py")):
+    if module != Path(__file__):
+        importlib.import_module(f"tests.remedies.{module.stem}")
+
+FAULTS = ("ConfigError", "ModelError", "RewardError", "CheckpointError", "Diverged", "LaunchError", "ParityError")
+# What a message says where it names something to do: an option with its value, or a command with its word.
+TOLD = re.compile(
+    r"\b(set|use|try|give|run|train|go on|go on with|take|keep|add|or) ['`\"]?(flowrl [a-z]|pip install|[a-z_]+(\.[a-z_0-9]+)+ ?=)"
+)
+
+
+def functions(tree: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Each node of a tree with the qualified name of the function that it stands in, in the order of the source."""
+    for node in ast.iter_child_nodes(tree):
+        inner = name
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            inner = f"{name}.{node.name}".lstrip(".")
+        yield inner, node
+        yield from functions(node, inner)
+
+
+def called(node: ast.AST) -> str:
+    return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+
+
+def remedies() -> list[str]:
+    """Places that make a remedy."""
+    places: list[str] = []
+    for file in SOURCES:
+        seen: Counter[str] = Counter()
+        for name, node in functions(ast.parse(file.read_text())):
+            if called(node) == "Remedy":
+                seen[name] += 1
+                number = f"#{seen[name]}" if seen[name] > 1 else ""
+                places.append(f"{file.relative_to(ROOT)}:{name}{number}")
+    return places
+
+
+def test_every_remedy_has_a_run_that_follows_it() -> None:
+    known = set(remedies())
+    assert known - FOLLOWED.keys() == set()
+    assert FOLLOWED.keys() - known == set(), "these places make no remedy any more"
+
+
+def words(call: ast.Call) -> str:
+    """The text of a message, with its values as `{}`."""
+    parts: list[str] = []
+    for argument in call.args:
+        for node in ast.walk(argument):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts.append(node.value)
+            elif isinstance(node, ast.FormattedValue):
+                parts.append("{}")
+    return "".join(parts)
+
+
+def told_in_words() -> list[str]:
+    """Raisers whose text tells an option with its value, or a command, without carrying it as data."""
+    places: list[str] = []
+    for file in SOURCES:
+        for name, node in functions(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and called(node) in FAULTS and TOLD.search(words(node)):
+                places.append(f"{file.relative_to(ROOT)}:{name}")
+    return places
+
+
+def test_what_a_message_tells_to_do_is_data() -> None:
+    assert told_in_words() == []
