@@ -66,7 +66,7 @@ def _word(value: Any) -> str:
 
 
 class Fault(Exception):
-    """A failure whose text is for the user: what, where, which value, and the remedies as data, any one of which will do.
+    """A failure whose text is for the user: what, where, which value, and the remedies, any of which will do.
 
     The text ends with the remedies: `...; try optim.batch_size=8 or model.memory.offload=true`.
     """

@@ -20,7 +20,8 @@ for module in sorted(Path(__file__).parent.glob("test_*.py")):
 FAULTS = ("ConfigError", "ModelError", "RewardError", "CheckpointError", "Diverged", "LaunchError", "ParityError")
 # What a message says where it names something to do: an option with its value, or a command with its word.
 TOLD = re.compile(
-    r"\b(set|use|try|give|run|train|go on|go on with|take|keep|add|or) ['`\"]?(flowrl [a-z]|pip install|[a-z_]+(\.[a-z_0-9]+)+ ?=)"
+    r"\b(set|use|try|give|run|train|go on|go on with|take|keep|add|or) ['`\"]?"
+    r"(flowrl [a-z]|pip install|[a-z_]+(\.[a-z_0-9]+)+ ?=)"
 )
 
 
