@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any
 
-from flowrl.commands import _plan_cache as kept
-from flowrl.commands._arguments import Config, Overrides, option
+from flowrl.commands._arguments import Config, Overrides
 from flowrl.core.startup import imports
 from flowrl.core.units import operations, size
 
@@ -25,46 +24,18 @@ PROCESSES = (1, 2, 8)
 """Numbers of processes that the geometry is shown for."""
 
 
-Fresh = Annotated[
-    bool,
-    option(
-        "Measure anew, whatever was answered before.",
-        "Without it the same question is answered again from what is kept in the cache folder (FLOWRL_CACHE, or "
-        "~/.cache/flowrl), while code, installed packages and files are the same.",
-        name="--fresh",
-    ),
-]
-
-
-def command(config: Config, overrides: Overrides = None, fresh: Fresh = False) -> None:
+def command(config: Config, overrides: Overrides = None) -> None:
     """Show what a run will do: options, batch geometry, steps, memory and compute. Uses no network."""
-    asked = kept.question([config, *(overrides or [])])
-    answer = None if fresh else kept.find(asked)
-    if answer is not None:
-        sys.stdout.write(answer)
-        print("flowrl: as measured before, since nothing has changed; --fresh measures anew", file=sys.stderr)
-        return
-    with imports():
-        from rich.console import Console
-
-    screen = kept.Both(sys.stdout)
-    console = Console(file=cast("TextIO", screen), soft_wrap=True, width=None if screen.isatty() else 120)
-    with kept.reading() as reads:
-        places = _answer(console, config, overrides)
-    kept.keep(asked, screen.text(), reads.paths | places, reads.since)
-
-
-def _answer(console: Console, config: str, overrides: list[str] | None) -> set[str]:
-    """Measure and print the plan; returns the places that the configuration names."""
     import yaml
 
     with imports():
-        from huggingface_hub.constants import HF_HUB_CACHE
+        from rich.console import Console
 
         from flowrl.commands._plan_data import data_here, evaluations
         from flowrl.config.checks import check_model
         from flowrl.config.load import load_config, resolve
 
+    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120)
     resolved = resolve(load_config(config, overrides), offline=True)
     data = data_here(resolved)
     _heading(console, "Configuration, every default written out")
@@ -81,16 +52,12 @@ def _answer(console: Console, config: str, overrides: list[str] | None) -> set[s
     _heading(console, f"Steps: {len(plan)} in all, {_trained_steps(resolved, plan)} trained")
     console.print(reason if adapter is None else _steps_table(resolved, adapter, plan))
     _heading(console, "Memory and compute, estimated for one process")
-    tree = resolved.tree()
-    places = set(kept.named({key: part for key, part in tree.items() if key != "output"}, HF_HUB_CACHE))
-    places |= set(kept.named([config, *(overrides or [])], HF_HUB_CACHE))
     if adapter is None:
         console.print(reason)
-        return places
+        return
     if data.unknown and resolved.run.data.caches_text:
         console.print("embeddings are counted for the texts that are known, at least for those of an iteration")
     _memory(console, resolved, adapter, plan, data)
-    return places
 
 
 def _memory(console: Console, resolved: Resolved, adapter: Any, plan: StepPlan, data: Data) -> None:
