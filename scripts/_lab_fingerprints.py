@@ -16,7 +16,6 @@ from typing import Any
 import yaml
 
 from flowrl.config.extends import KEY, chain, merged
-from flowrl.config.retired import FLAT_PAIRS
 
 ROOT = Path(__file__).resolve().parents[1]
 # Imported by a run and unable to change its numbers: they save, report, look up and refuse. A module that is not
@@ -37,6 +36,20 @@ SILENT = (
     *("run/checkpoint", "run/ending", "run/export", "run/folder", "run/gauges", "run/handover", "run/inputs"),
     *("run/launch", "run/plain_text", "run/state", "training/dead_groups", "training/metrics"),
 )
+
+
+FLAT_PAIRS = {
+    "pairs": "path",  # first: it makes the mapping of the others
+    "eval_pairs": "eval",
+    "pair_options": "records",
+    "pairs_per_iteration": "per_iteration",
+    "max_eval_pairs": "max_eval",
+    "caption_dropout": "caption_dropout",
+    "crop": "crop",
+    "posterior": "posterior",
+    "flip": "flip",
+}
+"""Keys that fingerprints have next to `data` -> keys inside `data.pairs`."""
 
 
 @dataclass(frozen=True, slots=True)

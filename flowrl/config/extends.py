@@ -98,7 +98,7 @@ def load_layers(path: str | Path) -> Layers:
 def _read(file: Path) -> Options:
     tree = strict.load_tree(file)
     made = file.name == "config.yaml" and (file.parent / "provenance.json").is_file()
-    return as_it_was(tree, file) if made else tree
+    return as_it_was(tree) if made else tree
 
 
 def _held(before: Mapping[str, Path], new: Options, old: Options, file: Path) -> dict[str, Path]:

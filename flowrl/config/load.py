@@ -10,7 +10,7 @@ from flowrl.config.extends import KEY, load_layers
 from flowrl.config.locate import located, origin_of
 from flowrl.config.places import placed
 from flowrl.config.resolved import Resolved
-from flowrl.config.retired import as_it_was, refuse_old_names
+from flowrl.config.retired import as_it_was
 from flowrl.config.schema import RunConfig, to_tree
 from flowrl.core import registry
 from flowrl.core.contents import stand_ins
@@ -37,9 +37,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     layers = load_layers(path)
     tree, file = layers.tree, layers.files[0]
     if file.name == "config.yaml" and (file.parent / "provenance.json").is_file():
-        tree = as_it_was(tree, file)
+        tree = as_it_was(tree)
     with layers.named(words):
-        refuse_old_names(overridden(tree, words))
+        overridden(tree, words)
         stand_ins(file.parent, tree)
         origin = origin_of(file, overrides)
         run = placed(RunConfig, tree, lambda: validate(RunConfig, located(RunConfig, tree, origin), ""))

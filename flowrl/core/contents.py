@@ -24,9 +24,6 @@ log = logging.getLogger("flowrl")
 FILE, COPIES = "inputs.json", "inputs"
 ACCEPT = "--accept-changes"
 
-_RENAMED = {"data.pairs": "data.pairs.path", "data.eval_pairs": "data.pairs.eval"}
-"""Keys of the sets in records of flowrl 0.1.0 (flowrl/config/retired.py)."""
-
 Kind = Literal["code", "prompts", "text", "set"]
 
 
@@ -87,7 +84,7 @@ def read(run: Path) -> Record | None:
     remedy = "delete it: the run then goes on as one without a record"
     record = read_object(file, remedy)
     try:
-        inputs = tuple(Input(**one | {"key": _RENAMED.get(one["key"], one["key"])}) for one in record["inputs"])
+        inputs = tuple(Input(**one) for one in record["inputs"])
         return Record(inputs, tuple(record["changes"]))
     except (KeyError, TypeError) as error:
         raise damaged(file, error, remedy) from error

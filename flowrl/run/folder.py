@@ -162,7 +162,7 @@ class RunFolder:
         record = contents.read(self.path) if started else None
         if file.is_file() and started:
             # Older run folders have paths relative to the working directory.
-            old = as_it_was(yaml.safe_load(file.read_text(encoding="utf-8")), file)
+            old = as_it_was(yaml.safe_load(file.read_text(encoding="utf-8")))
             old, same = located(RunConfig, old, Origin(Path.cwd())), copy.deepcopy(tree)
             # Without a split the share has no effect.
             may_change = _MAY_CHANGE if splits(resolved) else (*_MAY_CHANGE, "data.eval_share")

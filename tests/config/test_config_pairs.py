@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,7 @@ import yaml
 from flowrl.commands.plan import geometry, step_plan
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
-from flowrl.core.contents import set_of
 from flowrl.core.errors import ConfigError
-from flowrl.run.folder import RunFolder
 
 TREE = {
     "name": "run",
@@ -95,59 +92,6 @@ def test_what_does_not_go_together_is_refused_with_the_remedy(read, overrides, w
     with pytest.raises(ConfigError) as caught:
         read(*overrides)
     assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-FLAT = {
-    "pairs": "set",
-    "eval_pairs": "other",
-    "pair_options": {"chosen": "good"},
-    "pairs_per_iteration": 8,
-    "max_eval_pairs": 3,
-    "caption_dropout": 0.0,
-    "crop": "random",
-    "posterior": "mean",
-    "flip": False,
-}
-"""`data` as it was written until 0.1.0."""
-NESTED = ("path", "eval", "records", "per_iteration", "max_eval", "caption_dropout", "crop", "posterior", "flip")
-
-
-def test_the_flat_keys_of_pairs_are_refused_by_their_new_names(read):
-    with pytest.raises(ConfigError) as caught:
-        read(*(f"data.{key}={json.dumps(value)}" for key, value in FLAT.items()))
-    told = str(caught.value).splitlines()
-    assert told == [
-        f"data.{old}={value!r}: this option is data.pairs.{new} now"
-        for (old, value), new in zip(FLAT.items(), NESTED, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("learns", [True, False])
-def test_a_run_folder_with_the_flat_keys_is_read_and_resumed(read, tmp_path, learns):
-    """Its config.yaml and inputs.json name the sets by the old keys."""
-    if not learns:
-        run = read("data={prompts: 'shapes:train'}", "algorithm.name=online_dpo", "rewards=[{name: jpeg}]")
-    else:
-        new = dict(zip(NESTED, FLAT.values(), strict=True)) | {"path": str(tmp_path / "set"), "eval": None}
-        run = read(f"data.pairs={json.dumps(new)}", f"output={tmp_path}")
-    folder, tree = RunFolder(tmp_path / "run"), run.tree()
-    folder.path.mkdir(exist_ok=True)
-    pairs = tree["data"].pop("pairs") or {key: None for key in NESTED}
-    tree["data"] |= dict(zip(FLAT, (pairs[key] for key in NESTED), strict=True))
-    (folder.path / "config.yaml").write_text(yaml.safe_dump(tree))
-    (folder.path / "provenance.json").write_text("{}")
-    told = {"key": "data.pairs", "kind": "set", "path": tree["data"]["pairs"], "sha256": "1", "bytes": 0}
-    (folder.path / "inputs.json").write_text(json.dumps({"inputs": [told] if learns else [], "changes": []}))
-    folder.metrics.append({"iteration": 1})
-    again = resolve(load_config(folder.path))
-    assert again.run.data == run.run.data
-    assert folder.begin(run, resume=True) == 0
-    assert yaml.safe_load((folder.path / "config.yaml").read_text()) == run.tree()
-    if learns:
-        folder.agree_on_sets([set_of("data.pairs.path", told["path"], "", {})], 0, accept=True)
-        assert [one["key"] for one in json.loads((folder.path / "inputs.json").read_text())["inputs"]] == [
-            "data.pairs.path"
-        ]
 
 
 def test_online_dpo_takes_the_options_of_its_family_and_forwards_of_one_pair(read):

@@ -13,11 +13,9 @@ import torch
 
 from flowrl.algorithms import base, flow_grpo
 from flowrl.algorithms.base import EdgeMethod, NoiseMethod, SampleMethod
-from flowrl.config.retired import RETIRED, as_it_was
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.contracts.methods import require_plan
 from flowrl.core import registry
-from flowrl.core.strict import apply_override
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import AdvantageConfig, Advantages
 from flowrl.credit.history import HistoryConfig
@@ -105,18 +103,6 @@ def test_no_class_stands_on_more_than_two_levels(file):
     module = importlib.import_module(f"flowrl.algorithms.{file.stem}")
     own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
     assert [f"{cls.__name__}: {ours(cls)}" for cls in own if ours(cls) > 2] == []
-
-
-@pytest.mark.parametrize("name", sorted({gone.old.name for gone in RETIRED if gone.old.kind == "algorithms"}))
-def test_a_run_folder_with_options_that_a_method_no_longer_has_still_opens(name):
-    config = registry.load("algorithms", name).Config
-    now = {"algorithm": {"name": name} | json.loads(json.dumps(dataclasses.asdict(config())))}
-    words = [f"algorithm.{gone.old.key}={json.dumps(gone.default)}" for gone in RETIRED if gone.old.name == name]
-    then = json.loads(json.dumps(now))
-    for word in words:
-        apply_override(then, word)
-    assert then != now
-    assert as_it_was(then, Path("config.yaml"))["algorithm"] == now["algorithm"]
 
 
 def test_the_whole_loss_of_flow_grpo_stands_in_its_file():
