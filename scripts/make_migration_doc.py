@@ -37,8 +37,10 @@ without a counterpart is listed at the top of the recipe and on the error stream
 - **--strict** writes nothing and ends with exit code 2 if a key without a counterpart changes results. Harmless are
   those of memory, logging and what the tool does not read.
 - **Before it is written** the recipe is read back as `flowrl train` would read it. `flowrl plan RECIPE` then says what
-  it does and needs. Files of prompts are looked up in the other tool's folder and in the working directory; where they
-  are in neither, put the recipe beside them, or correct `data`.
+  it does and needs.
+- **Paths** are relative to the recipe: to the folder of `--out`, without it to the working directory. Files are looked
+  up in the working directory, those of prompts in the other tool's folder too. A file of prompts that is in neither
+  keeps its name, and its comment says `not found`: put it there, or correct `data`.
 """
 
 

@@ -23,7 +23,10 @@ Gpus = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    option("File of the recipe, which must not exist.", "Its relative paths start there. Default: the output stream."),
+    option(
+        "File of the recipe, which must not exist.",
+        "Its relative paths start there. Default: the output stream, with paths relative to the working directory.",
+    ),
 ]
 Strict = Annotated[
     bool, option("Write nothing if a key without a counterpart changes results.", "Exit code 2.", name="--strict")
@@ -68,7 +71,7 @@ def command(file: File, tool: From = None, gpus: Gpus = None, out: Out = None, s
 
 
 def _check(text: str, draft: Draft) -> None:
-    """Read the recipe back, as a run of it would.
+    """Read the recipe back, as a run of it in its folder would.
 
     Raises:
         ConfigError: it is not valid, with the key; it is not written then.
@@ -82,7 +85,7 @@ def _check(text: str, draft: Draft) -> None:
         file = Path(folder) / "recipe.yaml"
         file.write_text(text, encoding="utf-8")
         try:
-            resolve(load_config(file), offline=True)
+            resolve(load_config(file, folder=draft.folder), offline=True)
         except ConfigError as error:
             told = str(error).replace(f"{file}", "the recipe")
             raise ConfigError(f"{draft.source.file}: the recipe made of it is not valid: {told}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from flowrl.config.checks import check
@@ -19,7 +20,7 @@ from flowrl.core.strict import overridden, validate
 from flowrl.scoring.entries import reward_plan
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+def load_config(path: str | Path, overrides: list[str] | None = None, *, folder: Path | None = None) -> RunConfig:
     """The configuration of a YAML file, a recipe or a run folder, with absolute paths; `resolve` checks its components.
 
     A file that extends others is merged with them first, and its messages name the file that holds the key.
@@ -27,6 +28,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     Args:
         path: file, name of a recipe, or run folder, which gives `name` and `output`.
         overrides: words such as "optim.learning_rate=1e-4".
+        folder: folder that relative paths of the file start from, for a text that will lie there; None: the file's.
 
     Raises:
         ConfigError: with the key, the value and the reason; nothing is loaded.
@@ -42,6 +44,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         overridden(tree, words)
         stand_ins(file.parent, tree)
         origin = origin_of(file, overrides)
+        origin = origin if folder is None else replace(origin, folder=folder)
         run = placed(RunConfig, tree, lambda: validate(RunConfig, located(RunConfig, tree, origin), ""))
         if len(layers.files) > 1:
             placed(RunConfig, to_tree(run), lambda: _check_known(run))

@@ -110,10 +110,11 @@ def _model(draft: Draft) -> None:
     if not path:
         raise draft.fault("pretrained_model_name_or_path", "it is required")
     draft.put("model.name", "sdxl" if big else "sd", "sdxl")
-    draft.put("model.path", str(path), "pretrained_model_name_or_path")
-    for key, option in (("revision", "revision"), ("pretrained_vae_model_name_or_path", "vae")):
-        if draft.get(key) is not None:
-            draft.put(f"model.{option}", str(draft.get(key)), key)
+    draft.put_place("model.path", "pretrained_model_name_or_path")
+    if draft.get("revision") is not None:
+        draft.put("model.revision", draft.text("revision"), "revision")
+    if draft.get("pretrained_vae_model_name_or_path") is not None:
+        draft.put_place("model.vae", "pretrained_vae_model_name_or_path")
     draft.put("model.dtype", draft.choice("mixed_precision", _DTYPES), "mixed_precision")
     draft.put("model.lora", None, note="all weights of the UNet; a LoRA needs far less memory, and another rate")
     size, note = (1024 if big else 512), "none there: by the model"
@@ -130,11 +131,12 @@ def _model(draft: Draft) -> None:
 def _data(draft: Draft) -> None:
     name, folder = draft.get("dataset_name"), draft.get("train_data_dir")
     if name is not None:
+        name = draft.place(str(name)) or name
         draft.put("data.pairs.path", f"hf:{name}:{draft.get('split')}", "dataset_name", "split")
         if folder is not None:
             draft.leave("train_data_dir", "dataset_name takes its place", changes=False)
     elif folder is not None:
-        draft.put("data.pairs.path", str(folder), "train_data_dir")
+        draft.put_place("data.pairs.path", "train_data_dir")
     else:
         raise draft.fault("dataset_name", "it is required, or train_data_dir")
     if draft.get("dataset_config_name") is not None:

@@ -6,8 +6,9 @@ A key cannot be lost: whatever the configuration sets and no line has used is li
 from __future__ import annotations
 
 import math
+import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -120,6 +121,29 @@ class Draft:
         if isinstance(value, list | dict | tuple) or value not in values:
             raise self.fault(key, f"it must be one of {', '.join(map(repr, values))}")
         return values[value]
+
+    def place(self, path: str, *roots: Path) -> str | None:
+        """A path of the other tool, relative to the recipe's folder; an absolute one stays.
+
+        None: neither a root nor the working directory has it.
+        """
+        found = next((root / path for root in (*roots, Path.cwd()) if (root / path).exists()), None)
+        if found is None or os.path.isabs(path):
+            return None if found is None else path
+        return os.path.relpath(found, self.folder.resolve())
+
+    def put_place(self, option: str, *keys: str) -> None:
+        """Write an option that is a path, or a name where there is no such path, from the first of its keys."""
+        path = self.text(keys[0])
+        self.put(option, self.place(path) or path, *keys)
+
+    def put_prompts(self, folder: str, names: Mapping[str, Sequence[str]], keys: Sequence[str], *roots: Path) -> None:
+        """Write the files of prompts that lie in a folder of the other tool: option -> names, the first that exists."""
+        for option, files in names.items():
+            inside = [os.path.join(folder, file) for file in files]
+            found = next(filter(None, (self.place(each, *roots) for each in inside)), None)
+            note = "relative to this file" if found else "not found: relative to this file, if it is put there"
+            self.put(option, found or inside[-1], *keys, note=note)
 
     def fault(self, key: str, reason: str) -> ConfigError:
         return ConfigError(f"{self.source.file}: {key}={self.get(key)!r}: {reason}; correct it in the file")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 
 from flowrl.config.migration import flow_factory_samples as samples
 from flowrl.config.migration.engine import Draft, is_number
@@ -78,7 +76,7 @@ def _run(draft: Draft) -> None:
 
 def _model(draft: Draft, family: str) -> None:
     draft.put("model.name", family, "model.model_type")
-    draft.put("model.path", draft.text("model.model_name_or_path"), "model.model_name_or_path")
+    draft.put_place("model.path", "model.model_name_or_path")
     draft.put("model.dtype", draft.choice("mixed_precision", _DTYPES), "mixed_precision")
     _lora(draft, family)
     size = draft.get("train.resolution")
@@ -123,7 +121,7 @@ def _lora(draft: Draft, family: str) -> None:
         draft.put("model.lora.alpha", alpha, "model.lora_alpha")
         _targets(draft, family)
     if start is not None and not full and draft.get("model.resume_type") in (None, "lora"):
-        draft.put("model.init_lora", str(start), "model.resume_path", "model.resume_type")
+        draft.put_place("model.init_lora", "model.resume_path", "model.resume_type")
     else:
         for name in ("resume_path", "resume_type"):
             if draft.given(f"model.{name}"):
@@ -149,13 +147,11 @@ def _targets(draft: Draft, family: str) -> None:
 
 
 def _data(draft: Draft) -> None:
-    folder, root = draft.text("data.dataset_dir"), Path.cwd()
-    for option, part in (("data.prompts", "train"), ("data.eval_prompts", "test")):
-        found = [name for name in (f"{part}.jsonl", f"{part}.txt") if (root / folder / name).exists()]
-        place = os.path.join(folder, found[0] if found else f"{part}.txt")
-        if found:
-            place = os.path.relpath(root / place, draft.folder.resolve())
-        draft.put(option, place, "data.dataset_dir", note="relative to this file")
+    names = {
+        option: [f"{part}.jsonl", f"{part}.txt"]
+        for option, part in (("data.prompts", "train"), ("data.eval_prompts", "test"))
+    }
+    draft.put_prompts(draft.text("data.dataset_dir"), names, ["data.dataset_dir"])
     if draft.get("data.max_dataset_size") is not None:
         draft.put("data.max_prompts", draft.whole("data.max_dataset_size"), "data.max_dataset_size")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 from typing import Any
 
 from flowrl.config.migration.engine import Draft
@@ -105,9 +103,8 @@ def _run(draft: Draft) -> None:
 
 
 def _model(draft: Draft, family: str) -> None:
-    path = draft.text("pretrained.model")
     draft.put("model.name", family, "pretrained.model", note="adapter by the model's path")
-    draft.put("model.path", path, "pretrained.model")
+    draft.put_place("model.path", "pretrained.model")
     draft.put(
         "model.dtype", draft.choice("mixed_precision", _DTYPES), "mixed_precision", note="trained weights: float32"
     )
@@ -118,7 +115,7 @@ def _model(draft: Draft, family: str) -> None:
     else:
         draft.put("model.lora", None, "use_lora", note="all weights")
     if draft.get("train.lora_path"):
-        draft.put("model.init_lora", draft.get("train.lora_path"), "train.lora_path")
+        draft.put_place("model.init_lora", "train.lora_path")
     if family == "wan":
         for key, option in (("height", "height"), ("width", "width"), ("frames", "num_frames")):
             draft.put(f"model.{option}", draft.whole(key), key)
@@ -140,18 +137,8 @@ def _data(draft: Draft) -> None:
         raise draft.fault("prompt_fn", "only general_ocr and geneval read files of prompts")
     edits = any(part in draft.text("pretrained.model").lower() for part in ("kontext", "edit"))
     form = "{}_metadata.jsonl" if kind == "geneval" or edits else "{}.txt"
-    for option, part in (("data.prompts", "train"), ("data.eval_prompts", "test")):
-        place = _place(draft, folder, form.format(part))
-        draft.put(option, place, "dataset", "prompt_fn", note="relative to this file")
-
-
-def _place(draft: Draft, folder: str, file: str) -> str:
-    """A file of prompts relative to the recipe's folder: where it is, else as if the recipe lay in their repository."""
-    inside = os.path.join(folder, file)
-    for root in (draft.source.file.resolve().parent.parent, Path.cwd()):
-        if (root / inside).exists():
-            return os.path.relpath(root / inside, draft.folder.resolve())
-    return inside
+    names = {option: [form.format(part)] for option, part in (("data.prompts", "train"), ("data.eval_prompts", "test"))}
+    draft.put_prompts(folder, names, ("dataset", "prompt_fn"), draft.source.file.resolve().parent.parent)
 
 
 def _rollout(draft: Draft, family: str, method: str) -> None:

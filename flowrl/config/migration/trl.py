@@ -147,7 +147,7 @@ def _run(draft: Draft) -> None:
     draft.put("checkpoint.every", draft.whole("save_freq"), "save_freq")
     draft.put("checkpoint.keep", draft.whole("num_checkpoint_limit"), "num_checkpoint_limit")
     draft.put("model.name", "sd", note="DefaultDDPOStableDiffusionPipeline")
-    draft.put("model.path", draft.text("pretrained_model"), "pretrained_model")
+    draft.put_place("model.path", "pretrained_model")
     if draft.given("pretrained_revision"):
         draft.put("model.revision", draft.text("pretrained_revision"), "pretrained_revision")
     draft.put("model.dtype", draft.choice("mixed_precision", _DTYPES), "mixed_precision")

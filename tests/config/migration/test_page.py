@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,32 @@ def test_the_command_writes_a_recipe_and_tells_what_it_left_out(tmp_path, monkey
     assert not strict.exists()
     assert run(monkeypatch, f"{file}:misspelt") == 0
     assert "# Not converted, changes results: sample.guidence_scale=3" in capsys.readouterr().out
+
+
+def test_paths_start_in_the_folder_of_the_recipe_wherever_that_is(tmp_path, monkeypatch, capsys):
+    """On the output stream that is the working directory, also one below the system's temporary folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for folder in ("theirs/config", "theirs/dataset/ocr", "a/clone", "lora"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "theirs" / "dataset" / "ocr" / "train.txt").write_text("a sign\n", encoding="ascii")
+    (tmp_path / "a" / "clone" / "start.safetensors").write_bytes(b"")
+    text = (PUBLISHED / "grpo.py.txt").read_text(encoding="ascii")
+    own = "\ndef own():\n    config = general_ocr_sd3()\n    gpu_number = 32\n"
+    own += "    config.train.lora_path = 'start.safetensors'\n    return config\n"
+    (tmp_path / "theirs" / "config" / "grpo.py").write_text(text + own, encoding="ascii")
+    monkeypatch.chdir(tmp_path / "a" / "clone")
+    for words in ([], ["--out", "../../other/recipe.yaml"]):
+        assert run(monkeypatch, "../../theirs/config/grpo.py:own", *words) == 0
+        made = Path(words[1] if words else "recipe.yaml")
+        if not words:
+            made.write_text(capsys.readouterr().out, encoding="ascii")
+        data = load_config(made).data
+        assert data.prompts == str(tmp_path / "theirs" / "dataset" / "ocr" / "train.txt")
+        assert load_config(made).model["init_lora"] == str(tmp_path / "a" / "clone" / "start.safetensors")
+        # The file that is not there yet keeps their name, and its comment says so.
+        assert data.eval_prompts == str(made.resolve().parent / "dataset" / "ocr" / "test.txt")
+        comments = [line for line in made.read_text(encoding="ascii").splitlines() if "relative to this file" in line]
+        assert sum("not found" in line for line in comments) == 1 < len(comments)
 
 
 def test_a_file_with_letters_beyond_ascii_gives_a_recipe_that_is_read_again(tmp_path, monkeypatch, capsys):
