@@ -106,10 +106,11 @@ def _never_reached(resolved: Resolved) -> list[str]:
     if updates == 0:
         return []
     notes = []
-    if ema is not None and updates < ema.every:
+    if ema is not None and updates < ema.start:
+        key = f"optim.ema.{'every' if ema.first is None else 'first'}"
         notes.append(
-            f"optim.ema.every={ema.every}: the run has {updates} updates, so its averaged weights stay the untrained "
-            f"ones, and those are evaluated and saved; set optim.ema.every to {updates} or less, or optim.ema to null"
+            f"{key}={ema.start}: the run has {updates} updates, so its averaged weights stay the untrained ones, and "
+            f"those are evaluated and saved; set {key} to {updates} or less, or optim.ema to null"
         )
     if updates < warmup:
         notes.append(

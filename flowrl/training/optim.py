@@ -21,13 +21,39 @@ class EmaConfig:
     """Weight of the old average at each of its updates, in [0, 1)."""
     every: int = 1
     """Optimizer steps between its updates."""
+    first: int | None = None
+    """Optimizer steps before its first update; null: `every`."""
+    repeats: int = 1
+    """Times that each update is made, which takes its decay to this power: flow_grpo makes one for each batch of its
+    gradient accumulation."""
     warmup: bool = True
-    """Cap the decay at (1 + n) / (10 + n) after n optimizer steps."""
+    """Cap the decay at (a + n) / (b + n) after n optimizer steps."""
+    warmup_terms: list[float] = field(default_factory=lambda: [1.0, 10.0])
+    """a and b of the cap."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay={self.decay} must be in [0, 1)")
-        require_positive(every=self.every)
+        require_positive(every=self.every, first=self.first, repeats=self.repeats)
+        if len(self.warmup_terms) != 2 or not 0 <= self.warmup_terms[0] <= self.warmup_terms[1]:
+            raise ValueError(f"warmup_terms={self.warmup_terms} must be two numbers a <= b from 0 on")
+
+    @property
+    def start(self) -> int:
+        """Optimizer steps before the first update."""
+        return self.every if self.first is None else self.first
+
+    def weight(self, updates: int) -> float:
+        """Weight of the old average after so many optimizer steps; 1 where it is not updated then.
+
+        >>> flow_grpo = EmaConfig(decay=0.9, every=8, first=7, repeats=2)
+        >>> [round(flow_grpo.weight(n), 4) for n in (7, 8, 15)]
+        [0.2215, 1.0, 0.4096]
+        """
+        if updates < self.start or (updates - self.start) % self.every:
+            return 1.0
+        (a, b), n = self.warmup_terms, updates
+        return (min(self.decay, (a + n) / (b + n)) if self.warmup else self.decay) ** self.repeats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +70,8 @@ class OptimConfig:
     weight_decay: float = 1e-4
     """Weight decay: share of the learning rate by which a weight shrinks at an update; 0: none."""
     warmup_updates: int = 0
-    """Updates over which the learning rate rises linearly."""
+    """Updates over which the learning rate rises linearly, from 1 / warmup_updates of it: one update ahead of the
+    schedules of diffusers, whose first update has the rate 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up; linear and cosine would be 0 at the update after the last one."""
     max_grad_norm: float | None = 1.0
@@ -201,10 +228,8 @@ class Optimizer:
 
     def _average(self) -> None:
         ema = self.config.ema
-        if ema is None or self.updates % ema.every:
-            return
-        decay = min(ema.decay, (1 + self.updates) / (10 + self.updates)) if ema.warmup else ema.decay
-        self.weights.follow("ema", decay)
+        if ema is not None and (weight := ema.weight(self.updates)) < 1:
+            self.weights.follow("ema", weight)
 
     def state(self) -> tuple[dict[str, Tensor], dict]:
         """(moments as flat names, counters)."""

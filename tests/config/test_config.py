@@ -597,7 +597,7 @@ def test_guidance_below_the_scale_that_is_none_is_refused_where_it_changes_nothi
     assert below.startswith("eval.guidance_scale=-1 must not be negative")
 
 
-@pytest.mark.parametrize("key", ["optim.ema.every", "optim.warmup_updates"])
+@pytest.mark.parametrize("key", ["optim.ema.every", "optim.ema.first", "optim.warmup_updates"])
 @pytest.mark.parametrize(("value", "noted"), [(5, True), (4, False)])
 def test_what_a_run_of_too_few_updates_never_gets_to_is_noted_with_their_number(read, key, value, noted):
     words = (f"{key}={value}", "iterations=2", "optim.updates_per_iteration=2")

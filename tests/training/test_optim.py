@@ -169,17 +169,26 @@ def test_the_loss_scale_halves_on_overflow_to_1_and_doubles_after_two_thousand_g
 # ---- the average
 
 
-@pytest.mark.parametrize("warmup", [True, False])
-@pytest.mark.parametrize("every", [1, 3])
-def test_the_average_follows_its_formula(every, warmup):
-    """ema = d ema + (1 - d) p with d = min((1 + n) / (10 + n), decay) at update n, every `every` updates."""
-    module, weights, optimizer = make(ema=EmaConfig(decay=0.3, every=every, warmup=warmup), learning_rate=0.05)
-    expected = flat(module).double()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 1},
+        {"every": 3},
+        {"every": 3, "warmup": False},
+        {"every": 3, "first": 2, "repeats": 2},
+        {"every": 2, "warmup_terms": [0.0, 18.0]},
+    ],
+)
+def test_the_average_follows_its_formula(options):
+    """ema = w ema + (1 - w) p with w = min((a + n) / (b + n), decay)^repeats at update n = first, first + every, ..."""
+    module, weights, optimizer = make(ema=EmaConfig(decay=0.3, **options), learning_rate=0.05)
+    expected, (a, b) = flat(module).double(), options.get("warmup_terms", (1, 10))
     for n in range(1, 9):
         step(optimizer, draw(SIZE, n))
-        if n % every == 0:
-            decay = min((1 + n) / (10 + n), 0.3) if warmup else 0.3
-            expected = decay * expected + (1 - decay) * flat(module).double()
+        if n in range(options.get("first", options["every"]), 9, options["every"]):
+            weight = min((a + n) / (b + n), 0.3) if options.get("warmup", True) else 0.3
+            weight **= options.get("repeats", 1)
+            expected = weight * expected + (1 - weight) * flat(module).double()
         found = torch.cat([weights.copies["ema"][name].flatten() for name in weights.parameters])
         # float32 lerp against float64, up to eight times.
         assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)

@@ -45,13 +45,17 @@ KEYS = {
     "learning_rate": Key(1e-8, "optim.learning_rate", "with scale_lr x GPUs x b x A"),
     "scale_lr": Key(False, "optim.learning_rate"),
     "lr_scheduler": Key("constant_with_warmup", "optim.schedule", "constant, linear, cosine; others are listed"),
-    "lr_warmup_steps": Key(500, "optim.warmup_updates", "none of it with constant"),
+    "lr_warmup_steps": Key(
+        500, "optim.warmup_updates", "none of it with constant; one update ahead of theirs, whose first has the rate 0"
+    ),
     "use_adafactor": Key(False, "optim.name", "true, and with sdxl: adafactor, which has no betas and no epsilon"),
     "adam_beta1": Key(0.9, "optim.betas"),
     "adam_beta2": Key(0.999, "optim.betas"),
     "adam_weight_decay": Key(1e-2, "optim.weight_decay"),
     "adam_epsilon": Key(1e-8, "optim.eps"),
-    "max_grad_norm": Key(1.0, "optim.max_grad_norm"),
+    "max_grad_norm": Key(
+        1.0, "optim.max_grad_norm", "null with use_adafactor, which does not clip there; sdxl alone does"
+    ),
     "mixed_precision": Key("fp16", "model.dtype", "fp16 float16, bf16 bfloat16, no float32"),
     "allow_tf32": Key(False, "", "arithmetic is chosen by model.dtype and model.vae_precision"),
     "dataloader_num_workers": Key(0, "", "pictures are read by the process itself"),
@@ -167,7 +171,8 @@ def _optim(draft: Draft) -> None:
     else:
         draft.put("optim.schedule", "constant", note="there is no other of its shape")
         draft.leave("lr_scheduler", "schedules are constant, linear and cosine; constant is written", changes=True)
-    draft.put("optim.warmup_updates", warmup, "lr_warmup_steps")
+    late = "one update ahead of theirs, whose first has the rate 0" if warmup else ""
+    draft.put("optim.warmup_updates", warmup, "lr_warmup_steps", note=late)
     if draft.get("sdxl") or draft.get("use_adafactor"):
         draft.put("optim.name", "adafactor", "use_adafactor", note="their launchers use it with sdxl always")
         for key in filter(draft.given, ("adam_beta1", "adam_beta2", "adam_epsilon")):
@@ -177,7 +182,14 @@ def _optim(draft: Draft) -> None:
         draft.put("optim.betas", betas, "adam_beta1", "adam_beta2")
         draft.put("optim.eps", float(draft.number("adam_epsilon")), "adam_epsilon")
     draft.put("optim.weight_decay", float(draft.number("adam_weight_decay")), "adam_weight_decay")
-    draft.put("optim.max_grad_norm", float(draft.number("max_grad_norm")), "max_grad_norm")
+    if draft.get("use_adafactor"):
+        draft.put(
+            "optim.max_grad_norm", None, "use_adafactor", note="theirs clips no gradient then; with sdxl alone it does"
+        )
+        if draft.given("max_grad_norm"):
+            draft.leave("max_grad_norm", "with --use_adafactor theirs clips no gradient", changes=False)
+    else:
+        draft.put("optim.max_grad_norm", float(draft.number("max_grad_norm")), "max_grad_norm")
     draft.put("optim.updates_per_iteration", 1, note="an iteration is one of their steps")
 
 

@@ -23,6 +23,8 @@ _FAMILIES = {
 _NONE = ("ltx2", "wan2_v2v")
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "no": "float32", None: "float32"}
 _UNKNOWN_STEPS = 1000
+_WARMUP_EPOCHS = 10
+"""w of their average's warm-up, where a trainer has no key for it."""
 
 
 def rules(draft: Draft) -> None:
@@ -43,7 +45,7 @@ def rules(draft: Draft) -> None:
         _credit(draft)
         updates = _updates(draft, trained)
     else:
-        updates = _updates(draft, samples.terms(draft))
+        updates = _updates(draft, samples.terms(draft)) * draft.whole("train.num_inner_epochs")
         samples.method(draft, family, updates)
     rewards(draft)
     _optim(draft, updates)
@@ -230,7 +232,7 @@ def _credit(draft: Draft) -> None:
 
 
 def _updates(draft: Draft, trained: int) -> int:
-    """Write the optimizer steps of an iteration, which are returned; `trained`: steps, or times, of a sample."""
+    """Write the optimizer steps of a pass, and return their number; `trained`: steps, or times, of a sample."""
     many = draft.get("train.gradient_accumulation_steps")
     if many == "auto":
         updates, keys = draft.whole("train.gradient_step_per_epoch"), ["train.gradient_step_per_epoch"]
@@ -261,10 +263,28 @@ def _optim(draft: Draft, updates: int) -> None:
         draft.put("optim.ema.decay", decay, "train.ema_decay")
         note = f"{every} epochs x {updates} updates"
         draft.put("optim.ema.every", every * updates, "train.ema_update_interval", note=note)
+        _warmed_up(draft, updates)
     else:
         draft.put("optim.ema", None, "train.ema_decay")
         if draft.given("train.ema_update_interval"):
             draft.leave("train.ema_update_interval", "there is no average", changes=False)
+
+
+def _warmed_up(draft: Draft, updates: int) -> None:
+    """The warm-up of their average, (1 + e) / (w + e) with epochs e from 0: n / ((w - 1) U + n) at n = (e + 1) U."""
+    kind, steps = draft.get("train.ema_decay_schedule"), _WARMUP_EPOCHS
+    keys = ["train.ema_decay_schedule"]
+    if draft.get("train.trainer_type") in OF_TRAINERS["train.warmup_steps"]:
+        steps = draft.whole("train.warmup_steps", least=0)
+        keys.append("train.warmup_steps")
+    if kind == "constant" or (kind == "power" and steps == 0):
+        draft.put("optim.ema.warmup", False, *keys)
+    elif kind == "power":
+        note = f"theirs counts epochs of {updates} updates"
+        draft.put("optim.ema.warmup_terms", [0.0, float((steps - 1) * updates)], *keys, note=note)
+    else:
+        reason = f"the average that is evaluated and saved warms up by (1 + n) / (10 + n) updates here, {kind} there"
+        draft.leave("train.ema_decay_schedule", reason, changes=True)
 
 
 def _evaluation(draft: Draft) -> None:

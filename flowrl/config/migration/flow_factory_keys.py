@@ -14,7 +14,7 @@ _TRACKER = "give trackers (docs/watching.md)"
 _LORA = "model.lora"
 _CALL = "give it in model.call, where the pipeline takes it (model.name: generic)"
 _AVERAGES = "algorithm.old, algorithm.ema"
-_WARMS = "optim.ema warms up by (1 + n) / (10 + n) alone"
+_WARMS = "optim.ema takes constant and power, by epochs as theirs"
 _WINDOW = "algorithm.sde_steps, algorithm.window_size, algorithm.low, algorithm.high"
 
 _RUN = {
@@ -101,7 +101,9 @@ _TRAIN = {
     "train.ema_decay": Key(0.995, f"optim.ema.decay, {_AVERAGES}", "0: no average; limit of the pace"),
     "train.ema_update_interval": Key(10, "optim.ema.every", "epochs x updates"),
     "train.ema_device": Key("cuda", "", _MEMORY),
-    "train.ema_decay_schedule": Key("power", _AVERAGES, f"constant, linear, piecewise_linear; {_WARMS}", changes=True),
+    "train.ema_decay_schedule": Key(
+        "power", f"optim.ema, {_AVERAGES}", f"of old and ema constant, linear, piecewise_linear; {_WARMS}", changes=True
+    ),
     "train.latent_storage_dtype": Key("fp16", "", "kept latents are float32", changes=True),
     "train.ref_param_device": Key("cuda", "", _MEMORY),
     "train.global_std": Key(True, "algorithm.advantages.std", "with sum; gdpo does not read it"),

@@ -172,10 +172,12 @@ def _average(draft: Draft, option: str, updates: int, *given: str) -> None:
         start = decay
     elif kind == "linear":
         slope = decay / draft.whole("train.warmup_steps") / updates
+        flat = updates
         keys.append("train.warmup_steps")
     elif kind == "piecewise_linear":
-        flat, slope = draft.whole("train.flat_steps", least=0) * updates, float(draft.number("train.ramp_rate"))
-        slope /= updates
+        # After the first epoch theirs counts 0, ours its optimizer steps.
+        flat = (draft.whole("train.flat_steps", least=0) + 1) * updates
+        slope = float(draft.number("train.ramp_rate")) / updates
         keys += ["train.flat_steps", "train.ramp_rate"]
     else:
         start = decay

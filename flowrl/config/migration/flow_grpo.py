@@ -341,10 +341,11 @@ def _optim(draft: Draft, family: str) -> None:
         draft.leave("train.ema", "their Qwen-Image script does not read it", changes=False)
     else:
         many = draft.whole("train.gradient_accumulation_steps")
-        note = f"0.9^{many}: theirs averages once a batch, {many} times every 8 updates"
-        keys = ("train.ema", "train.gradient_accumulation_steps")
-        draft.put("optim.ema.decay", round(0.9**many, 10), *keys, note=note)
+        draft.put("optim.ema.decay", 0.9, "train.ema", note="in their code")
         draft.put("optim.ema.every", 8, note="in their code")
+        draft.put("optim.ema.first", 7, note="theirs averages where their step + 1 is a multiple of 8")
+        note = "theirs averages once a batch"
+        draft.put("optim.ema.repeats", many, "train.gradient_accumulation_steps", note=note)
 
 
 def _evaluation(draft: Draft, method: str) -> None:

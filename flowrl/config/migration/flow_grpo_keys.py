@@ -59,7 +59,7 @@ KEYS = {
     "train.adam_beta2": Key(0.999, "optim.betas"),
     "train.adam_weight_decay": Key(1e-4, "optim.weight_decay"),
     "train.adam_epsilon": Key(1e-8, "optim.eps"),
-    "train.gradient_accumulation_steps": Key(1, f"{_U}, optim.ema.decay", "see the batches and train.ema"),
+    "train.gradient_accumulation_steps": Key(1, f"{_U}, optim.ema.repeats", "see the batches and train.ema"),
     "train.max_grad_norm": Key(1.0, "optim.max_grad_norm"),
     "train.num_inner_epochs": Key(1, "", "an iteration goes through its samples once", changes=True),
     "train.cfg": Key(True, "", "training has the rollout's guidance; False with a scale above 1 is not possible"),
@@ -72,7 +72,9 @@ KEYS = {
     "train.timestep_fraction": Key(1.0, "algorithm.sde_steps", "int(steps x it) noisiest steps; with a window unread"),
     "train.beta": Key(0.0, "algorithm.kl.coef, algorithm.kl.divisor", "dpo.py: algorithm.beta"),
     "train.lora_path": Key(None, "model.init_lora"),
-    "train.ema": Key(False, "optim.ema", "decay 0.9^accumulation every 8 updates; Qwen-Image has none"),
+    "train.ema": Key(
+        False, "optim.ema", "min(0.9, (1 + n) / (10 + n))^accumulation at n = 7, 15, ...; Qwen-Image has none"
+    ),
     "train.sft": Key(0.0, "", "their scripts do not read it"),
     "train.sft_batch_size": Key(0, "", "their scripts do not read it"),
     "train.algorithm": Key(None, "algorithm.name", "dpo online_dpo, sft raft"),

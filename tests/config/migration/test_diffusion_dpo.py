@@ -106,3 +106,11 @@ def test_a_schedule_of_another_shape_is_listed(tmp_path):
     assert (
         converted(tmp_path, TEXT.replace("constant_with_warmup", "constant")).lines["optim.warmup_updates"].value == 0
     )
+
+
+@pytest.mark.parametrize(("flags", "norm"), [("", 0.5), ("--sdxl", 0.5), ("--use_adafactor", None)])
+def test_gradients_are_clipped_where_theirs_are(flags, norm, tmp_path):
+    """train.py clips unless --use_adafactor is given; --sdxl takes the same optimizer, and clips."""
+    draft = converted(tmp_path, with_flags(f"--beta_dpo 5000 --max_grad_norm 0.5 {flags}"))
+    assert draft.lines["optim.max_grad_norm"].value == norm
+    assert ("max_grad_norm" in draft.listed) is (norm is None)

@@ -49,6 +49,7 @@ VALUES = {
     "optim.updates_per_iteration": 2,
     "optim.ema.decay": 0.9,
     "optim.ema.every": 8,
+    "optim.ema.warmup_terms": [0.0, 18.0],
     "eval.every": 20,
     "eval.num_inference_steps": 40,
     "eval.guidance_scale": 4.5,
@@ -75,6 +76,18 @@ def test_the_published_configuration_has_its_values(tmp_path):
     assert {key: at(tree, key) for key in VALUES} == VALUES
     assert [(plan.name, plan.entry.weight) for plan in run.rewards] == [("clip_score", 1.0), ("pickscore", 0.5)]
     assert [key for key, entry in draft.listed.items() if entry.changes] == []
+
+
+def test_the_average_warms_up_by_epochs_as_theirs_does(tmp_path):
+    """At the end of epoch e from 0, where e + 1 is a multiple of the interval 4: min(0.9, (1 + e) / (10 + e))."""
+    made = tmp_path / "recipe.yaml"
+    made.write_text(recipe_text(converted(tmp_path)), encoding="ascii")
+    ema = resolve(load_config(made), offline=True).run.optim.ema
+    assert ema is not None
+    theirs = [min(0.9, (1 + e) / (10 + e)) if (e + 1) % 4 == 0 else 1.0 for e in range(100)]
+    # Two optimizer steps an epoch; after the odd ones there is no update.
+    assert [ema.weight(n) for n in range(1, 200, 2)] == [1.0] * 100
+    assert [ema.weight(n) for n in range(2, 201, 2)] == pytest.approx(theirs, rel=1e-12)
 
 
 def test_every_key_is_a_line_or_listed(tmp_path):

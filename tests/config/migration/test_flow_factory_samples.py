@@ -11,6 +11,7 @@ import torch
 import yaml
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
+from flowrl.algorithms._matching import LagConfig
 from flowrl.config.load import load_config, resolve
 from flowrl.config.migration.engine import Draft, convert, recipe_text
 from flowrl.config.migration.tools import TOOLS
@@ -20,7 +21,7 @@ from tests.recipes import at
 
 PUBLISHED = Path(__file__).parent / "published"
 TOOL = TOOLS["flow_factory"]
-LINEAR = {"flat": 0, "start": 0.0}
+LINEAR = {"flat": 1, "start": 0.0}  # theirs counts 0 after the first epoch, ours its one optimizer step
 # Of the sheet of migration and of the published files; CRD draws 20 times of 8 nodes, which no rule here does.
 VALUES: dict[str, dict[str, Any]] = {
     "nft": {
@@ -60,12 +61,13 @@ VALUES: dict[str, dict[str, Any]] = {
         "algorithm.sample_average_from": 200,
         "algorithm.against_average": False,
         "algorithm.reference_guidance": None,
-        "algorithm.average": LINEAR | {"slope": 0.001, "limit": 0.3},
+        "algorithm.average": {"flat": 0, "start": 0.0, "slope": 0.001, "limit": 0.3},
         "algorithm.guidance_scale": None,
         "algorithm.times.count": 4,
         "rollout.guidance_scale": 4.5,
         "optim.batch_size": 24,
         "optim.ema.every": 8,
+        "optim.ema.warmup": False,
     },
     "crd": {
         "algorithm.name": "crd",
@@ -94,7 +96,12 @@ VALUES: dict[str, dict[str, Any]] = {
         "rollout.group_size": 8,
     },
 }
-CHANGES = {"dgpo": {"train.ema_decay_schedule", "train.switch_ema_ref"}, "crd": {"train.num_train_timesteps"}}
+# An average of a linear pace is taken as the method's own network, not for the evaluation.
+CHANGES = {
+    **{kind: {"train.ema_decay_schedule"} for kind in ("nft", "awm")},
+    "dgpo": {"train.switch_ema_ref"},
+    "crd": {"train.num_train_timesteps"},
+}
 
 
 def converted(kind: str, folder: Path, *changes: tuple[str, str]) -> Draft:
@@ -171,7 +178,10 @@ def test_paces_count_optimizer_steps_where_theirs_count_epochs(tmp_path):
     two = ("gradient_step_per_epoch: 1", "gradient_step_per_epoch: 2")
     old = "algorithm.old"
     draft = converted("nft", tmp_path, two, ("flat_steps: 0", "flat_steps: 75"), ("0.001", "0.0075"))
-    assert [draft.lines[f"{old}.{name}"].value for name in ("flat", "slope", "limit")] == [150, 0.00375, 0.5]
+    assert [draft.lines[f"{old}.{name}"].value for name in ("flat", "slope", "limit")] == [152, 0.00375, 0.5]
+    # Theirs, at the end of epoch e from 0: 0 before epoch 75, then (e - 75) x 0.0075; ours after 2 (e + 1) steps.
+    pace = LagConfig(**{name: draft.lines[f"{old}.{name}"].value for name in ("flat", "start", "slope", "limit")})
+    assert [pace.decay(2 * (e + 1)) for e in (0, 74, 75, 76, 99, 500)] == pytest.approx([0, 0, 0, 0.0075, 0.18, 0.5])
     draft = converted("nft", tmp_path, ("piecewise_linear", "constant"))
     assert [draft.lines[f"{old}.{name}"].value for name in ("flat", "start", "slope", "limit")] == [0, 0.5, 0, 0.5]
     draft = converted("nft", tmp_path, ("piecewise_linear", "cosine"))

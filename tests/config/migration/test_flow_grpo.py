@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import shutil
 import tempfile
 from functools import cache
@@ -16,6 +17,7 @@ from flowrl.config.migration.engine import Draft, convert, recipe_text
 from flowrl.config.migration.python_config import Reader
 from flowrl.config.migration.tools import TOOLS, tool_of
 from flowrl.core.errors import ConfigError
+from flowrl.training.optim import EmaConfig
 from tests.recipes import at, recipe
 
 TEXTS = Path(__file__).parent / "published"
@@ -43,29 +45,53 @@ def resolved(draft: Draft, folder: Path) -> dict[str, Any]:
     return resolve(load_config(made), offline=True).tree()
 
 
-# Shipped recipe, GPUs where the file does not state them, decay of the EMA by the sheet's 0.9^accumulation.
+# Shipped recipe, GPUs where the file does not state them, gradient accumulation.
 # Not compared: places (name, output, data, path), sizes that are memory alone, and what is ours in the evaluation.
 CASES = {
-    "general_ocr_sd3": ("sd3/flow_grpo-ocr", None, 0.9**2),
-    "pickscore_flux_fast": ("flux/flow_grpo_fast-pickscore", None, 0.9**6),
-    "general_ocr_wan2_1": ("wan/flow_grpo-ocr", 1, 0.9),
-    "sd3_ratio_norm": ("sd3/grpo_guard-ocr", None, 0.9**4),
+    "general_ocr_sd3": ("sd3/flow_grpo-ocr", None, 2),
+    "pickscore_flux_fast": ("flux/flow_grpo_fast-pickscore", None, 6),
+    "general_ocr_wan2_1": ("wan/flow_grpo-ocr", 1, 1),
+    "sd3_ratio_norm": ("sd3/grpo_guard-ocr", None, 4),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_published_configuration_has_the_values_of_the_shipped_recipe(name, tmp_path):
-    shipped, gpus, decay = CASES[name]
+    shipped, gpus, accumulation = CASES[name]
     ours, theirs = resolved(converted(name, gpus), tmp_path), recipe(shipped).tree()
-    assert ours["optim"]["ema"]["decay"] == pytest.approx(decay, rel=1e-9), "the shipped one averages less often"
+    assert ours["optim"]["ema"]["repeats"] == accumulation, "the shipped one averages once"
     keys = ("iterations", "seed", "model.name", "model.dtype", "model.lora", "model.height", "model.width")
     keys += ("model.max_sequence_length", "rollout.sampler", "rollout.num_inference_steps", "rollout.guidance_scale")
     keys += ("rollout.prompts_per_iteration", "rollout.group_size", "rollout.shared_noise", "algorithm")
     keys += ("optim.learning_rate", "optim.betas", "optim.eps", "optim.weight_decay", "optim.max_grad_norm")
-    keys += ("optim.updates_per_iteration", "optim.ema.every", "optim.ema.warmup", "checkpoint")
+    keys += ("optim.updates_per_iteration", "optim.ema.every", "optim.ema.decay", "checkpoint")
     keys += ("eval.every", "eval.num_inference_steps", "eval.guidance_scale")
     assert {key: at(ours, key) for key in keys} == {key: at(theirs, key) for key in keys}
     assert ours["rewards"] == theirs["rewards"]
+
+
+@pytest.mark.parametrize(("accumulation", "share"), [(1, 0.14), (2, 0.019), (4, 0.0004)])
+def test_the_average_is_taken_once_a_batch_as_theirs_is(accumulation, share, tmp_path):
+    """Theirs, after each batch with `step` optimizer steps done, where step + 1 is a multiple of 8 (flow_grpo/ema.py):
+
+    ema <- d ema + (1 - d) weights, d = min(0.9, (1 + step) / (10 + step))
+
+    So the initial weights have after 40 steps the share (8/17 16/25 24/33 32/41 40/49)^accumulation = 0.1396^a.
+    """
+    text = f"{TEXT}\n\ndef own():\n    gpu_number = 32\n    config = general_ocr_sd3()\n"
+    text += f"    config.train.gradient_accumulation_steps = {accumulation}\n    return config\n"
+    (tmp_path / "grpo.py").write_text(text, encoding="ascii")
+    tree = resolved(convert(TOOLS["flow_grpo"], f"{tmp_path}/grpo.py:own", None, tmp_path), tmp_path)
+    ema = EmaConfig(**tree["optim"]["ema"])
+    step, theirs = 0, 1.0
+    for batch in range(1, 40 * accumulation + 1):
+        step += batch % accumulation == 0
+        if (step + 1) % 8 == 0:
+            theirs *= min(0.9, (1 + step) / (10 + step))
+    ours = math.prod(ema.weight(n) for n in range(1, 41))
+    assert ours == pytest.approx(theirs, rel=1e-12)
+    assert ours == pytest.approx((8 * 16 * 24 * 32 * 40 / (17 * 25 * 33 * 41 * 49)) ** accumulation, rel=1e-12)
+    assert ours == pytest.approx(share, rel=0.06), "two digits, one for the least"
 
 
 def test_every_line_of_a_recipe_names_its_key_and_nothing_given_is_lost():
