@@ -266,8 +266,8 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
     """
     from flowrl.core.errors import ConfigError
     from flowrl.core.media import UNREADABLE, open_image
-    from flowrl.data.prompt_files import named_as_file
-    from flowrl.data.prompt_sources import load_prompts
+    from flowrl.data.prompt_files import TEXTS, named_as_file
+    from flowrl.data.prompt_sources import Columns, load_prompts
     from flowrl.data.prompts import Prompt
 
     for file in images:
@@ -282,7 +282,7 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
         if not named_as_file(word) and not os.path.isfile(word):
             records.append(Prompt(word, {}, paths))
             continue
-        for record in load_prompts(word, "prompts"):
+        for record in load_prompts(word, "prompts", Columns(TEXTS)):
             if paths and record.images:
                 raise ConfigError(f"--image with {word!r}, whose records name their own images; leave --image out")
             records.append(Prompt(record.text, record.metadata, record.images or paths))

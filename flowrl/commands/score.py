@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from flowrl.commands._arguments import argument, option, reward_entries
+from flowrl.core.media import IMAGE_SUFFIXES
 from flowrl.core.mp4 import SUFFIXES
 
 if TYPE_CHECKING:
@@ -20,12 +21,7 @@ if TYPE_CHECKING:
     from flowrl.scoring.scorer import Scorer
 
 LINES = "scores.jsonl"
-_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", *SUFFIXES}
-_WITH_RATE = {".webp", ".gif"}
-"""Suffixes of images that may be videos."""
-_NAMES = ("image", "video", "file", "file_name")
-"""Keys of a record under which it may name its file."""
-_KEYS = "'image', 'video', 'file' or 'file_name'"
+_SUFFIXES = {*IMAGE_SUFFIXES, *SUFFIXES}
 
 
 Images = Annotated[
@@ -33,7 +29,8 @@ Images = Annotated[
     argument(
         "IMAGES",
         "Folder of images or videos, or one file.",
-        "Of .png, .jpg, .jpeg, .webp or .gif; with the extra video .mp4, .m4v, .mov, .mkv or .webm.",
+        "Images of .png, .jpg, .webp, .gif, .bmp, .tif or .avif; with the extra video .mp4, .m4v, .mov, .mkv or .webm. "
+        "Sub-folders and other files are named and left out.",
     ),
 ]
 Rewards = Annotated[
@@ -48,8 +45,9 @@ Prompts = Annotated[
     str | None,
     option(
         "Prompts of the files, as lines or records.",
-        "A .txt with a line per file, in the order of file names, or records (.jsonl, .json, .csv, .tsv, .parquet) "
-        "with `prompt`, metadata and perhaps the name of the file (`image`, `video`, `file` or `file_name`). "
+        "Records (.jsonl, .json, .csv, .tsv, .parquet) with `prompt`, metadata and the name of the file under `image` "
+        "or any other key; or a .txt whose lines are in the order of the files' names, if those have one order. The "
+        "screen says how they were matched. "
         "Default: the prompts that `flowrl sample` wrote into its files.",
     ),
 ]
@@ -151,23 +149,32 @@ def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
 
 
 def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> list[tuple[Path, str, dict]]:
-    """(file, prompt, metadata) in the order of file names; `prompts` None: those that `flowrl sample` wrote."""
+    """(file, prompt, metadata), 10 after 9; `prompts` None: those that `flowrl sample` wrote."""
     from flowrl.core import media
     from flowrl.core.errors import ConfigError
+    from flowrl.core.natural import natural
+    from flowrl.data.matching import matched
 
     # Hidden files are those of other programs, such as macOS's ._clip.mp4: no video, in spite of the suffix.
-    inside = sorted(file for file in images.iterdir() if file.name[0] != ".") if images.is_dir() else []
-    result = inside or ([images] if images.is_file() else [])
-    files = [file for file in result if file.suffix.lower() in _SUFFIXES]
+    inside = [file for file in images.iterdir() if file.name[0] != "."] if images.is_dir() else []
+    result = sorted(inside, key=lambda file: natural(file.name)) or ([images] if images.is_file() else [])
+    files = [file for file in result if file.suffix.lower() in _SUFFIXES and not file.is_dir()]
     if not files:
         what = "no images there" if images.exists() else "there is no such file or folder"
         raise ConfigError(
             f"IMAGES={str(images)!r}: {what}; give one with images or videos ({', '.join(sorted(_SUFFIXES))})"
         )
+    _name_left_out(files, [file for file in result if file not in set(files)])
     if prompts is None:
         samples = [(file, str(media.read_note(file).get("prompt", "")), {}) for file in files]
+        unknown = sum(not text for _, text, _ in samples)
+        if unknown:
+            _warn(f"{unknown} of {len(files)} files hold no prompt; a reward that reads it needs --prompts")
     else:
-        samples = _matched(files, prompts)
+        records = _records_of(prompts)
+        rows, how = matched([file.name for file in files], records, f"--prompts {prompts}")
+        _warn(f"--prompts: {how}")
+        samples = [(file, *records[row]) for file, row in zip(files, rows, strict=True)]
     samples = [_with_rate(*sample) for sample in samples]
     for plan in plans:
         for name in plan.card.requires if plan.card is not None else ():
@@ -180,6 +187,17 @@ def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> 
     return samples
 
 
+def _name_left_out(files: Sequence[Path], others: Sequence[Path]) -> None:
+    """Say which entries of the folder are not scored; notes and captions next to a file go with it."""
+    stems = {file.stem for file in files}
+    folders = [file.name for file in others if file.is_dir()]
+    foreign = [file.name for file in others if not file.is_dir() and file.stem not in stems]
+    for names, what in ((folders, "sub-folders"), (foreign, "files that are no images or videos")):
+        if names:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            _warn(f"left out: {len(names)} {what} ({shown})")
+
+
 def _with_rate(file: Path, prompt: str, record: dict) -> tuple[Path, str, dict]:
     """A sample with the frame rate of its video in its record, for rewards that count in seconds; a given one stays.
 
@@ -189,7 +207,7 @@ def _with_rate(file: Path, prompt: str, record: dict) -> tuple[Path, str, dict]:
     from flowrl.core import media
     from flowrl.core.errors import ConfigError
 
-    if not media.is_video_file(file) and file.suffix.lower() not in _WITH_RATE:
+    if not media.is_video_file(file) and file.suffix.lower() not in media.MAY_MOVE:
         return file, prompt, record
     try:
         fps = media.facts(file)[1]
@@ -201,48 +219,12 @@ def _with_rate(file: Path, prompt: str, record: dict) -> tuple[Path, str, dict]:
     return file, prompt, record if fps is None else {"fps": fps, **record}
 
 
-def _matched(files: Sequence[Path], prompts: str) -> list[tuple[Path, str, dict]]:
-    """Files with their prompts: by the name under a key of `_NAMES` where every record has one, else in their order."""
-    from flowrl.core.errors import ConfigError
-
-    records = _records_of(prompts)
-    names = [_named(record, prompts) for _, record in records]
-    if all(name is not None for name in names):
-        named = dict(zip(names, records, strict=True))
-        lacking = [file.name for file in files if file.name not in named]
-        if lacking:
-            raise ConfigError(
-                f"--prompts {prompts}: no record has the file {lacking[0]!r} ({len(lacking)} lack one); records name "
-                f"their file under {_KEYS}"
-            )
-        if len(named) < len(records):
-            raise ConfigError(f"--prompts {prompts}: two records name the same file; keep one of them")
-        return [(file, *named[file.name]) for file in files]
-    if len(records) != len(files):
-        raise ConfigError(
-            f"--prompts has {len(records)} prompts for {len(files)} files; give one each, or records of a .jsonl or "
-            f"a table with the file's name under {_KEYS}"
-        )
-    return [(file, *record) for file, record in zip(files, records, strict=True)]
-
-
-def _named(record: Mapping[str, Any], prompts: str) -> str | None:
-    """The name of the file that a record is about; None: it names none."""
-    from flowrl.core.errors import ConfigError
-
-    keys = [key for key in _NAMES if isinstance(record.get(key), str)]
-    if len(keys) > 1:
-        raise ConfigError(
-            f"--prompts {prompts}: a record names its file under {' and '.join(map(repr, keys))}; keep one of them"
-        )
-    return Path(record[keys[0]]).name if keys else None
-
-
 def _records_of(prompts: str) -> list[tuple[str, dict]]:
     """(prompt, metadata) of each record; reference images under "images" are relative to the file's folder."""
+    from flowrl.data.prompt_files import TEXTS
     from flowrl.data.prompt_sources import Columns, load_prompts
 
-    return [(p.text, p.metadata) for p in load_prompts(prompts, "--prompts", Columns(names_sample=True))]
+    return [(p.text, p.metadata) for p in load_prompts(prompts, "--prompts", Columns(TEXTS, names_sample=True))]
 
 
 def _scored(scorer: Scorer, batches: Sequence[Sequence[tuple[Path, str, dict]]]) -> Iterator[dict[str, Any]]:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".webp", ".mp4")
 """Suffixes of the files that `write` makes."""
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+"""Suffixes of the images of other programs that are read, some of which may be videos."""
+MAY_MOVE = (".webp", ".gif", ".avif")
+"""Those of them that may be videos; an animated PNG is read as one, and nobody writes videos so."""
 VIDEO_FORMATS = ("webp", "mp4")
 """Kinds of video files that `write` makes; the first needs no extra."""
 SMALL_PX = 128

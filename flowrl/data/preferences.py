@@ -39,6 +39,7 @@ from flowrl.data.preference_records import (
     Votes,
     is_false,
 )
+from flowrl.data.prompt_files import note_sampler_keys
 from flowrl.data.prompts import Prompt
 from flowrl.data.records import LATER, WINDOW_BYTES, Records, find_records
 from flowrl.data.stored_videos import VIDEO, Frames, Unfit
@@ -124,6 +125,7 @@ class PreferenceSet:
         self.records, self.options, self.paired, self.videos = records, options, paired, videos
         self.report = Report(where, records.files)
         names = records.names()
+        note_sampler_keys(where, names)
         self.text = _text_column(names, options, where)
         self.voted = options.chosen not in names
         """Whether records are two images with a label, not a chosen and a rejected one."""

@@ -10,11 +10,13 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.core.console import log
 from flowrl.core.errors import ConfigError
+from flowrl.core.registry import suggest
 from flowrl.core.strict import read_text
 
 Records = Iterator[tuple[str, dict[str, Any]]]
@@ -24,16 +26,34 @@ FORMS = (
     "a .txt (one prompt a line), a .jsonl (one record a line), a .json (a list of strings or records), a .csv or .tsv "
     "(a table with a header), a .parquet, or hf:PATH for a data set"
 )
+TEXTS = ("prompt", "Prompt", "Prompts", "prompts", "prompt_en", "text", "caption", "Caption")
+"""Columns under which lists keep the text of a prompt, the likeliest first."""
+SAMPLED_BY = (
+    *("negative_prompt", "seed", "guidance_scale", "true_cfg_scale", "cfg_scale", "guidance", "height", "width"),
+    *("num_inference_steps", "steps", "num_frames", "strength", "sampler", "scheduler"),
+)
+"""Keys by which other programs mean how the sample of one prompt is made."""
 _ROWS = 1024
 
 
-def read_records(file: Path, where: str, prompt: str) -> Records:
+class NoText(ConfigError):
+    """A table or a record without a column of texts; `columns` are those that it has."""
+
+    def __init__(self, where: str, wanted: Sequence[str], columns: Sequence[str], more: str = "") -> None:
+        self.columns = list(columns)
+        close = suggest(wanted[0], self.columns)
+        what = f"no {wanted[0]!r}" if len(wanted) == 1 else f"no column of texts ({', '.join(wanted)})"
+        super().__init__(f"{where}: has {what}; {close}there are: {', '.join(self.columns)}{more}")
+
+
+def read_records(file: Path, where: str, *texts: str) -> Records:
     """The records of a file, read by its suffix; a file without one holds lines of text.
 
     Args:
         file: an existing file.
         where: key and value of the option, for messages.
-        prompt: column of the text; a plain string becomes a record with this column alone.
+        texts: columns that may hold the text, the likeliest first; a plain string becomes a record with the first of
+            them alone. Rows of a table have one of them, records of JSON and of a parquet may lack them all.
 
     Raises:
         ConfigError: a suffix that is not among FORMS, or contents that do not fit it.
@@ -41,7 +61,19 @@ def read_records(file: Path, where: str, prompt: str) -> Records:
     reader = _READERS.get(file.suffix.lower())
     if reader is None:
         raise ConfigError(f"{where}: prompts are not read from a {file.suffix} file; give {FORMS}")
-    return reader(file, where, prompt)
+    return reader(file, where, texts)
+
+
+def note_sampler_keys(where: str, names: Collection[str]) -> None:
+    """Warn that records have values that other programs sample by: here all prompts are sampled alike."""
+    found = [name for name in SAMPLED_BY if name in names]
+    if found:
+        log.warning(
+            "%s: its records have %s, and no sampler reads them here: they are metadata for the rewards, and all "
+            "prompts are sampled with the options of the command or the configuration",
+            where,
+            ", ".join(found),
+        )
 
 
 def named_as_file(word: str) -> bool:
@@ -79,11 +111,11 @@ def _text(file: Path, where: str) -> str:
     return text
 
 
-def _plain(file: Path, where: str, prompt: str) -> Records:
-    return ((f"line {number}", {prompt: line}) for number, line in _lines(file, where))
+def _plain(file: Path, where: str, texts: Sequence[str]) -> Records:
+    return ((f"line {number}", {texts[0]: line}) for number, line in _lines(file, where))
 
 
-def _jsonl(file: Path, where: str, prompt: str) -> Records:
+def _jsonl(file: Path, where: str, texts: Sequence[str]) -> Records:
     for number, line in _lines(file, where):
         record = _parsed(line, f"{where}, line {number}")
         if not isinstance(record, dict):
@@ -91,14 +123,14 @@ def _jsonl(file: Path, where: str, prompt: str) -> Records:
         yield f"line {number}", record
 
 
-def _json(file: Path, where: str, prompt: str) -> Records:
+def _json(file: Path, where: str, texts: Sequence[str]) -> Records:
     result = _parsed(_text(file, where), where)
     if not isinstance(result, list):
         raise ConfigError(f"{where}: a .json of prompts is a list of strings or of records, this is {_short(result)}")
     for number, item in enumerate(result, 1):
         if not isinstance(item, str | dict):
             raise ConfigError(f"{where}, item {number}: needs a string or a record, got {_short(item)}")
-        yield f"item {number}", {prompt: item} if isinstance(item, str) else item
+        yield f"item {number}", {texts[0]: item} if isinstance(item, str) else item
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -115,23 +147,30 @@ def _short(value: Any) -> str:
 # ---- tables
 
 
-def _separated(comma: str) -> Callable[[Path, str, str], Records]:
-    def read(file: Path, where: str, prompt: str) -> Records:
-        rows = csv.reader(io.StringIO(_text(file, where), newline=""), delimiter=comma, strict=True)
+def _separated(comma: str) -> Callable[[Path, str, Sequence[str]], Records]:
+    # Tables with tabs know no quotes: a cell may begin with one that is never closed, as in PartiPrompts.tsv.
+    tabs = comma == "\t"
+    quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
+
+    def read(file: Path, where: str, texts: Sequence[str]) -> Records:
+        text = io.StringIO(_text(file, where), newline="")
+        rows = csv.reader(text, delimiter=comma, strict=True, quoting=quoting)
         header: list[str] = []
+        column = ""
         try:
-            for row in rows:
+            for cells in rows:
+                row = [_unquoted(cell) for cell in cells] if tabs else cells
                 place = f"{where}, line {rows.line_num}"
                 if not any(cell.strip() for cell in row):
                     continue
                 if not header:
-                    header = _header(row, place, prompt, comma)
+                    header, column = _header(row, place, texts, "tabs" if tabs else "commas")
                     continue
                 if len(row) != len(header):
                     raise ConfigError(f"{place}: has {len(row)} cells, but the header has {len(header)} columns")
                 record = dict(zip(header, row, strict=True))
-                if not record[prompt].strip():
-                    raise ConfigError(f"{place}: {prompt!r} (data.prompt_column) is empty")
+                if not record[column].strip():
+                    raise ConfigError(f"{place}: {column!r} is empty; fill it, or leave the row out")
                 yield f"line {rows.line_num}", record
         except csv.Error as error:
             raise ConfigError(f"{where}, line {rows.line_num}: not a readable table: {error}") from None
@@ -139,26 +178,34 @@ def _separated(comma: str) -> Callable[[Path, str, str], Records]:
     return read
 
 
-def _header(row: list[str], place: str, prompt: str, comma: str) -> list[str]:
-    """Names of the columns.
+def _unquoted(cell: str) -> str:
+    r"""A cell of a table with tabs; one that a writer of CSV quoted is told by the doubled quotes inside it.
+
+    >>> [_unquoted(cell) for cell in ('"STOP" on a wall', '"STOP"', '"says ""stop"", twice"')]
+    ['"STOP" on a wall', '"STOP"', 'says "stop", twice']
+    """
+    inside = cell[1:-1]
+    quoted = cell[:1] == cell[-1:] == '"' and '""' in inside and '"' not in inside.replace('""', "")
+    return inside.replace('""', '"') if quoted else cell
+
+
+def _header(row: list[str], place: str, texts: Sequence[str], separator: str) -> tuple[list[str], str]:
+    """(names of the columns, that of the text).
 
     Raises:
-        ConfigError: no column of the prompt, or a name twice.
+        ConfigError: no column of the text, or a name twice.
     """
     names = [name.strip() for name in row]
-    if prompt not in names:
-        what = "commas" if comma == "," else "tabs"
-        raise ConfigError(
-            f"{place}: the header has no column {prompt!r} (data.prompt_column); there are: {', '.join(names)} "
-            f"(separated by {what})"
-        )
+    column = next((name for name in texts if name in names), None)
+    if column is None:
+        raise NoText(place, texts, names, f" (separated by {separator})")
     twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
     if twice is not None:
         raise ConfigError(f"{place}: the header has the column {twice!r} twice; rename one")
-    return names
+    return names, column
 
 
-def _parquet(file: Path, where: str, prompt: str) -> Records:
+def _parquet(file: Path, where: str, texts: Sequence[str]) -> Records:
     try:
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError as error:
@@ -177,7 +224,7 @@ def _parquet(file: Path, where: str, prompt: str) -> Records:
         raise ConfigError(f"{where}: not a readable parquet file{after}: {reason}") from None
 
 
-_READERS: dict[str, Callable[[Path, str, str], Records]] = {
+_READERS: dict[str, Callable[[Path, str, Sequence[str]], Records]] = {
     "": _plain,
     ".txt": _plain,
     ".jsonl": _jsonl,

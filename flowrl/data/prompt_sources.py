@@ -19,11 +19,11 @@ from typing import Any
 
 from flowrl import moving_shapes, shapes
 from flowrl.core.assets import embedded_prompts
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import cache_folder
 from flowrl.core.media import UNREADABLE, open_image, opened
 from flowrl.core.registry import suggest
-from flowrl.data.prompt_files import FORMS, missing_package, read_records
+from flowrl.data.prompt_files import FORMS, TEXTS, NoText, missing_package, note_sampler_keys, read_records
 from flowrl.data.prompts import Prompt
 
 
@@ -31,13 +31,19 @@ from flowrl.data.prompts import Prompt
 class Columns:
     """Keys of a record, or columns of a table."""
 
-    prompt: str = "prompt"
+    prompt: str | tuple[str, ...] = "prompt"
+    """Key of the text; several: the first of them that the record has."""
     image: str | None = None
     """Key of an image or a list of images; None: `image` or `images`, if there is one."""
     subset: str | None = None
     """Subset of a data set that has several."""
     names_sample: bool = False
     """Whether `image` names the sample that the record is about, which is then metadata and no reference image."""
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Keys that may have the text."""
+        return (self.prompt,) if isinstance(self.prompt, str) else self.prompt
 
     def names(self, record: Iterable[str]) -> list[str]:
         """Keys of images among those of a record."""
@@ -61,27 +67,17 @@ def load_prompts(source: str, key: str, columns: Columns = Columns(), most: int 
     """
     where = f"{key}={source!r}"
     if source.startswith("shapes:"):
-        part = source.removeprefix("shapes:")
-        moving = part.startswith("motion-")
-        try:
-            texts = moving_shapes.prompts(part.removeprefix("motion-")) if moving else shapes.prompts(part)
-        except ValueError as error:
-            more = "after shapes:motion-" if moving else "or, of videos, 'motion-train' or 'motion-heldout'"
-            raise ConfigError(f"{where}: {error}, {more}") from None
-        return [Prompt(text) for text in texts][:most]
-    if source.startswith("hf:"):
-        path, split = split_of(source.removeprefix("hf:"))
-        folder = Path(path).expanduser()
-        rows = open_data_set(path, split, columns.subset, where)
-        return _prompts(islice(_rows(rows, columns), most), where, folder if folder.is_dir() else None, columns)
-    file = _find(source)
-    if file is None:
-        looked = "" if Path(source).is_absolute() else f" in {Path.cwd()}, and no embedded one of that name"
-        raise ConfigError(f"{where}: there is no such file{looked}; give {FORMS}")
-    if file.suffix.lower() in ("", ".txt"):
-        columns = replace(columns, image=None)  # lines have no columns
-    records = read_records(file, where, columns.prompt)
-    return _prompts(islice(records, most), where, file.parent, columns)
+        return _shapes(source, where)[:most]
+    try:
+        prompts = _read(source, where, columns, most)
+    except NoText as error:
+        column = next((name for name in TEXTS if name in error.columns), None)
+        if column is None or isinstance(columns.prompt, tuple):
+            raise
+        raise ConfigError(str(error), remedies=[Remedy({"data.prompt_column": column})]) from None
+    if not columns.names_sample:  # nothing is sampled by them
+        note_sampler_keys(where, {name for prompt in prompts for name in prompt.metadata})
+    return prompts
 
 
 def hub_id(source: str | None) -> str | None:
@@ -93,6 +89,35 @@ def hub_id(source: str | None) -> str | None:
 
 
 # ---- where records come from
+
+
+def _shapes(source: str, where: str) -> list[Prompt]:
+    """The prompts of a split of the shapes world."""
+    part = source.removeprefix("shapes:")
+    moving = part.startswith("motion-")
+    try:
+        texts = moving_shapes.prompts(part.removeprefix("motion-")) if moving else shapes.prompts(part)
+    except ValueError as error:
+        more = "after shapes:motion-" if moving else "or, of videos, 'motion-train' or 'motion-heldout'"
+        raise ConfigError(f"{where}: {error}, {more}") from None
+    return [Prompt(text) for text in texts]
+
+
+def _read(source: str, where: str, columns: Columns, most: int | None) -> list[Prompt]:
+    """The prompts of a data set or a file."""
+    if source.startswith("hf:"):
+        path, split = split_of(source.removeprefix("hf:"))
+        folder = Path(path).expanduser()
+        rows = open_data_set(path, split, columns.subset, where)
+        return _prompts(islice(_rows(rows, columns), most), where, folder if folder.is_dir() else None, columns)
+    file = _find(source)
+    if file is None:
+        looked = "" if Path(source).is_absolute() else f" in {Path.cwd()}, and no embedded one of that name"
+        raise ConfigError(f"{where}: there is no such file{looked}; give {FORMS}")
+    if file.suffix.lower() in ("", ".txt"):
+        columns = replace(columns, image=None)  # lines have no columns
+    records = read_records(file, where, *columns.texts)
+    return _prompts(islice(records, most), where, file.parent, columns)
 
 
 def _find(source: str) -> Path | None:
@@ -205,15 +230,19 @@ def _prompts(records: Iterable[tuple[str, dict]], where: str, folder: Path | Non
 
 def _prompt(record: dict, where: str, folder: Path | None, columns: Columns, read: set[Path]) -> Prompt:
     """The prompt of a record; its images are opened unless they are among those already `read`."""
-    for option, name in (("prompt_column", columns.prompt), ("image_column", columns.image)):
-        if name is not None and name not in record:
-            close = suggest(name, list(record))
-            raise ConfigError(f"{where}: has no {name!r} (data.{option}); {close}there are: {', '.join(record)}")
-    text = record[columns.prompt]
+    key = next((name for name in columns.texts if name in record), None)
+    if key is None:
+        raise NoText(where, columns.texts, list(record))
+    if columns.image is not None and columns.image not in record:
+        close = suggest(columns.image, list(record))
+        raise ConfigError(
+            f"{where}: has no {columns.image!r} (data.image_column); {close}there are: {', '.join(record)}"
+        )
+    text = record[key]
     if not isinstance(text, str):
-        raise ConfigError(f"{where}: needs a string under {columns.prompt!r} (data.prompt_column), got {text!r}")
+        raise ConfigError(f"{where}: needs a string under {key!r}, got {text!r}")
     names = columns.names(record)
-    metadata = {k: v for k, v in record.items() if k not in (columns.prompt, *names)}
+    metadata = {k: v for k, v in record.items() if k not in (key, *names)}
     if len(names) > 1:
         raise ConfigError(f"{where}: has both 'image' and 'images'; keep one of them, or set data.image_column")
     if not names:

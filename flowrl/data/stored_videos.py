@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowrl.core import media
 from flowrl.core.errors import ConfigError
+from flowrl.core.natural import natural
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 NO_VIDEO, NO_PATH, UNREADABLE = "not a video", "video not given as a path", "unreadable video"
 COUNTS, RATES, LENGTH = "frame counts differ", "frame rates differ", "frames the model does not take"
 VIDEO = "a video, for a model of images"
-FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-"""Suffixes of the images in a folder of frames; other files there are left alone."""
 _RATE_TOLERANCE = 0.01
 """Relative difference of two equal frame rates: 29.97 and 30 a second are one, and so are 16 and 62 ms a frame."""
 
@@ -90,7 +88,7 @@ def may_be_video(source: Path | bytes | None) -> bool:
     """Whether it is a folder, or a file of a kind that may hold a video."""
     if not isinstance(source, Path):
         return False
-    return source.is_dir() or media.is_video_file(source) or source.suffix.lower() in (".webp", ".gif")
+    return source.is_dir() or media.is_video_file(source) or source.suffix.lower() in media.MAY_MOVE
 
 
 def facts(source: Path) -> tuple[int, float | None]:
@@ -126,10 +124,10 @@ def frame_files(folder: Path) -> list[Path]:
     Raises:
         ValueError: there is none.
     """
-    files = [file for file in folder.iterdir() if file.suffix.lower() in FRAME_SUFFIXES and file.is_file()]
+    files = [file for file in folder.iterdir() if file.suffix.lower() in media.IMAGE_SUFFIXES and file.is_file()]
     if not files:
-        raise ValueError(f"a folder without frames ({', '.join(FRAME_SUFFIXES)})")
-    return sorted(files, key=lambda file: [(part.isdigit(), part.zfill(20)) for part in re.split(r"(\d+)", file.name)])
+        raise ValueError(f"a folder without frames ({', '.join(media.IMAGE_SUFFIXES)})")
+    return sorted(files, key=lambda file: natural(file.name))
 
 
 def part_of(frames: list[Image], count: int, place: float) -> list[Image]:

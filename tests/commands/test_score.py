@@ -98,6 +98,31 @@ def test_records_may_name_their_file_under_other_keys(capsys, tmp_path, folder, 
     assert [line["mine"] for line in lines] == [16, 17, 18], "metadata go with their file"
 
 
+def test_images_are_in_the_order_of_their_numbers_and_the_screen_says_how_they_were_matched(capsys, tmp_path):
+    """What is read, and what is left out, is said; 10.png comes after 9.png."""
+    kinds = ["png", "bmp", "tif", "tiff", "jfif", "jpg"] * 2
+    for number, kind in enumerate(kinds):
+        Image.new("RGB", (8, 8), (number, number, number)).save(tmp_path / f"{number}.{kind}")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "notes.heic").write_text("")
+    (tmp_path / "0.json").write_text("{}")
+    order = random.Random(0).sample(range(12), 12)
+    records = [{"prompt": f"number {n}", "image_path": f"x/{n}.{kinds[n]}", "level": n / 255} for n in order]
+    listed = tmp_path / "records.jsonl"
+    listed.write_text("\n".join(map(json.dumps, records)))
+    text = "def score(i, p, m):\n    return [float(i[k].mean()) - m[k]['level'] for k in range(len(i))]\n"
+    (tmp_path / "own").mkdir()
+    lines, told = run(capsys, tmp_path, [mine(tmp_path / "own", text)], prompts=str(listed))
+    assert [line["image"] for line in lines] == [f"{n}.{kind}" for n, kind in enumerate(kinds)]
+    assert [line["mine"] for line in lines] == pytest.approx([0] * 12, abs=2 / 255), "each record with its own image"
+    assert "12 files matched with 12 records by 'image_path'" in told
+    assert "left out: 2 sub-folders (more, own)" in told
+    assert "left out: 2 files that are no images or videos (notes.heic, records.jsonl)" in told
+    (tmp_path / "own" / "lines.txt").write_text("".join(f"line {n}\n" for n in range(100, 112)))
+    with pytest.raises(ConfigError, match="two orders"):
+        score.command(tmp_path, ["jpeg"], prompts=str(tmp_path / "own" / "lines.txt"), batch_size=1)
+
+
 def test_a_bomb_and_a_cut_picture_are_null_with_the_reason(capsys, tmp_path, folder, monkeypatch):
     Image.new("RGB", (64, 64)).save(folder / "4.png")
     (folder / "2.png").write_bytes((folder / "2.png").read_bytes()[:-30])
@@ -225,10 +250,13 @@ def test_hidden_files_are_skipped(capsys, tmp_path, folder):
         ({"reward": ["clip_score", "flowrl.rewards.clip_score"], "options": ["clip_score.model=x"]}, "them a prefix"),
         ({"reward": ["geneval"]}, "needs 'include' for every image"),
         ({"check": "geneval", "images": None}, "needs include for every sample"),
-        ({"reward": ["jpeg"], "prompts": "two.txt"}, "2 prompts for 3 files; .*'video', 'file'"),
-        ({"reward": ["jpeg"], "prompts": "bad.jsonl"}, r"line 1: has no 'prompt'"),
-        ({"reward": ["jpeg"], "prompts": "other.jsonl"}, r"no record has the file '1.png' \(3 lack one\)"),
-        ({"reward": ["jpeg"], "prompts": "both.jsonl"}, "its file under 'image' and 'file'; keep one of them"),
+        ({"reward": ["jpeg"], "prompts": "two.txt"}, "2 prompts for 3 files, .* under 'image'"),
+        ({"reward": ["jpeg"], "prompts": "bad.jsonl"}, "line 1: needs a string under 'text', got 1"),
+        ({"reward": ["jpeg"], "prompts": "other.jsonl"}, "no record has the file '1.png'; 'image' is 'x.png'"),
+        (
+            {"reward": ["jpeg"], "prompts": "both.jsonl"},
+            r"no record has the file '2.png' under 'image' \(2 of 3 lack one\)",
+        ),
         ({"reward": ["jpeg"], "prompts": "twice.jsonl"}, "two records name the same file"),
         ({"reward": ["jpeg"], "prompts": "gone.txt"}, "no such file"),
         ({"reward": ["jpeg"], "images": Path("nowhere")}, "'nowhere': there is no such file or folder; give one"),
@@ -241,7 +269,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(folder, 
     (tmp_path / "bad.jsonl").write_text('{"text": 1}\n')
     (tmp_path / "other.jsonl").write_text('{"prompt": "p", "image": "x.png"}\n')
     (tmp_path / "both.jsonl").write_text('{"prompt": "p", "image": "1.png", "file": "2.png"}\n' * 3)
-    records = [{"prompt": "p", "video": f"{number}.png"} for number in (1, 2, 3, 3)]
+    records = [{"prompt": f"p{place}", "video": f"{number}.png"} for place, number in enumerate((1, 2, 3, 3))]
     (tmp_path / "twice.jsonl").write_text("\n".join(map(json.dumps, records)))
     given = {"images": folder, "batch_size": 4} | options
     if "prompts" in given:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_a_text_file_holds_one_prompt_a_line(put):
     ("line", "reason"),
     [
         ('{"prompt": "b"', "not valid JSON"),
-        ('{"text": "b"}', "has no 'prompt' (data.prompt_column); there are: text"),
+        ('{"text": "b"}', "has no 'prompt'; there are: text"),
         ('{"promt": "b"}', "did you mean 'promt'"),
         ('{"prompt": 3}', "string under 'prompt'"),
         ('["b"]', "needs an object"),
@@ -71,6 +72,19 @@ def test_a_broken_jsonl_line_is_refused_with_its_number_in_the_file(put, picture
     message = refusal(put('{"prompt": "a", "image": "a.png"}\n\n' + line + '\n{"prompt": "c"}\n', "p.jsonl"))
     assert "line 3" in message
     assert reason in message
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.csv"])
+def test_what_other_programs_sample_a_prompt_by_is_named_once(put, caplog, name):
+    record = {"prompt": "a", "seed": "1", "negative_prompt": "b", "height": "64", "level": "2"}
+    lines = {"p.jsonl": json.dumps(record), "p.csv": f"{','.join(record)}\n{','.join(record.values())}"}
+    with caplog.at_level("WARNING", logger="flowrl"):
+        (found,) = load_prompts(put(lines[name], name), "data.prompts")
+        load_prompts(put(lines[name], name), "--prompts", Columns(names_sample=True))
+        load_prompts(put('{"prompt": "a", "level": 1}', "other.jsonl"), "data.prompts")
+    assert found.metadata == {k: v for k, v in record.items() if k != "prompt"}
+    (told,) = caplog.messages
+    assert "its records have negative_prompt, seed, height, and no sampler reads them here" in told
 
 
 @pytest.mark.parametrize("source", ["shapes:tran", "nowhere/prompts.txt"])
@@ -105,6 +119,7 @@ def test_tables_and_lists_are_read_as_what_they_are(put, name, content):
     ("name", "content", "expected"),
     [
         ("p.json", '["a", "b"]', [Prompt("a"), Prompt("b")]),
+        ("p.tsv", 'prompt\tn\n"STOP" on a wall\t"\n', [Prompt('"STOP" on a wall', {"n": '"'})]),
         ("p.csv", 'prompt,n\n"one\ntwo",1\n', [Prompt("one\ntwo", {"n": "1"})]),
         ("p.jsonl", '{"prompt": "a", "tag": [1]}\n\n{"prompt": "b"}\n', [Prompt("a", {"tag": [1]}), Prompt("b")]),
         # legal in JSON, where str.splitlines would cut
@@ -125,18 +140,18 @@ def test_marks_and_line_breaks_stay_where_they_belong(put, name, content, expect
         (
             "p.csv",
             "a red fox\na cat\n",
-            "line 1: the header has no column 'prompt' (data.prompt_column); there are: a re",
+            "line 1: has no 'prompt'; there are: a re",
         ),
         ("p.csv", "prompt;level\na;1\n", "there are: prompt;level (separated by commas)"),
         ("p.csv", "prompt,level\na,1\nb\n", "line 3: has 1 cells, but the header has 2 columns"),
         ("p.csv", "prompt,level\na cat, sleeping,1\n", "line 2: has 3 cells"),
-        ("p.csv", "prompt,level\n,1\n", "line 2: 'prompt' (data.prompt_column) is empty"),
+        ("p.csv", "prompt,level\n,1\n", "line 2: 'prompt' is empty"),
         ("p.csv", "prompt,tag,tag\na,1,2\n", "the column 'tag' twice"),
         ("p.csv", 'prompt\n"a\n', "not a readable table"),
         ("p.csv", "prompt\n", "there is no prompt in it"),
         ("p.json", '{"prompt": "a"}', "is a list of strings or of records, this is dict"),
         ("p.json", '["a", 3]', "item 2: needs a string or a record, got int '3'"),
-        ("p.json", '[{"text": "a"}]', "item 1: has no 'prompt' (data.prompt_column); there are: text"),
+        ("p.json", '[{"text": "a"}]', "item 1: has no 'prompt'; there are: text"),
         ("p.json", '["a",', "not valid JSON"),
         ("p.json", "[]", "there is no prompt in it"),
         ("p.txt", "a\nb\0c\n", "line 2: holds a NUL"),
@@ -320,8 +335,8 @@ def test_the_same_set_again_gives_the_same_prompts_so_embeddings_and_resumes_fin
 @pytest.mark.parametrize(
     ("columns", "wanted", "reason"),
     [
-        ({"text": ["a"]}, Columns(), "row 1: has no 'prompt' (data.prompt_column); there are: text"),
-        ({"prompt": [3]}, Columns(), "row 1: needs a string under 'prompt' (data.prompt_column), got 3"),
+        ({"text": ["a"]}, Columns(), "row 1: has no 'prompt'; there are: text"),
+        ({"prompt": [3]}, Columns(), "row 1: needs a string under 'prompt', got 3"),
         ({"prompt": ["a"], "photo": ["x"]}, Columns(image="photos"), "did you mean 'photo'"),
         ({"prompt": ["a"], "photo": ["x.png"]}, Columns(image="photo"), "row 1: there is no image 'x.png'"),
         ({"prompt": ["a"], "photo": [3]}, Columns(image="photo"), "got 3 under 'photo'"),

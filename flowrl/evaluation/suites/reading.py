@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import ConfigError
-from flowrl.data.prompt_files import read_records
+from flowrl.data.prompt_files import TEXTS, NoText, note_sampler_keys, read_records
 
 Scores = dict[str, "float | None"]
 
@@ -43,8 +43,6 @@ def keep_once(result: dict[tuple[str, int], Scores], key: tuple[str, int], score
 
 # ---- prompts
 
-TEXT_COLUMNS = ("prompt", "Prompt", "Prompts", "prompts", "text", "caption", "Caption")
-"""Names under which benchmarks keep the text of a prompt."""
 FORMS = "a .txt (one prompt a line), .jsonl, .json, .csv, .tsv or .parquet whose column of texts is prompt or Prompts"
 
 
@@ -52,25 +50,20 @@ def prompts_of(path: Path, where: str) -> list[tuple[str, dict[str, Any]]]:
     """(text, record) of each prompt of a file, in its order; equal texts are taken once.
 
     Raises:
-        ConfigError: a form that is not read, or no column of texts.
+        ConfigError: a form that is not read, no column of texts, or an empty list.
     """
-    reasons: list[ConfigError] = []
-    for column in TEXT_COLUMNS:
-        try:
-            records = [record for _, record in read_records(path, where, column)]
-        except ConfigError as error:
-            reasons.append(error)
-            continue
-        if not records:
-            raise ConfigError(f"{where}: there is no prompt in it")
-        if all(isinstance(record.get(column), str) for record in records):
-            first: dict[str, dict[str, Any]] = {}
-            for record in records:
-                first.setdefault(record[column].strip(), record)
-            return list(first.items())
-    if reasons:
-        raise reasons[0]
-    raise ConfigError(f"{where}: no record has a text under one of: {', '.join(TEXT_COLUMNS)}")
+    first: dict[str, dict[str, Any]] = {}
+    names: set[str] = set()
+    for place, record in read_records(path, where, *TEXTS):
+        column = next((name for name in TEXTS if name in record), None)
+        if column is None:
+            raise NoText(f"{where}, {place}", TEXTS, list(record))
+        names.update(record)
+        first.setdefault(text_of(record[column], f"{where}, {place}").strip(), record)
+    if not first:
+        raise ConfigError(f"{where}: there is no prompt in it")
+    note_sampler_keys(where, names)
+    return list(first.items())
 
 
 def text_of(value: Any, where: str) -> str:

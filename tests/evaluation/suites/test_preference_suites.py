@@ -74,6 +74,34 @@ def test_partiprompts_has_lines_by_category_and_by_challenge(tmp_path):
     )
 
 
+OFFICIAL = (
+    'Prompt\tCategory\tChallenge\tNote\na cat\tAnimals\tBasic\t\n"STOP" on a wall\tArtifacts\tText\tx\n"\tz\ty\tx\n'
+)
+
+
+def test_partiprompts_is_read_with_quotation_marks_at_the_start_of_a_cell(tmp_path):
+    (tmp_path / "PartiPrompts.tsv").write_text(OFFICIAL)
+    items = partiprompts.items(tmp_path / "PartiPrompts.tsv")
+    assert [(item.text, *item.tags) for item in items] == [
+        *(("a cat", "Animals", "Basic"), ('"STOP" on a wall', "Artifacts", "Text"), ('"', "z", "y")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("Prompt\tCategory\na\tb\nc\n", "line 3: has 1 cells, but the header has 2"),
+        ("Prompt\tCategory\n\tb\n", "line 2: 'Prompt' is empty"),
+        ("Words\tCategory\na\tb\n", "line 1: has no column of texts .*there are: Words, Category .separated by tabs"),
+    ],
+)
+def test_a_broken_list_is_told_in_the_form_that_it_has(tmp_path, content, words):
+    (tmp_path / "p.tsv").write_text(content)
+    with pytest.raises(ConfigError, match=words) as refused:
+        partiprompts.items(tmp_path / "p.tsv")
+    assert "'prompt'" not in str(refused.value)
+
+
 def test_hpdv2_is_100_times_the_mean_with_the_deviation_of_ten_chunks(tmp_path):
     items = hpdv2.items(tiny_hpdv2.prompts(tmp_path, 800))
     assert items[800].id == "concept-art-00000"

@@ -1,0 +1,207 @@
+"""The records of a list matched with the files of a folder: by what a record says, by place only if it says nothing.
+
+A value names a file if it is the file's name, stem or path, or the number in it, or if it is a prompt and the file is
+called by it. A key that does so for every file matches them. A list goes by place only where no value names a file and
+the names have one order.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import unquote
+
+from flowrl.core.errors import ConfigError
+from flowrl.core.files import is_list, is_mapping
+from flowrl.core.natural import natural, one_order
+
+Record = tuple[str, dict[str, Any]]
+"""(prompt, metadata)."""
+NAMING = ("image", "video", "file", "file_name")
+"""Keys under which a record is said to name its file; they go before all others."""
+_PROMPT = "prompt"
+_REFERENCES = "images"
+"""Key of the images that a prompt edits, whose names may be those of other files."""
+_NUMBERING = ("id", "key", "index", "idx", "name", "filename", "path", "file", "image", "img", "video", "seed", "url")
+"""Last words of keys whose numbers are names; under other keys a number may be a count."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What the records say under one key."""
+
+    name: str
+    rows: dict[int, list[int]]
+    """File -> the records that name it."""
+    numbers: bool
+    """All its values are numbers."""
+
+    @property
+    def rank(self) -> int:
+        """How plainly it names files, 0 first."""
+        return 0 if self.name in NAMING else 3 if self.numbers else 2 if self.name == _PROMPT else 1
+
+    @property
+    def means_files(self) -> bool:
+        """Whether even one hit under it is no accident."""
+        return not self.numbers or ["", *re.findall(r"[A-Z]?[a-z]+|[A-Z]+", self.name)][-1].lower() in _NUMBERING
+
+
+def matched(names: Sequence[str], records: Sequence[Record], where: str) -> tuple[list[int], str]:
+    """(the record's number of each file, how they were matched in words).
+
+    Args:
+        names: of the files, in `natural` order.
+        records: of the list.
+        where: the option and its value, for messages.
+
+    Raises:
+        ConfigError: a key names some of the files only, two keys or records contradict each other, or the files could
+            go by place in more than one way.
+    """
+    keys = _keys(names, records)
+    whole = [key for key in keys if len(key.rows) == len(names) and _doubled(key, records) is None]
+    placed = list(range(len(names))) if len(names) == len(records) else None
+    best = min((key.rank for key in whole if key.means_files), default=None)
+    if best is not None:
+        first, *others = [key for key in whole if key.rank == best and key.means_files]
+        rows = [first.rows[file][0] for file in range(len(names))]
+        for other in others:
+            differs = next((f for f, row in enumerate(rows) if records[other.rows[f][0]] != records[row]), None)
+            if differs is not None:
+                raise _refused(
+                    where, f"{names[differs]!r} has one record by {first.name!r} and another by {other.name!r}"
+                )
+        by = "the prompts in their names" if first.name == _PROMPT else repr(first.name)
+        return rows, f"{len(names)} files matched with {len(records)} records by {by}"
+    _refuse_partial(keys, names, records, where)
+    for key in whole:  # numbers under a key of any name
+        if placed is None or any(records[key.rows[file][0]] != records[file] for file in placed):
+            raise _refused(where, f"{key.name!r} numbers the files in another order than theirs")
+    if placed is None:
+        raise _refused(where, f"it has {len(records)} prompts for {len(names)} files, and no value names one")
+    if not one_order(names) and any(record != records[0] for record in records):
+        text, number = sorted(names), sorted(names, key=natural)
+        differs = next((k for k, name in enumerate(text) if name != number[k]), None)
+        shown = "capitals" if differs is None else f"{number[differs]!r} or {text[differs]!r} is number {differs + 1}"
+        raise _refused(where, f"nothing in it names a file, and the files have two orders ({shown})")
+    return placed, f"{len(names)} files matched with {len(records)} records by place, from {names[0]} to {names[-1]}"
+
+
+def _refused(where: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{where}: {why}; give records (.jsonl or a table) with the name of each one's file under 'image'"
+    )
+
+
+def _refuse_partial(keys: Sequence[_Key], names: Sequence[str], records: Sequence[Record], where: str) -> None:
+    """Refuse a list of which some values name files, and none of its keys all of them."""
+    for key in sorted(keys, key=lambda key: key.rank):
+        if not key.means_files or key.name == _REFERENCES:
+            continue
+        doubled = _doubled(key, records)
+        if doubled is not None:
+            raise _refused(where, f"two records name the same file, {names[doubled]!r}, under {key.name!r}")
+        lacking = [name for file, name in enumerate(names) if file not in key.rows]
+        raise _refused(
+            where, f"no record has the file {lacking[0]!r} under {key.name!r} ({len(lacking)} of {len(names)} lack one)"
+        )
+    for _, metadata in records:
+        name = next((name for name in NAMING if isinstance(metadata.get(name), str)), None)
+        if name is not None:
+            raise _refused(where, f"no record has the file {names[0]!r}; {name!r} is {metadata[name][:60]!r}")
+
+
+def _doubled(key: _Key, records: Sequence[Record]) -> int | None:
+    """A file that is named by two records of different content."""
+    return next((f for f, rows in key.rows.items() if any(records[row] != records[rows[0]] for row in rows)), None)
+
+
+def _keys(names: Sequence[str], records: Sequence[Record]) -> list[_Key]:
+    """Keys that name at least one file."""
+    files = _Files(names)
+    rows: dict[str, dict[int, list[int]]] = {}
+    words: set[str] = set()
+    for number, (text, metadata) in enumerate(records):
+        for key, value in _values(metadata):
+            found, as_number = files.named(value)
+            for file in found:
+                rows.setdefault(key, {}).setdefault(file, []).append(number)
+                words |= set() if as_number else {key}
+        for file in files.called(text):
+            rows.setdefault(_PROMPT, {}).setdefault(file, []).append(number)
+            words.add(_PROMPT)
+    return [_Key(key, own, key not in words) for key, own in rows.items()]
+
+
+def _values(metadata: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, value) of all texts and numbers; of nested ones the keys are joined by dots."""
+    if is_mapping(metadata):
+        for name, value in metadata.items():
+            yield from _values(value, f"{key}.{name}".lstrip("."))
+    elif is_list(metadata):
+        for value in metadata:
+            yield from _values(value, key)
+    else:
+        yield key, metadata
+
+
+class _Files:
+    """Files by their names, stems, numbers and words."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.exact: dict[str, list[int]] = {}
+        self.stems: dict[str, list[int]] = {}
+        self.numbers: dict[int, list[int]] = {}
+        self.words: dict[str, list[int]] = {}
+        for file, name in enumerate(names):
+            stem = PurePosixPath(name).stem
+            self.exact.setdefault(_folded(name), []).append(file)
+            self.stems.setdefault(_folded(stem), []).append(file)
+            digits = re.findall(r"\d+", stem)
+            if len(digits) == 1:
+                self.numbers.setdefault(int(digits[0]), []).append(file)
+            for words in {_words(stem), _words(re.sub(r"[-_ ]+\d+$", "", stem))}:
+                self.words.setdefault(words, []).append(file)
+
+    def named(self, value: Any) -> tuple[list[int], bool]:
+        """(files that a value is the name, the stem, the path, the address or the number of; by digits alone)."""
+        if isinstance(value, str):
+            path = unquote(re.split(r"[?#]", value)[0]) if "://" in value else value
+            last = path.strip().replace("\\", "/").rpartition("/")[2]
+            if found := self.exact.get(_folded(last)):
+                return found, False
+            # A name whose suffix is another one's: the file was converted.
+            name = re.sub(r"\.[A-Za-z][A-Za-z0-9]{2,4}$", "", last)
+            if found := self.stems.get(_folded(name)):
+                return found, name.isdecimal() and name == last
+        number = _number(value)
+        found = [] if number is None else self.numbers.get(number, [])
+        return (found if len(found) == 1 else []), True
+
+    def called(self, text: str) -> list[int]:
+        """Files that are called by a prompt, perhaps with the number of a sample after it."""
+        words = _words(text)
+        return self.words.get(words, []) if words and not words.isdecimal() else []
+
+
+def _number(value: Any) -> int | None:
+    """The whole number that a value is, or writes."""
+    if isinstance(value, str) and re.fullmatch(r"\d{1,18}", value.strip()):
+        return int(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) < 2**53:
+        return int(value) if value == int(value) else None
+    return None
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def _words(text: str) -> str:
+    """The words of a text alone: what is no letter or digit cannot always stand in a name."""
+    return re.sub(r"[\W_]+", " ", _folded(text)).strip()
