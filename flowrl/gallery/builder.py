@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from flowrl.core.contents import require_comparable
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import writing
+from flowrl.core.files import fsync, writing
 from flowrl.gallery import images
 from flowrl.gallery.compare.page import WHOLE, comparison
 from flowrl.gallery.images import OnDisk, Place
@@ -120,6 +120,7 @@ def _write(output: Path, page: str) -> None:
         try:
             # "replace": a lone surrogate in a prompt cannot be encoded.
             temporary.write_bytes(page.encode("utf-8", "replace"))
+            fsync(temporary)
             os.replace(temporary, output)
         finally:
             temporary.unlink(missing_ok=True)

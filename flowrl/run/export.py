@@ -23,10 +23,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from flowrl.algorithms.base import NoiseMethod
 from flowrl.config.components import Component, component
 from flowrl.config.retired import run_tree
-from flowrl.core.errors import ConfigError, ModelError
-from flowrl.core.files import damaged, out_folder, writing
+from flowrl.core.errors import ConfigError, ModelError, Remedy
+from flowrl.core.files import damaged, fsync_all, out_folder, writing
 from flowrl.models.base import torch_dtype
 from flowrl.models.classes import pipeline_class
 from flowrl.models.generic.options import rate_of
@@ -39,6 +40,8 @@ from flowrl.rollout.learned_noise import FILE, LearnedNoise
 from flowrl.run.card import try_card
 from flowrl.run.handover import outdated, renew
 
+_PART = ".unfinished"
+"""Folder inside that of an export, while it is written."""
 Format = Literal["diffusers", "kohya", "comfyui", "merged"]
 
 
@@ -68,9 +71,9 @@ def _export(run: Path, layout: Format, out: Path) -> Path:
     _require_empty(out)
     if layout == "merged":
         pipeline = _with_update(model, saved, merge=True).pipeline
-        with _whole(out):
-            pipeline.save_pretrained(out)
-            _forget_origin(out)
+        with _whole(out) as part:
+            pipeline.save_pretrained(part)
+            _forget_origin(part)
         return out
     if not file.is_file():
         raise ConfigError(f"{str(run)!r} trained full weights: there is no LoRA to export; use --format merged")
@@ -88,32 +91,39 @@ def _export(run: Path, layout: Format, out: Path) -> Path:
         loras = {name: read_lora(each, _component(family)) for name, each in experts.items()}
     if layout == "diffusers":
         expert = lora_file(saved / "transformer_2")
-        with _whole(out):
+        with _whole(out) as part:
             if expert.is_file():
-                (out / "transformer_2").mkdir()
-                shutil.copy(expert, out / "transformer_2" / expert.name)
-            return Path(shutil.copy(file, out / file.name))
+                (part / "transformer_2").mkdir()
+                shutil.copy(expert, part / "transformer_2" / expert.name)
+            shutil.copy(file, part / file.name)
+        return out / file.name
     assert family is not None
     return _write_original(loras, family, layout, out / run.resolve().name)
 
 
 def _require_empty(out: Path) -> None:
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and any(entry.name != _PART for entry in out.iterdir()):
         raise ConfigError(f"--out {str(out)!r} is not empty; name a new folder")
 
 
 @contextmanager
-def _whole(out: Path) -> Iterator[None]:
-    """Write into a new or empty folder. One that was not written to its end is left empty.
+def _whole(out: Path) -> Iterator[Path]:
+    """A folder inside a new or empty one, whose files move up when all of them are written.
 
-    Else a part of a model would lie there, and the same command, given again, would refuse the folder.
+    What was not written to its end, or was killed, leaves nothing that looks like a model, and the same command goes.
     """
     # Again: a model was loaded meanwhile, and what another has put there is not to be removed.
     _require_empty(out)
-    out_folder(out)
+    part = out_folder(out) / _PART
     try:
         with writing(out, "the run is as it was"):
-            yield
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            yield part
+            fsync_all(part)
+            for each in sorted(part.iterdir(), key=lambda entry: entry.name == "model_index.json"):
+                os.replace(each, out / each.name)
+            part.rmdir()
     except BaseException:
         for each in out.iterdir():
             shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink(missing_ok=True)
@@ -154,19 +164,19 @@ def _write_original(
     """One file for each expert, under the stem and its suffix; the file, or the folder of several."""
     from safetensors.torch import save_file
 
-    made: dict[Path, tuple[dict[str, Tensor], dict[str, str]]] = {}
+    made: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {}
     for suffix, (tensors, settings) in loras.items():
         rank, alpha = settings["r"], settings["lora_alpha"]
         if settings.get("use_rslora"):  # readers divide by the rank, not by its root
             alpha = alpha * rank**0.5
         about = {"ss_network_module": family.module, "ss_network_dim": str(rank), "ss_network_alpha": str(alpha)}
-        file = stem.with_name(f"{stem.name}{suffix}.safetensors")
-        made[file] = renamed(tensors, alpha / rank, family, layout), {"format": "pt", **about}
-    with _whole(stem.parent):
-        for file, (tensors, about) in made.items():
-            save_file(tensors, file, metadata=about)
-            order_header(file)
-    return stem.parent if len(made) > 1 else next(iter(made))
+        name = f"{stem.name}{suffix}.safetensors"
+        made[name] = renamed(tensors, alpha / rank, family, layout), {"format": "pt", **about}
+    with _whole(stem.parent) as part:
+        for name, (tensors, about) in made.items():
+            save_file(tensors, part / name, metadata=about)
+            order_header(part / name)
+    return stem.parent if len(made) > 1 else stem.parent / next(iter(made))
 
 
 @contextmanager
@@ -180,8 +190,8 @@ def _reading(saved: Path) -> Iterator[None]:
         raise damaged(
             saved,
             error,
-            "the run's checkpoints are files of their own: delete it, and train with --resume and one more iteration "
-            "(iterations=N), which writes it again",
+            "the run's checkpoints are files of their own: delete the run's folder adapter, and the same command "
+            "writes it again",
         ) from error
 
 
@@ -220,14 +230,21 @@ def frame_rate(model: str, pipeline: Any, call: Mapping[str, Any]) -> float:
 def learned_noise(run: Path) -> LearnedNoise | None:
     """The noise distributions of a run that learned its initial noise; None for any other run or model."""
     file = run / "adapter" / FILE
-    if not file.is_file():
+    if not file.is_file() and (outdated(run) is None or not _trains_noise(run)):
         return None
     if outdated(run) is not None:
         raise ConfigError(
-            f"{file} is older than the newest checkpoint: flowrl train {shlex.quote(str(run))} --resume writes it again"
+            f"{file} is not that of the newest checkpoint, and a resumed run writes it again",
+            remedies=[Remedy(command=f"flowrl train {shlex.quote(str(run))} --resume")],
         )
     with _reading(file):
         return LearnedNoise.load(file)
+
+
+def _trains_noise(run: Path) -> bool:
+    """Whether the run's method learns the initial noise."""
+    method = component("algorithms", run_tree(run, "algorithm")["algorithm"], "algorithm").build()
+    return isinstance(method, NoiseMethod)
 
 
 def _model(run: Path) -> Component:

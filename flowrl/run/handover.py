@@ -1,17 +1,19 @@
 """`adapter/` of a run folder: the trained weights in the layout of a plain pipeline, and their iteration.
 
-It is written after its checkpoint, so a kill or a full disk in between leaves an older one. `flowrl.json` next to the
-weights is written last and holds their iteration; if a checkpoint is newer, the weights are written again from it.
+It is written after its checkpoint, so a kill or a full disk in between leaves an older one or a torn one. `flowrl.json`
+next to the weights is their stamp: it is removed before their first byte, written after their last, and holds their
+iteration. Weights without a stamp, or with that of another iteration, are written again from the checkpoint.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from flowrl.core.console import log
-from flowrl.core.files import write_atomically, writing
+from flowrl.core.files import fsync, fsync_all, write_atomically, writing
 from flowrl.core.status import GUARDED
 from flowrl.core.strict import Options
 from flowrl.models.weights import Weights
@@ -19,6 +21,31 @@ from flowrl.run import checkpoint
 from flowrl.run.folder import RunFolder
 
 FOLDER, STAMP = "adapter", "flowrl.json"
+
+
+def write(run: Path, iteration: int, save: Callable[[Path], object]) -> None:
+    """Write the weights of an iteration by `save(folder)`.
+
+    Raises:
+        WriteError: the disk is full or not writable; the folder has no stamp then.
+    """
+    with writing(run / FOLDER, f"the checkpoint of iteration {iteration} is safe"):
+        begin(run)
+        save(run / FOLDER)
+        complete(run, iteration)
+
+
+def begin(run: Path) -> None:
+    """Remove the stamp: from here on the weights count as torn."""
+    if (run / FOLDER / STAMP).exists():
+        (run / FOLDER / STAMP).unlink()
+        fsync(run / FOLDER)  # before the first byte: a power cut must not keep the stamp of torn weights
+
+
+def complete(run: Path, iteration: int) -> None:
+    """Wait until the weights are on the disk, then stamp them."""
+    fsync_all(run / FOLDER)
+    stamp(run, iteration)
 
 
 def stamp(run: Path, iteration: int, guard: dict[str, Any] | None = None) -> None:
@@ -45,25 +72,21 @@ def chosen(run: Path) -> int | None:
 
 
 def outdated(run: Path) -> int | None:
-    """The iteration of the result (`chosen`), if the weights are of another one."""
+    """The iteration of the result (`chosen`), if the weights are torn, of another one, or without a stamp.
+
+    Runs of the first versions have no stamp; their weights are written once more, from the same checkpoint.
+    """
     wanted = chosen(run)
-    if wanted is None:
-        return None
     try:
-        current = json.loads((run / FOLDER / STAMP).read_text(encoding="utf-8"))["iteration"] == wanted
-    except (OSError, ValueError, KeyError, TypeError):  # a run of an older version has none
-        current = _written(run / FOLDER) >= _written(checkpoint.path_of(run / "checkpoints", wanted))
-    return None if current else wanted
-
-
-def _written(folder: Path) -> float:
-    """Time of the last change of its files, in s; 0 without a folder."""
-    return max((file.stat().st_mtime for file in folder.rglob("*") if file.is_file()), default=0.0)
+        stamped = json.loads((run / FOLDER / STAMP).read_text(encoding="utf-8"))["iteration"]
+    except (OSError, ValueError, KeyError, TypeError):
+        stamped = None
+    return None if stamped == wanted else wanted
 
 
 def announce(run: Path, iteration: int) -> None:
     """Warn that the weights are about to be written again."""
-    log.warning("%s is older than the checkpoint of iteration %d; it is written again", run / FOLDER, iteration)
+    log.warning("%s is not that of the checkpoint of iteration %d; it is written again", run / FOLDER, iteration)
 
 
 def renew(run: Path, iteration: int, tree: Options, adapter: Any, options: Any) -> None:
@@ -87,11 +110,7 @@ def renew(run: Path, iteration: int, tree: Options, adapter: Any, options: Any) 
     weights.load_state({k.removeprefix(prefix): v for k, v in result.tensors.items() if k.startswith(prefix)})
     folder.lock()
     try:
-        with (
-            weights.using("policy" if tree["optim"]["ema"] is None else "ema"),
-            writing(run / FOLDER, f"the checkpoint of iteration {iteration} is safe"),
-        ):
-            weights.save(run / FOLDER, type(adapter.pipeline))
-            stamp(run, iteration)
+        with weights.using("policy" if tree["optim"]["ema"] is None else "ema"):
+            write(run, iteration, lambda place: weights.save(place, type(adapter.pipeline)))
     finally:
         folder.unlock()

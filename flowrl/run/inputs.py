@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import os
 import shutil
 import sys
 import typing
@@ -135,7 +136,9 @@ def write(run: Path, record: Record) -> Record:
             copy = Path(COPIES) / one.sha256[:8] / source.name
             if not (run / copy).is_file():
                 (run / copy).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, run / copy)
+                half = run / copy.with_name(f".{copy.name}.tmp")  # a copy that was cut off must not stand in for it
+                shutil.copyfile(source, half)
+                os.replace(half, run / copy)
             one = replace(one, copy=str(copy))
         kept.append(one)
     record = Record(tuple(kept), record.changes)

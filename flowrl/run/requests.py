@@ -155,7 +155,11 @@ def _save(session: Session, saver: Saver, options: dict[str, Any]) -> Answer:
 
     def keep() -> None:
         if world.main:
-            shutil.copytree(run / handover.FOLDER, copy, dirs_exist_ok=True)
+            half = copy.with_name(f".{copy.name}.tmp")
+            for folder in (half, copy):  # the adapter of an earlier request at this iteration
+                shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(run / handover.FOLDER, half)
+            os.replace(half, copy)
 
     world.together(keep)
     place = checkpoint.path_of(saver.folder.checkpoints, iteration)

@@ -14,7 +14,7 @@ from flowrl.core import display
 from flowrl.core.console import log
 from flowrl.core.display import working
 from flowrl.core.errors import ConfigError, Elsewhere, UnwritableCheckpoint
-from flowrl.core.files import fsync_all, writing
+from flowrl.core.files import writing
 from flowrl.core.versions import versions
 from flowrl.run import checkpoint, handover
 from flowrl.run.background import Background
@@ -123,11 +123,7 @@ class Saver:
 
         def work() -> None:
             checkpoint.save(folder, replace(live, tensors=tensors), keep, spared=spared)
-            with writing(run / handover.FOLDER, f"the checkpoint of iteration {iteration} is safe"):
-                for name, network in networks.items():
-                    network.save_pretrained(run / handover.FOLDER / name)
-                fsync_all(run / handover.FOLDER)
-                handover.stamp(run, iteration)
+            handover.write(run, iteration, lambda place: [n.save_pretrained(place / k) for k, n in networks.items()])
 
         self._thread = Background(work)
 
@@ -214,23 +210,23 @@ def write_adapter(session: Session, run: Path, *, alone: bool = False) -> None:
     """Write the trained weights in the layout of a plain pipeline, then their iteration; see `Saver.save`."""
     weights, folder, iteration = session.weights, run / handover.FOLDER, session.iteration
 
-    def write(work: Callable[[], Any]) -> None:
+    def first(work: Callable[[], Any]) -> None:
         with writing(folder, f"the checkpoint of iteration {iteration} is safe"):
             _first(session, work, alone=alone)
 
     with weights.using(session.optimizer.role):
-        if rows(weights):  # the folders of the denoisers, as `Weights.save` writes them, from the rows of all
-            for name in weights.components:
-                network = weights.whole(name, keep=session.world.main)
-                write(lambda n=network, name=name: n.save_pretrained(folder / name))
-        else:
-            write(lambda: weights.save(folder, type(session.model.pipeline)))
-    write(lambda: fsync_all(folder))
-    write(lambda: handover.stamp(run, iteration))
+        if not rows(weights):
+            first(lambda: handover.write(run, iteration, lambda to: weights.save(to, type(session.model.pipeline))))
+            return
+        first(lambda: handover.begin(run))
+        for name in weights.components:  # as `Weights.save` writes them, from the rows of all processes
+            network = weights.whole(name, keep=session.world.main)
+            first(lambda n=network, name=name: n.save_pretrained(folder / name))
+    first(lambda: handover.complete(run, iteration))
 
 
 def mend_adapter(session: Session, run: Path) -> None:
-    """Write the session's weights, those of the newest checkpoint, if the run folder has older ones."""
+    """Write the session's weights, those of the newest checkpoint, if the run folder has others or torn ones."""
     iteration = session.world.gather(handover.outdated(run))[0]
     if iteration is not None:
         handover.announce(run, iteration)

@@ -18,7 +18,7 @@ from flowrl.evaluation.held_out import require_same_split
 from flowrl.evaluation.results import Evaluation
 from flowrl.planning.checkpointing import decided
 from flowrl.planning.out_of_memory import explaining
-from flowrl.run import checkpoint, telling
+from flowrl.run import checkpoint, handover, telling
 from flowrl.run.ending import Ending
 from flowrl.run.folder import RunFolder, provenance
 from flowrl.run.guarding import Guarding, refuse_guarded
@@ -92,6 +92,7 @@ class Trainer:
         if not start:
             # A run that was killed before its first checkpoint may have left rows.
             self.folder.forget_after(0)
+            handover.begin(self.folder.path)  # weights of a checkpoint that is gone
         return start
 
     def _train(self, start: int, accept: bool) -> dict[str, Any]:

@@ -162,6 +162,6 @@ def test_an_adapter_that_is_older_than_the_checkpoint_is_written_anew(place, mon
         spoil()
         code, printed = command(monkeypatch, capsys, *words)
         assert code == 0, printed
-        assert "is older than" in printed
+        assert "is not that of the checkpoint of iteration 2" in printed
         assert mended()
     assert load_file("exported/pytorch_lora_weights.safetensors").keys() == newest.keys()

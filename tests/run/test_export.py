@@ -21,6 +21,7 @@ from torch.testing import assert_close
 
 from flowrl.commands.export import command
 from flowrl.core.errors import ConfigError, ModelError, WriteError
+from flowrl.core.files import fsync_all
 from flowrl.models.base import LoraSettings
 from flowrl.models.lora_formats import sd3
 from flowrl.models.lora_formats.writing import renamed
@@ -311,6 +312,24 @@ def test_a_result_that_was_cut_off_is_removed_so_that_the_same_command_goes(run,
             export(run, "kohya", tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
     assert export(run, "kohya", tmp_path / "out").is_file()
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
+def test_a_killed_export_leaves_nothing_that_looks_whole_and_the_same_command_goes(run, tmp_path, monkeypatch, layout):
+    """A kill runs no clean-up: what is in the folder while files are written is what it leaves."""
+    out, seen = tmp_path / "out", list[list[str]]()
+
+    def watched(folder: Path) -> None:
+        seen.append([entry.name for entry in out.iterdir()])
+        fsync_all(folder)
+
+    monkeypatch.setattr("flowrl.run.export.fsync_all", watched)
+    (out / ".unfinished").mkdir(parents=True)
+    (out / ".unfinished" / "half.safetensors").write_bytes(b"half")
+    export(run, layout, out)
+    assert seen == [[".unfinished"]]
+    made = FILE if layout == "diffusers" else f"{run.name}.safetensors"
+    assert {entry.name for entry in out.iterdir()} == {made, "README.md"}
 
 
 def test_what_another_put_there_while_a_model_was_loaded_is_left_alone(run, tmp_path, monkeypatch):

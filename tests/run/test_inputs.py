@@ -163,6 +163,22 @@ def test_a_file_that_is_gone_is_replaced_by_its_copy_where_the_run_folder_is_nam
     assert "no such file" in refusal(f"output={project}", "name=elsewhere")
 
 
+def test_a_copy_that_was_cut_off_does_not_stand_in_for_the_file(project, monkeypatch):
+    def cut(source: Path, target: Path) -> None:
+        Path(target).write_bytes(Path(source).read_bytes()[:3])
+        raise OSError("no space")
+
+    monkeypatch.setattr("flowrl.run.inputs.shutil.copyfile", cut)
+    with pytest.raises(OSError, match="no space"):
+        started()
+    monkeypatch.undo()
+    monkeypatch.chdir(project)
+    run = started()
+    record = contents.read(run)
+    assert record is not None
+    assert {(run / str(one.copy)).read_bytes() == (project / one.name).read_bytes() for one in record.inputs} == {True}
+
+
 def test_an_older_run_folder_goes_on_and_is_recorded_from_then_on(project):
     run = started()
     tree = yaml.safe_load((run / "config.yaml").read_text())

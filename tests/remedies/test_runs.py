@@ -1,0 +1,36 @@
+"""Remedies of runs: what is torn, what a divergence or a changed option asks for."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from flowrl.core.errors import ConfigError
+from flowrl.run import handover
+from flowrl.run.export import learned_noise
+from tests.e2e.conftest import place as place
+from tests.e2e.conftest import train
+from tests.e2e.test_bad_input import command
+from tests.e2e.test_find import FIND
+from tests.remedies import follows
+
+
+@follows("flowrl/run/export.py:learned_noise")
+def test_torn_noise_distributions_are_written_again_by_the_command(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (place / "three.txt").write_text("a red circle\na blue square\ntwo green crosses\n")
+    train("iterations=1", *FIND)
+    file = Path("runs/run/adapter/learned_noise.safetensors")
+    whole = file.read_bytes()
+    file.unlink()
+    handover.begin(Path("runs/run"))
+    with pytest.raises(ConfigError) as caught:
+        learned_noise(Path("runs/run"))
+    (remedy,) = caught.value.remedies
+    code, printed = command(monkeypatch, capsys, *shlex.split(remedy.command)[1:])
+    assert code == 0, printed
+    assert file.read_bytes() == whole
+    assert learned_noise(Path("runs/run")) is not None
