@@ -34,8 +34,13 @@ tests; do not edit.
 `model.name: generic` trains any diffusers pipeline that ends each denoising step with `scheduler.step`. Each class
 below is tested with a tiny pipeline that has random weights; no real weights were run. In these pipelines the denoiser,
 the VAE, CLIP and T5 are those of the libraries. Larger language models (Qwen, Gemma, Llama, Mistral, GLM) are replaced
-by a stub. If a class is not listed, flowrl tests it when it is loaded: it works, or it is refused with the reason.
-`flowrl doctor --model PATH` prints the result and compares it with the pipeline's own call.
+by a stub. `flowrl doctor --model PATH` compares any class with the pipeline's own call and prints what it read.
+
+If a class is not listed, `flowrl train`, `eval` and `pairs` compare it when they load it: two steps by the pipeline's
+own call and the same two by flowrl, one sample, the recipe's guidance, no decoder. If the predictions differ by more
+than 1e-3 of the largest value (5e-2 in half precision), the command stops with both numbers. A pass is kept in
+`~/.cache/flowrl/own_calls` (or below `FLOWRL_CACHE`) for the class, the libraries' versions and the model's options.
+A class that steps more than one tensor, such as the LTX-2 classes with their sound, is refused by name.
 
 Parity means that flowrl and the pipeline's own call give the same latents and images from the same noise, within 1e-4
 (fp32). It is tested with the plain solver, with and without guidance, at two sizes, for batches of one and two.

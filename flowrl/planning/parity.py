@@ -1,25 +1,24 @@
-"""Parity of a pipeline's own call and the adapter around it, in short, for `flowrl doctor --model`."""
+"""Parity of a pipeline's own call and the adapter around it: for `flowrl doctor --model`, and before a training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from flowrl.core.rng import normal
-from flowrl.core.types import Condition
+from flowrl.core.display import working
+from flowrl.core.errors import ModelError
 from flowrl.diffusion.plan import solver_plan
 from flowrl.diffusion.process import euler_mean
-from flowrl.models.base import LoraSettings
+from flowrl.models.base import LoraSettings, ModelAdapter
+from flowrl.models.generic import own_call
 from flowrl.models.generic.adapter import Generic
-from flowrl.models.generic.images import ANY, blank
-from flowrl.models.generic.reentry import Prepared
+from flowrl.models.generic.images import ANY
+from flowrl.models.generic.own_call import PROMPTS, encoded, first_noise
 from flowrl.models.weights import Weights
+from flowrl.training.world import World
 
-PROMPTS = ("a red circle", "two blue squares on the left of a green triangle")
 STEPS = 4
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 """Largest accepted difference, in units of the largest value."""
@@ -61,7 +60,7 @@ def facts(model: Generic) -> Iterator[tuple[str, str]]:
 def checks(model: Generic, guidance_scale: float) -> Iterator[tuple[str, float]]:
     """(name, relative difference) of each comparison; NaN where it does not apply."""
     cond = encoded(model, PROMPTS)
-    x = normal(model.latent_shape(), 0, "doctor", [(0,), (1,)]).to(model.device)
+    x = first_noise(model, 2)
     steps = model.schedule(STEPS).timesteps.to(model.device)
     with torch.no_grad():
         first = model.predict(x, steps[1].repeat(2), cond, guidance_scale)
@@ -72,20 +71,22 @@ def checks(model: Generic, guidance_scale: float) -> Iterator[tuple[str, float]]
         rows = [torch.tensor([k]) for k in (0, 1)]
         alone = [model.predict(x[k], steps[1 + k], cond.index(k), guidance_scale) for k in rows]
     yield "two timesteps in one batch against one by one", _difference(together, torch.cat(alone))
-    latents, images = own_call(model, x[:1], guidance_scale)
+    yield "two predictions against the pipeline's own call", own_call.compare(model, guidance_scale).relative
+    own = own_call.own_call(model, x[:1], guidance_scale, STEPS, "pt")
+    latents = model.images.stepped(own.steps[-1].left, model.latent_shape()).float()
     mine = euler(model, x[:1], guidance_scale)
     single = type(model.pipeline.scheduler).__name__ in ("FlowMatchEulerDiscreteScheduler", "DDIMScheduler")
     if single or "CogVideoXDDIM" in type(model.pipeline.scheduler).__name__:
         yield f"{STEPS} steps against the pipeline's own call", _difference(mine, latents)
     mine = model.decode(latents, cond.index(torch.tensor([0])))
-    yield "decoding against the pipeline's own", _difference(mine, images)
+    yield "decoding against the pipeline's own", _difference(mine, own.output[0].float())
 
 
 def untrained(model: Generic, guidance_scale: float) -> tuple[int, list[str]]:
     """(number of adapted modules, names of those whose LoRA gets no gradient unless the family declares them dead)."""
     weights = Weights(model.network, LoraSettings(rank=1, alpha=1), model.lora_targets, seed=0)
     cond = encoded(model, PROMPTS[:1])
-    x = normal(model.latent_shape(), 0, "doctor", [(0,)]).to(model.device)
+    x = first_noise(model)
     for timestep in model.schedule(STEPS).timesteps[1:].to(model.device):
         model.predict(x, timestep[None], cond, guidance_scale).float().square().mean().backward()
     ends = {name.partition(".lora_")[0]: p.grad for name, p in weights.parameters.items() if ".lora_B." in name}
@@ -105,40 +106,34 @@ def euler(model: Generic, x: Tensor, guidance_scale: float) -> Tensor:
     return x
 
 
-def own_call(model: Generic, x: Tensor, guidance_scale: float) -> tuple[Tensor, Tensor]:
-    """(clean latents, images) of the pipeline's own call from noise x [1, ...]."""
-    pipe, left = model.pipeline, []
-    step, prepare = pipe.scheduler.step, pipe.prepare_latents
+def require_own_call(adapter: ModelAdapter, scales: Iterable[float], world: World) -> None:
+    """Refuse a pipeline that re-entry does not predict as its own call does; the processes agree on it.
 
-    def stepping(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        left.append(result[0] if isinstance(result, tuple) else result.prev_sample)
-        return result
+    A class that flowrl's tests compare passes, and so does one that passed before (`own_call.question`). It needs the
+    text encoders.
 
-    def preparing(*args: Any, **kwargs: Any) -> Any:
-        own = Prepared.of(prepare(*args, **kwargs))
-        return replace(own, free=model.images.free).around(x, keep_dtype=False)
+    Args:
+        adapter: on its device, of any kind.
+        scales: guidance scales of the recipe.
+        world: the processes.
 
-    options = model.call.arguments(1, guidance_scale, list(PROMPTS[:1]), STEPS, "pt")
-    options |= model.images.arguments(images_of(model, 0), 1)
-    pipe.scheduler.__dict__["step"], pipe.__dict__["prepare_latents"] = stepping, preparing
-    try:
-        images = pipe(**options)[0]
-    finally:
-        del pipe.scheduler.__dict__["step"], pipe.__dict__["prepare_latents"]
-    return model.images.stepped(left[-1], model.latent_shape()).float(), images.float()
-
-
-def encoded(model: Generic, prompts: Sequence[str]) -> Condition:
-    """Conditions of prompts, with images if the pipeline needs them."""
-    images = [images_of(model, number) for number in range(len(prompts))]
-    return model.encode(prompts, images if images[0] else None)
-
-
-def images_of(model: Generic, number: int) -> list[Any]:
-    """Images of one colour, another for each prompt."""
-    least, _ = model.image_limits
-    return [blank((model.width, model.height), 40 + 80 * number)] * least
+    Raises:
+        ModelError: with the two numbers, on all processes.
+    """
+    if not isinstance(adapter, Generic) or own_call.known(adapter):
+        return
+    for scale in {adapter.branches(scale): scale for scale in scales}.values():
+        asked = own_call.question(adapter, scale)
+        had = own_call.passed(asked)
+        if not world.any(not had):
+            continue
+        with working(f"comparing two steps with {adapter.kind}'s own call"):
+            refused = own_call.refusal(adapter, scale)
+        text = next((each for each in world.gather(refused) if each is not None), None)
+        if text is not None:
+            raise world.sharing(ModelError(text))
+        if not had:
+            own_call.keep(asked)
 
 
 def _shapes(entries: Iterable[Tensor | list[Tensor]]) -> str:
@@ -148,4 +143,4 @@ def _shapes(entries: Iterable[Tensor | list[Tensor]]) -> str:
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    return float((a.float() - b.float()).abs().max() / b.float().abs().max().clamp(min=1e-6))
+    return own_call.Difference.of(a, b).relative

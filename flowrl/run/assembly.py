@@ -32,6 +32,7 @@ from flowrl.evaluation.previews import Previews
 from flowrl.models.base import ModelAdapter, packed_grid, torch_dtype
 from flowrl.models.compiled import probe as probe_compiled
 from flowrl.models.weights import Weights
+from flowrl.planning.parity import require_own_call
 from flowrl.rollout.policy import Evaluations, Policy
 from flowrl.rollout.saliency_maps import Mapper, mapper
 from flowrl.run.inputs import made_with
@@ -244,13 +245,16 @@ def _sharded(resolved: Resolved, world: World) -> bool:
 def _weights(
     resolved: Resolved, kind: Training, adapter: ModelAdapter, train: Sequence[Prompt], world: World
 ) -> Weights:
-    """The trained weights; the adapter is then on its device, and its network split where `model.shard` says so."""
+    """The trained weights; the adapter is then on its device, its network split where `model.shard` says so, and its
+    prediction known to be that of its pipeline."""
     options, seed = resolved.model.config, derive(resolved.run.seed, "lora")
     weights = kind.weights(adapter, options, [identity(prompt) for prompt in train], seed, world.device)
     if _sharded(resolved, world):
         split(adapter, weights, world, torch_dtype(options.dtype))
     else:
         adapter.to(world.device)
+    rollout = resolved.run.rollout.guidance_scale
+    require_own_call(adapter, (rollout, kind.guidance(adapter, rollout)), world)
     return weights
 
 

@@ -59,6 +59,20 @@ def test_what_the_user_can_mend_is_named_with_exit_code_2(place, monkeypatch, ca
     assert "Traceback" not in printed
 
 
+@pytest.mark.parametrize("words", [("train", "run.yaml"), ("pairs", "run.yaml", "--out", "out")], ids=lambda w: w[0])
+def test_a_model_that_is_not_entered_as_it_calls_itself_draws_nothing(place, monkeypatch, capsys, words):
+    from flowrl.models.generic import own_call
+
+    monkeypatch.setattr(own_call, "known", lambda model: False)
+    monkeypatch.setattr(own_call, "compare", lambda model, scale: own_call.Difference(0.5 * scale, 1.0, 1.5))
+    model = "model={name: generic, path: tiny-sd3, call: {max_sequence_length: 9}}"
+    code, printed = command(monkeypatch, capsys, *words, model, "rollout.guidance_scale=3.0")
+    assert code == 2, printed
+    assert "predicts 1 by its own call and 1.5 when flowrl enters it" in " ".join(printed.split())
+    assert "guidance_scale=3 is 1.5e+00 of the largest value (allowed 1e-03)" in " ".join(printed.split())
+    assert not list(place.rglob("*.png"))
+
+
 REWARDS = {
     "wrong_length": ("return images.mean(dim=(1, 2, 3))[:1]", ["wrong_length", "shape (1,)", "2 samples"]),
     "raising": ("raise RuntimeError('no such server')", ["raising", "no such server", "nothing was trained"]),

@@ -141,11 +141,15 @@ IMAGED: dict[str, Case] = {
 }
 """Those that are called with images; the pipelines' own calls take the same ones for a whole batch."""
 
+# 4 frames of sound for 9 of the video.
+SOUNDING: dict[str, Case] = {"ltx_2": Case(VIDEOS["ltx_2"], {"num_frames": 9, **_TOKENS}, ((32, 32),))}
+"""Those that step two tensors, which are refused."""
+
 
 def make(name: str, seed: int = 0) -> Any:
     """The pipeline of a case: random weights, none of them zero."""
     torch.manual_seed(seed)
-    made = (CASES | IMAGED)[name].build()
+    made = (CASES | IMAGED | SOUNDING)[name].build()
     for part in made.components.values():
         if isinstance(part, nn.Module):
             part.eval()

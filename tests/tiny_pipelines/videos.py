@@ -243,7 +243,71 @@ def _sana_video(pipeline: str) -> Recipe:
     )
 
 
+def _sounds() -> dict[str, Any]:
+    from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+    from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
+
+    sizes: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1}
+    sizes["num_learnable_registers"] = None
+    each = {f"{kind}_connector_{name}": size for name, size in sizes.items() for kind in ("video", "audio")}
+    sound = {"base_channels": 4, "latent_channels": 2, "ch_mult": (1,), "num_res_blocks": 1, "mel_bins": 8}
+    return {
+        "audio_vae": of("AutoencoderKLLTX2Audio", **sound, norm_type="pixel", causality_axis="height"),
+        "vocoder": LTX2Vocoder(
+            in_channels=16,
+            hidden_channels=8,
+            upsample_kernel_sizes=[4],
+            upsample_factors=[2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1]],
+        ),
+        "connectors": LTX2TextConnectors(caption_channels=16, text_proj_in_factor=4, rope_type="split", **each),
+    }
+
+
+def _ltx2_vae() -> Any:
+    made = of(
+        "AutoencoderKLLTX2Video",
+        latent_channels=4,
+        block_out_channels=(8,),
+        decoder_block_out_channels=(8,),
+        layers_per_block=(1,),
+        decoder_layers_per_block=(1, 1),
+        spatio_temporal_scaling=(True,),
+        decoder_spatio_temporal_scaling=(True,),
+        decoder_inject_noise=(False, False),
+        downsample_type=("spatial",),
+        upsample_residual=(False,),
+        upsample_factor=(1,),
+        patch_size=1,
+    )
+    made.use_framewise_encoding = made.use_framewise_decoding = False
+    return made
+
+
 VIDEOS: dict[str, Recipe] = {
+    "ltx_2": Recipe(
+        "LTX2Pipeline",
+        lambda: texts(language(16)),
+        "LTX2VideoTransformer3DModel",
+        {
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 8,
+            "cross_attention_dim": 16,
+            "audio_in_channels": 4,
+            "audio_out_channels": 4,
+            "audio_num_attention_heads": 2,
+            "audio_attention_head_dim": 4,
+            "audio_cross_attention_dim": 8,
+            "num_layers": 1,
+            "caption_channels": 16,
+            "rope_type": "split",
+        },
+        vae=_ltx2_vae,
+        parts=_sounds,
+    ),
     "wan": _wan("WanPipeline", scheduler=_euler_unipc),
     "wan_2_2": _wan("WanPipeline", experts=2, parts=lambda: {"boundary_ratio": 0.8}),
     "wan_image": _wan(

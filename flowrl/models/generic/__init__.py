@@ -8,6 +8,7 @@ latents and `scheduler.step` (packing, guidance, renormalisation, sign) is its o
     options    arguments of the call, sizes       images     reference images and first frames
     reentry    one call at chosen timesteps       entrance   facts of a pipeline before it is entered
     adapter    the adapter                        outline    the adapter without weights, for plans
+    own_call   its prediction against the call's own, for classes that no test compares
     full_masks   masks of tensors without values, for plans
     stand_ins    what encodes prompts and images there
 """

@@ -116,7 +116,7 @@ class Generic(ModelAdapter):
         elif self.images.holds:
             time = float(visit.timesteps[1])
             self._shape = self.images.find_free(visit.latents, lambda places: self._stepped(places, time))
-        self._sign = -1 if self.path.is_flow and visit.sigmas is not None and rising(visit.sigmas) else 1
+        self.sign = -1 if self.path.is_flow and visit.sigmas is not None and rising(visit.sigmas) else 1
         self._times: dict[float, tuple[str, Tensor]] = {}
         self._entered = False
         self._mixable = not self.family.per_step
@@ -284,7 +284,7 @@ class Generic(ModelAdapter):
             raise ModelError(f"{self.kind}: its loop did not end in scheduler.step() with a prediction of {x.shape}")
         if not self._entered:
             self._require_own_latents(visit, x)
-        return prediction if self._sign == 1 else -prediction
+        return prediction if self.sign == 1 else -prediction
 
     def _require_own_latents(self, visit: Visit, x: Tensor) -> None:
         """Raise ModelError unless the loop works on the unchanged result of prepare_latents()."""

@@ -10,6 +10,8 @@ replaced for that call:
     encode_image and other encoders of images: return cached values (models/generic/images.py)
 
 So packing, guidance, renormalisation and sign are the pipeline's own code.
+
+`Reentry.own_call` runs the call as it is, to its end, and records the steps of its schedulers (own_call.py).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +34,10 @@ TIME_ARGUMENTS = ("timestep", "timesteps", "t", "time")
 
 class _Stop(Exception):
     """Ends a call early: its result is recorded."""
+
+
+class _Copied(Exception):
+    """The pipeline copies its scheduler."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,26 @@ class Visit:
     """Result of a call that ran to its end."""
 
 
+@dataclass(frozen=True)
+class StepCall:
+    """One call of a scheduler's `step`: what it was given and what it left, [B, ...]."""
+
+    prediction: Tensor
+    sample: Tensor
+    left: Tensor
+
+
+@dataclass(frozen=True)
+class OwnCall:
+    """The pipeline's own call, to its end."""
+
+    steps: list[StepCall]
+    """Of all schedulers and their copies, in order."""
+    timesteps: Tensor
+    """Its scheduler's grid, [K]."""
+    output: Any
+
+
 def hooked(scheduler: Any, pinned: Tensor | None, visit: Visit) -> Any:
     """A copy of `scheduler` whose `step` ends the call; `pinned` [k] takes the place of its grid.
 
@@ -119,9 +145,29 @@ def _hooked_class(base: type) -> type:
         self.flowrl_visit.prediction, self.flowrl_visit.latents = model_output, sample
         raise _Stop
 
+    def copied(*_: Any) -> None:
+        raise _Copied
+
     # SDXL's Euler scheduler would scale the given latents.
-    members = {"set_timesteps": set_timesteps, "step": step, "init_noise_sigma": 1.0}
+    members = {"set_timesteps": set_timesteps, "step": step, "init_noise_sigma": 1.0, "__deepcopy__": copied}
     return type(base.__name__, (base,), members)
+
+
+def _watched(scheduler: Any, calls: list[StepCall]) -> Any:
+    """A copy of `scheduler` that records its steps; its class does it, so copies that the pipeline makes do too."""
+    base = type(scheduler)
+
+    @functools.wraps(base.step)
+    def step(self: Any, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+        given = model_output.clone(), sample.clone()  # a loop may write in place
+        result = base.step(self, model_output, timestep, sample, *args, **kwargs)
+        left = result[0] if isinstance(result, tuple) else result.prev_sample
+        calls.append(StepCall(*given, left.clone()))
+        return result
+
+    made = copy.copy(scheduler)
+    made.__class__ = type(base.__name__, (base,), {"step": step})
+    return made
 
 
 class Reentry:
@@ -213,12 +259,40 @@ class Reentry:
                 if hook is not None:
                     handle = network.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
                     stack.callback(handle.remove)
-            with suppress(_Stop):
-                visit.output = self._call(self.pipeline, **options)
+            try:
+                with suppress(_Stop):
+                    visit.output = self._call(self.pipeline, **options)
+            except _Copied:
+                raise ModelError(
+                    several(type(self.pipeline).__name__, "copies its scheduler for another one")
+                ) from None
         visit.timesteps = scheduler.timesteps
         sigmas = vars(scheduler).get("sigmas")
         visit.sigmas = torch.as_tensor(sigmas) if sigmas is not None else None
         return visit
+
+    @torch.no_grad()
+    def own_call(self, options: dict[str, Any], latents: Tensor, free: Tensor | None = None) -> OwnCall:
+        """The pipeline's own call with nothing replaced but the noise, [B, ...]; schedulers are copies.
+
+        Args:
+            options: arguments of the call.
+            latents: in place of the noise of `prepare_latents`.
+            free: their places in a sample, as in `Prepared`.
+        """
+        calls: list[StepCall] = []
+
+        def prepare(*args: Any, **kwargs: Any) -> Any:
+            return replace(Prepared.of(self._draw(*args, **kwargs)), free=free).around(latents, keep_dtype=False)
+
+        schedulers = {
+            name: _watched(part, calls)
+            for name, part in self.pipeline.components.items()
+            if callable(getattr(part, "step", None)) and callable(getattr(part, "set_timesteps", None))
+        }
+        with _replaced(self.pipeline, {**schedulers, "prepare_latents": prepare}):
+            output = self._call(self.pipeline, **options)
+        return OwnCall(calls, schedulers["scheduler"].timesteps, output)
 
     def _answer(self, method: str, record: list[Any], values: Sequence[Any] | None) -> Callable[..., Any]:
         """The pipeline's method with its results recorded; with `values`, a function that returns those in turn."""
@@ -273,6 +347,14 @@ class Reentry:
             return args, {**kwargs, key: value}
         place = list(self._signatures[name].parameters).index(key)
         return (*args[:place], value, *args[place + 1 :]), kwargs
+
+
+def several(kind: str, how: str) -> str:
+    """The message about a class that steps more than one tensor; `how` it is seen."""
+    return (
+        f"{kind} steps more than one tensor, such as the sound of a video: it {how}. flowrl trains one, and the others "
+        "would stay at their noise; write a native adapter (docs/models.md)"
+    )
 
 
 def _hashable(value: Any) -> bool:

@@ -28,6 +28,7 @@ from flowrl.core.types import SampleId
 from flowrl.data.prompts import Prompt
 from flowrl.models.weights import freeze
 from flowrl.planning.out_of_memory import explaining
+from flowrl.planning.parity import require_own_call
 from flowrl.rollout.noise import Noise
 from flowrl.run import collector
 from flowrl.run.assembly import require_fit, sampling_of
@@ -110,6 +111,7 @@ class Pairing:
         require_fit(adapter, scorer, listed)
         freeze(adapter, options, derive(config.seed, "lora"))
         adapter.to(world.device)
+        require_own_call(adapter, [config.rollout.guidance_scale], world)
         probe(scorer, prompts[:2], adapter)
         sampling = sampling_of(resolved, adapter, embedded(resolved, adapter, prompts, world), world)
         advice = partial(remedy, options, config.optim, None)
