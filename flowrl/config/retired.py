@@ -1,14 +1,16 @@
-"""Options that came later than the configuration that a run folder keeps.
+"""Options that came later than the configuration that a run folder keeps, and values that mean something else since.
 
-A run folder's config.yaml holds every option of the version that started the run. When it is read, an option that came
-later, or whose default changed, has the value that the run was made with. What this version does not know is refused
-by key, as in any configuration.
+A run folder's config.yaml holds every option of the version that started the run, so a changed default moves nothing in
+it, and an option that it lacks came later. When it is read, a later option has the value that the run was made with
+(`ADDED`), and a value with a new meaning is replaced by today's value of the old meaning (`CHANGED`). A resumed run so
+keeps what it was made with, or is refused by the key in which a recipe now differs. What this version does not know is
+refused by key, as in any configuration.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +40,23 @@ class Added:
     value: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A value of an option that means something else since a later option came."""
+
+    place: Place
+    value: Any
+    """As older files have it."""
+    kept: Any
+    """Today's value with the older meaning."""
+    since: Place
+    """An option that came with the change, also one of another place: a file without it is older. Of a mapping that
+    every file has."""
+    where: Callable[[Options], bool] = lambda tree: True
+    """Of the whole configuration: whether the meaning changed for it."""
+
+
+CHANGED: tuple[Changed, ...] = ()
 ADDED = (
     Added(Place("run", "*", "data.eval_share"), 0.0),
     Added(Place("models", "*", "vae_precision"), "tf32"),
@@ -49,12 +68,21 @@ ADDED = (
     Added(Place("run", "*", "optim.name"), "adamw"),
     Added(Place("run", "*", "data.pairs.frames"), "exact"),
     Added(Place("run", "*", "eval.videos"), "webp"),
+    Added(Place("run", "*", "optim.ema.repeats"), 1),
+    Added(Place("run", "*", "optim.ema.warmup_terms"), [1.0, 10.0]),
 )
 
 
 def as_it_was(tree: Options) -> Options:
-    """A run folder's configuration, whatever version wrote it, with the later options of today."""
+    """A run folder's configuration, whatever version wrote it, in today's options with their meaning of then."""
     tree = copy.deepcopy(tree)
+    for one in CHANGED:  # first: the options that came later date the file
+        if not one.where(tree) or any(_has(part, one.since.key) for part in _parts(tree, one.since)):
+            continue
+        for part in _parts(tree, one.place):
+            mapping, key = _reached(part, one.place.key)
+            if mapping is not None and key in mapping and mapping[key] == one.value:
+                mapping[key] = one.kept
     for later in ADDED:
         for part in _parts(tree, later.new):
             mapping, key = _reached(part, later.new.key)
@@ -92,6 +120,11 @@ def _parts(tree: Options, place: Place) -> Iterator[Options]:
     for part in entries[place.kind]:
         if isinstance(part, dict) and place.name in ("*", part.get("name")):
             yield part
+
+
+def _has(part: Options, dotted: str) -> bool:
+    mapping, key = _reached(part, dotted)
+    return mapping is not None and key in mapping
 
 
 def _reached(part: Options, dotted: str) -> tuple[Options | None, str]:
