@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from flowrl.config.migration import flow_grpo_nft as nft
 from flowrl.config.migration.engine import Draft
 from flowrl.config.migration.flow_grpo_file import read
 from flowrl.config.migration.flow_grpo_keys import BY_HAND, KEYS
@@ -26,7 +27,10 @@ _REWARDS: dict[str, tuple[dict[str, Any], str]] = {
     "pickscore": ({"name": "pickscore", "scale": 0.0384615}, "theirs divides by 26"),
     "geneval": ({"name": "geneval", "mode": "partial"}, "the trained score is inferred"),
     "jpeg_compressibility": ({"name": "jpeg", "scale": 0.002}, "theirs divides by 500"),
-    "clipscore": ({"name": "clip_score", "scale": 3.3333}, "theirs divides by 30, ours by 100"),
+    "clipscore": (
+        {"name": "clip_score", "scale": 3.3333},
+        "theirs divides by 30, ours and DiffusionNFT by 100: scale 1",
+    ),
     "ocr": (
         {"name": "ocr", "allow_extra_text": True, "min_confidence": 0.5},
         "the reader differs: docs/rewards/ocr.md",
@@ -41,6 +45,9 @@ _REWARDS: dict[str, tuple[dict[str, Any], str]] = {
     "qwenvl": ({"name": "vlm_judge"}, "its rubric differs; name the model: rewards.N.local.model or http.model"),
 }
 _UNKNOWN_STEPS = 1000
+_ON_SAMPLES = ("online_dpo", "raft", "diffusion_nft")
+"""Methods that train on finished samples."""
+_RANKING = ("online_dpo", "raft")
 
 
 def rules(draft: Draft) -> None:
@@ -55,9 +62,11 @@ def rules(draft: Draft) -> None:
     _data(draft)
     _rollout(draft, family, method)
     _algorithm(draft, family, method)
-    _rewards(draft)
-    _optim(draft, family)
+    _rewards(draft, _REWARDS | nft.REWARDS if method == "diffusion_nft" else _REWARDS)
+    _optim(draft, family, method)
     _evaluation(draft, method)
+    if draft.given("resume_from") and not draft.get("resume_from"):
+        draft.leave("resume_from", "it names none", changes=False)
 
 
 def _method(draft: Draft, family: str) -> str:
@@ -65,7 +74,9 @@ def _method(draft: Draft, family: str) -> str:
     stem = draft.source.file.stem
     kind = draft.get("train.algorithm")
     window = [key for key in ("sample.sde_window_size", "sample.train_num_steps") if draft.given(key)]
-    if kind is not None or stem in ("dpo", "sft"):
+    if stem == "nft" or draft.given("decay_type"):
+        method, keys = "diffusion_nft", ["decay_type"]
+    elif kind is not None or stem in ("dpo", "sft"):
         kind = kind or stem
         if kind not in ("dpo", "sft"):
             raise draft.fault("train.algorithm", "it must be dpo or sft")
@@ -78,7 +89,7 @@ def _method(draft: Draft, family: str) -> str:
         method, keys = "flow_grpo", []
     why = "" if any(map(draft.given, keys)) else "the configuration says no method: inferred from the file and its keys"
     draft.put("algorithm.name", method, *filter(draft.given, keys), note=why)
-    if family == "wan" and method != "flow_grpo":
+    if family == "wan" and method not in ("flow_grpo", "diffusion_nft"):
         raise draft.fault("pretrained.model", f"their script of {method} does not take Wan")
     return method
 
@@ -147,7 +158,7 @@ def _rollout(draft: Draft, family: str, method: str) -> None:
     scale = float(draft.number("sample.guidance_scale"))
     draft.put("rollout.guidance_scale", scale, "sample.guidance_scale")
     if draft.given("train.cfg"):
-        if method in ("online_dpo", "raft"):
+        if method in _ON_SAMPLES:
             draft.leave("train.cfg", f"the training forwards of {method} are without guidance", changes=scale > 1)
         elif family == "flux" or draft.get("train.cfg") or scale <= 1:
             draft.leave("train.cfg", "training has the rollout's guidance here, and so has theirs", changes=False)
@@ -169,13 +180,18 @@ def _rollout(draft: Draft, family: str, method: str) -> None:
     draft.put("rollout.prompts_per_iteration", prompts, *keys, note=note)
     draft.put("rollout.group_size", group, "sample.num_image_per_prompt")
     draft.put("rollout.batch_size", size, size_key, note="per process, memory alone")
-    draft.put("optim.batch_size", size, size_key, note="per process, memory alone")
+    if method != "diffusion_nft":
+        draft.put("optim.batch_size", size, size_key, note="per process, memory alone")
+        if draft.given("train.batch_size"):
+            draft.leave("train.batch_size", "their scripts train the batches as they were sampled", changes=False)
     draft.put("rollout.shared_noise", draft.switch("sample.same_latent"), "sample.same_latent")
-    steps = draft.quotient(
-        batches, draft.whole("train.gradient_accumulation_steps"), "optim.updates_per_iteration", "M/A"
-    )
-    keys = ("sample.num_batches_per_epoch", "train.gradient_accumulation_steps")
-    draft.put("optim.updates_per_iteration", steps, *keys, note="batches / accumulation")
+    many = draft.whole("train.gradient_accumulation_steps")
+    if method == "diffusion_nft":
+        nft.updates(draft, size * batches, many)
+    else:
+        steps = draft.quotient(batches, many, "optim.updates_per_iteration", "M/A")
+        keys = ("sample.num_batches_per_epoch", "train.gradient_accumulation_steps")
+        draft.put("optim.updates_per_iteration", steps, *keys, note="batches / accumulation")
     if draft.number("train.num_inner_epochs", least=1) > 1:
         draft.leave("train.num_inner_epochs", "an iteration goes through its samples once", changes=True)
     elif draft.given("train.num_inner_epochs"):
@@ -183,7 +199,10 @@ def _rollout(draft: Draft, family: str, method: str) -> None:
 
 
 def _sampler(draft: Draft, family: str, method: str) -> None:
-    if method in ("online_dpo", "raft"):
+    if method == "diffusion_nft":
+        nft.solver(draft)
+        return
+    if method in _RANKING:
         draft.put("algorithm.solver", "ode", note="their script samples without noise")
         for key in ("sample.noise_level", "sample.sde_type"):
             if draft.given(key):
@@ -202,11 +221,13 @@ def _sampler(draft: Draft, family: str, method: str) -> None:
 
 
 def _algorithm(draft: Draft, family: str, method: str) -> None:
-    if method in ("online_dpo", "raft"):
+    if method in _RANKING:
         _refreshed(draft, method)
+    elif method == "diffusion_nft":
+        nft.method(draft)
     else:
         _clipped(draft, family, method)
-    if method in ("online_dpo", "raft"):
+    if method in _RANKING:
         for key in ("sample.global_std", "train.adv_clip_max", "per_prompt_stat_tracking"):
             if draft.given(key):
                 draft.leave(key, f"{method} only ranks the samples of a prompt", changes=False)
@@ -308,24 +329,24 @@ def _window(draft: Draft) -> None:
             draft.put("algorithm.branch", share, "sample.mini_num_image_per_prompt")
 
 
-def _rewards(draft: Draft) -> None:
+def _rewards(draft: Draft, entries: dict[str, tuple[dict[str, Any], str]]) -> None:
     weights = draft.get("reward_fn")
     if not isinstance(weights, dict) or not weights:
         raise draft.fault("reward_fn", "it must name at least one reward with its weight")
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise draft.fault("reward_fn", f"the weight of {name} must be a number")
-        if name not in _REWARDS:
+        if name not in entries:
             known = f"no reward of flowrl scores as {name} does, so its weight {weight} is left out"
             draft.leave(f"reward_fn.{name}", known, changes=True)
             continue
-        entry, note = _REWARDS[name]
+        entry, note = entries[name]
         draft.reward({**entry, "weight": float(weight)}, "reward_fn", note=f"{name}{f': {note}' if note else ''}")
     if not any(line.value["weight"] for line in draft.rewards):
         raise draft.fault("reward_fn", "none of its rewards has a counterpart here, so there is nothing to train on")
 
 
-def _optim(draft: Draft, family: str) -> None:
+def _optim(draft: Draft, family: str, method: str) -> None:
     draft.put("optim.learning_rate", float(draft.number("train.learning_rate")), "train.learning_rate")
     if draft.switch("train.use_8bit_adam"):
         draft.put("optim.name", "adamw_8bit", "train.use_8bit_adam")
@@ -339,6 +360,8 @@ def _optim(draft: Draft, family: str) -> None:
     elif family == "qwen_image":
         draft.put("optim.ema", None, "train.ema", note="their Qwen-Image script has none")
         draft.leave("train.ema", "their Qwen-Image script does not read it", changes=False)
+    elif method == "diffusion_nft":
+        nft.average(draft)
     else:
         many = draft.whole("train.gradient_accumulation_steps")
         draft.put("optim.ema.decay", 0.9, "train.ema", note="in their code")
@@ -361,11 +384,13 @@ def _evaluation(draft: Draft, method: str) -> None:
 
 TOOL = Tool(
     name="flow_grpo",
-    title="flow_grpo (yifan123/flow_grpo @879042c, 2026-05-07)",
+    title="flow_grpo (yifan123/flow_grpo @879042c, 2026-05-07) and DiffusionNFT (NVlabs/DiffusionNFT, 2025-09-22)",
     keys=KEYS,
     read=read,
     rules=rules,
     refuses_unknown=False,
-    form="`config/grpo.py:NAME`: a configuration file and the name of one of its functions",
-    rewards=_REWARDS,
+    form="`config/grpo.py:NAME`, `config/nft.py:NAME`: a configuration file and the name of one of its functions. "
+    "Functions of the file that these call are followed with their arguments, in arithmetic, conditions and `while`; "
+    "what else would have to be executed is refused with its line",
+    rewards=_REWARDS | {"hpsv2": nft.REWARDS["hpsv2"]},
 )

@@ -1,18 +1,21 @@
-"""Reading a configuration of flow_grpo: FILE.py:NAME, with the base.py beside it."""
+"""Reading a configuration of flow_grpo or of DiffusionNFT: FILE.py:NAME, with the base.py beside it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from flowrl.config.migration.flow_grpo_keys import KEYS
-from flowrl.config.migration.python_config import Node, Reader, flat
+from flowrl.config.migration.flow_grpo_keys import KEYS, NFT_DEFAULTS
+from flowrl.config.migration.python_config import Reader
+from flowrl.config.migration.python_values import Node, flat, untouched
 from flowrl.config.migration.table import Source
 from flowrl.core.errors import ConfigError
 from flowrl.core.registry import suggest
+from flowrl.core.strict import read_text
 
 _BASE = "get_config"
 _CALLS = ("base.get_config",)
+_GPUS = ("gpu_number", "n_gpus")
 
 
 def read(place: str) -> Source:
@@ -24,8 +27,9 @@ def read(place: str) -> Source:
     path, _, name = place.rpartition(":") if ".py:" in place else (place, "", "")
     file = Path(path)
     base, notes = _base(file)
-    reader = Reader(file, dict.fromkeys(_CALLS, lambda: base))
-    names = [each for each in reader.functions if each != _BASE or len(reader.functions) == 1]
+    reader = Reader(file, dict.fromkeys(_CALLS, lambda: untouched(base)))
+    names = [each for each in reader.functions if not each.startswith("_")]
+    names = [each for each in names if each != _BASE or len(names) == 1]
     if not name and len(names) == 1:
         name = names[0]
     if name not in reader.functions:
@@ -34,12 +38,12 @@ def read(place: str) -> Source:
     config = reader.call(name)
     if not isinstance(config, Node):
         raise ConfigError(f"{file}: {name} returns no ConfigDict; name a function that returns the configuration")
-    values, untouched = {}, {}
-    for key, (node, own, value) in flat(config).items():
+    values, left = {}, {}
+    for key, (assigned, value) in flat(config).items():
         default = KEYS[key].default if key in KEYS else None
         changed = key not in KEYS or not _same(value, default)
-        (values if (node, own) in reader.assigned or changed else untouched)[key] = value
-    return Source(file, name, values, untouched, _gpus(file, reader), notes)
+        (values if assigned or changed else left)[key] = value
+    return Source(file, name, values, left, _gpus(file, reader), notes)
 
 
 def _base(file: Path) -> tuple[Node, tuple[str, ...]]:
@@ -53,23 +57,33 @@ def _base(file: Path) -> tuple[Node, tuple[str, ...]]:
         if not isinstance(config, Node):
             raise ConfigError(f"{beside}: {_BASE} returns no ConfigDict; give flow_grpo's config/base.py")
         return config, ()
-    config = Node()
+    config, nft = Node(), of_nft(file)
     for key, entry in KEYS.items():
         parts, node = key.split("."), config
         for part in parts[:-1]:
             node = node.setdefault(part, Node())
-        if entry.default is not None or key in ("resume_from", "train.lora_path"):
-            node[parts[-1]] = entry.default
-    return config, (f"There is no base.py beside {file.name}: the published defaults stand for it.",)
+        default = NFT_DEFAULTS.get(key, entry.default) if nft else entry.default
+        if default is not None or key in ("resume_from", "train.lora_path"):
+            node[parts[-1]] = default
+    whose = "DiffusionNFT's" if nft else "flow_grpo's"
+    return config, (f"There is no base.py beside {file.name}: the published defaults stand for it, {whose}.",)
+
+
+def of_nft(file: Path) -> bool:
+    """Whether a file is of DiffusionNFT, whose configurations state how its old policy follows."""
+    return file.stem == "nft" or "decay_type" in read_text(file, str(file))
 
 
 def _gpus(file: Path, reader: Reader) -> int | None:
-    count = reader.names.get("gpu_number")
-    if count is None:
+    """The number of GPUs that the function states, else the one that those which it calls state."""
+    *inner, outer = [[frame[name] for name in _GPUS if name in frame] for frame in reader.frames]
+    counts = outer or [count for each in inner for count in each]
+    if not counts:
         return None
-    if type(count) is not int:
-        raise ConfigError(f"{file}: gpu_number={count!r}: it must be a whole number; correct it in the file")
-    return count
+    if type(counts[0]) is not int or any(count != counts[0] for count in counts):
+        told = ", ".join(map(repr, counts))
+        raise ConfigError(f"{file}: {' and '.join(_GPUS)} are {told}: they must be one whole number; correct the file")
+    return counts[0]
 
 
 def _same(value: Any, default: Any) -> bool:

@@ -52,7 +52,7 @@ KEYS = {
     "sample.train_num_steps": Key(None, "algorithm.window_size", "the older script with a window"),
     "sample.mini_num_image_per_prompt": Key(None, f"algorithm.branch, {_SIZES}, {_P}", "it must divide the group"),
     "sample.kl_reward": Key(0, "", "the reward takes no KL; algorithm.kl.coef is the loss's", changes=True),
-    "train.batch_size": Key(1, "", "their scripts train the batches as they were sampled"),
+    "train.batch_size": Key(1, f"{_U}, optim.batch_size", "DiffusionNFT; flow_grpo trains the batches as sampled"),
     "train.use_8bit_adam": Key(False, "optim.name", "true: adamw_8bit, of the same library"),
     "train.learning_rate": Key(3e-4, "optim.learning_rate"),
     "train.adam_beta1": Key(0.9, "optim.betas"),
@@ -85,6 +85,22 @@ KEYS = {
     "prompt_fn_kwargs": Key({}, "", "their scripts do not read it"),
     "reward_fn": Key({}, "rewards", "the rewards below"),
     "per_prompt_stat_tracking": Key(True, "algorithm.advantages.name", "False: batch without history"),
+    "base_model": Key("sd3", "", "DiffusionNFT: a switch of its functions; the adapter is found by the path"),
+    "beta": Key(1.0, "algorithm.mix", "DiffusionNFT"),
+    "decay_type": Key(1, "algorithm.old", "DiffusionNFT, whose files have it: 0 none, 1 ramp, 2 late"),
+    "sample.deterministic": Key(True, "algorithm.solver", "DiffusionNFT: False adds noise, which is listed"),
+    "sample.solver": Key("dpm2", "algorithm.solver", "DiffusionNFT: dpm2 dpm2_midpoint, dpm1; flow, dance, ddim ode"),
+    "train.adv_mode": Key("all", "algorithm.mode", "DiffusionNFT"),
     "run_project": Key("", "", "the project of a tracker: give it to trackers"),
     "train_attribute": Key("", "", "their scripts do not read it"),
 }
+NFT_DEFAULTS = {
+    "save_freq": 30,
+    "eval_freq": 10,
+    "resume_from": "",
+    "sample.noise_level": 1.0,
+    "train.beta": 1e-4,
+    "train.ema": True,
+    "train.timestep_fraction": 0.99,
+}
+"""Defaults of DiffusionNFT's base.py that are not those of `KEYS`."""

@@ -14,6 +14,7 @@ import pytest
 
 from flowrl.config.load import load_config, resolve
 from flowrl.config.migration.engine import Draft, convert, recipe_text
+from flowrl.config.migration.flow_grpo_file import read
 from flowrl.config.migration.python_config import Reader
 from flowrl.config.migration.tools import TOOLS, tool_of
 from flowrl.core.errors import ConfigError
@@ -133,6 +134,161 @@ def test_sizes_per_gpu_need_the_number_of_gpus():
         converted("general_ocr")
 
 
+HELPERS = """
+steps, flavour = 12, {"fast": 4, "slow": 40}
+
+def _made(kind, count=1, *, prompts=6, extra={}, steps=steps, name=missing.name):
+    config = base.get_config()
+    assert kind in ("fast", "slow") and kind not in extra
+    def half(value, by=2):
+        return value // by if by is not None else value
+    size = 8
+    while True:
+        if size < 1:
+            assert False, "no size fits"
+        if prompts * 4 % (count * size) == 0 and count * size % 4 == 0:
+            config.sample.train_batch_size = size
+            config.sample.num_batches_per_epoch = prompts * 4 // (count * size)
+            break
+        size -= 1
+    config.sample.num_steps = half(flavour[kind], by=1 if kind == "fast" else 2) + steps
+    config.reward_fn = {**extra, "ocr": 1.0}
+    return config
+
+def one(count=3):
+    shared = {"prompts": 6, "name": "x"}
+    config = _made("slow", count, **shared)
+    other = _made(kind="fast", name=f"fast_{count}", extra={"ocr": 2.0, "aesthetic": 0.5})
+    other.reward_fn["aesthetic"] = 0.25
+    config.other = (other.sample.num_steps, other.reward_fn, other.sample.train_batch_size)
+    return config
+
+def two():
+    return _made("fast")
+
+def three():
+    return _made("fast", 2, name="y", kind="slow")
+
+def four():
+    return _made("medium", name="y")
+
+def five():
+    while steps < 1:
+        pass
+
+def six():
+    config = helpers.made(1)
+    return config
+
+@cached
+def seven():
+    return 1
+
+steps = 0
+"""
+
+
+def test_functions_of_the_file_are_followed_with_their_arguments(tmp_path):
+    """Defaults are those of the definition, so `steps` is 12 there; every call of the base gives another one."""
+    (tmp_path / "base.py").write_text((TEXTS / "base.py.txt").read_text(encoding="ascii"), encoding="ascii")
+    own = tmp_path / "own.py"
+    own.write_text(HELPERS, encoding="ascii")
+    values = read(f"{own}:one").values
+    # 6 prompts x 4 on 3 GPUs: 3 x 8 divides 24 once, and 24 is whole groups of 4.
+    assert (values["sample.train_batch_size"], values["sample.num_batches_per_epoch"]) == (8, 1)
+    assert values["sample.num_steps"] == 40 // 2 + 12
+    assert values["reward_fn"] == {"ocr": 1.0}
+    assert values["other"] == (4 + 12, {"ocr": 1.0, "aesthetic": 0.25}, 8)
+    with pytest.raises(ConfigError, match=r"name one of its functions.*NAME one of one, two, three, four, five, six$"):
+        read(str(own))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("two", "line 4: 'missing' cannot be read"),
+        ("three", "line 34: _made: multiple values for argument 'kind'"),
+        ("four", "line 6: its own check fails"),
+        ("five", r"line 40: it takes more than \d+ calls and rounds of loops"),
+        ("six", r"line 44: the call helpers.made\(...\) cannot be read"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_its_line(name, reason, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(HELPERS, encoding="ascii")
+    with pytest.raises(ConfigError, match=rf"own\.py, {reason}"):
+        read(f"{own}:{name}")
+
+
+NFT = """
+def _shared(base_model="sd3", n_gpus=1, steps_per_epoch=1, dataset="ocr", reward_fn={}, name=""):
+    config = base.get_config()
+    config.base_model, config.dataset = base_model, os.path.join(os.getcwd(), f"dataset/{dataset}")
+    config.pretrained.model, config.resolution = "stabilityai/stable-diffusion-3.5-medium", 512
+    config.sample.num_steps = 10
+    config.sample.num_image_per_prompt = 24
+    size = 9
+    while 48 * 24 % (n_gpus * size) != 0:
+        size -= 1
+    config.sample.train_batch_size = config.train.batch_size = size
+    config.sample.num_batches_per_epoch = 48 * 24 // (n_gpus * size)
+    config.train.gradient_accumulation_steps = config.sample.num_batches_per_epoch // steps_per_epoch
+    config.prompt_fn = "geneval" if dataset == "geneval" else "general_ocr"
+    config.run_name = f"nft_{name}"
+    config.reward_fn = reward_fn
+    config.decay_type = 1
+    config.beta = 1.0
+    config.train.adv_mode = "all"
+    config.sample.guidance_scale = 1.0
+    config.sample.deterministic, config.sample.solver = True, "dpm2"
+    return config
+
+def text():
+    config = _shared(n_gpus=8, steps_per_epoch=2, reward_fn={"ocr": 1.0, "hpsv2": 0.5, "clipscore": 1.0}, name="text")
+    config.beta = 0.1
+    config.decay_type = 2
+    return config
+"""
+
+
+def test_a_configuration_of_diffusion_nft_is_a_recipe_of_its_method(tmp_path):
+    """The values of its OCR experiment, as the sheet of forward-process methods has them; without its base.py."""
+    own = tmp_path / "nft.py"
+    own.write_text(NFT, encoding="ascii")
+    draft = convert(TOOLS["flow_grpo"], f"{own}:text", None, tmp_path)
+    tree = resolved(draft, tmp_path)
+    wanted = {
+        "name": "nft_text",
+        "rollout.prompts_per_iteration": 48,
+        "rollout.group_size": 24,
+        "rollout.guidance_scale": 1.0,
+        "algorithm.name": "diffusion_nft",
+        "algorithm.solver": "dpm2_midpoint",
+        "algorithm.mix": 0.1,
+        "algorithm.old": "late",
+        "algorithm.mode": "all",
+        "algorithm.kl.coef": 1e-4,
+        "algorithm.times.fraction": 0.99,
+        "algorithm.advantages.std": "global",
+        "algorithm.advantages.clip": 5.0,
+        "optim.updates_per_iteration": 2,
+        "optim.batch_size": 9,
+        "optim.ema.decay": 0.9,
+        "optim.ema.every": 1,
+        "checkpoint.every": 30,
+    }
+    assert {key: at(tree, key) for key in wanted} == wanted
+    assert [(each["name"], each.get("scale", 1.0)) for each in tree["rewards"]] == [
+        ("ocr", 1.0),
+        ("hpsv2", 1.0),
+        ("clip_score", 1.0),
+    ]
+    assert {key for key, entry in draft.listed.items() if entry.changes} == set()
+    assert "the published defaults stand for it, DiffusionNFT's" in " ".join(
+        recipe_text(draft).replace("#", "").split()
+    )
+
+
 HEAD = "import os\ndef one():\n    config = ml_collections.ConfigDict()\n"
 
 
@@ -217,12 +373,12 @@ def test_the_tool_follows_the_ending_or_from():
 @pytest.mark.parametrize("family", ["stable-diffusion-3.5-medium", "FLUX.1-dev", "Qwen-Image"])
 def test_every_key_is_a_line_or_listed(family, tmp_path):
     skipped = ("prompt_fn", "reward_fn", "pretrained.model", "train.algorithm", "sample.train_num_steps")
-    skipped += ("sample.mini_num_image_per_prompt",)
+    skipped += ("sample.mini_num_image_per_prompt", "decay_type")
     keys = {key: entry.default for key, entry in TOOLS["flow_grpo"].keys.items() if key not in skipped}
     lines = "".join(f"    config.{key} = {value!r}\n" for key, value in keys.items())
     own = tmp_path / "grpo.py"
     lines += "    config.sample.num_image_per_prompt = 2\n"
-    head = f"{TEXT}\n\ndef own():\n    config = general_ocr_sd3()\n{lines}"
+    head = f"{TEXT}\n\ndef own():\n    gpu_number = 1\n    config = general_ocr_sd3()\n{lines}"
     own.write_text(f"{head}    config.pretrained.model = 'org/{family}'\n    return config\n", encoding="ascii")
     draft = convert(TOOLS["flow_grpo"], f"{own}:own", 1, tmp_path)
     used = {key for line in (*draft.lines.values(), *draft.rewards) for key in line.keys}
