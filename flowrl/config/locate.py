@@ -16,7 +16,7 @@ from typing import Any
 from flowrl.core import registry
 from flowrl.core.assets import asset_roots, embedded_prompts
 from flowrl.core.errors import ConfigError
-from flowrl.core.paths import OUTPUT, PATH, ComponentOf, Place, expanded, relative_to_folder
+from flowrl.core.paths import OUTPUT, PATH, ComponentOf, Place, expanded, lost, lost_in, relative_to_folder
 from flowrl.core.strict import Options
 from flowrl.data.prompt_sources import split_of
 from flowrl.scoring.entries import RewardEntry
@@ -126,6 +126,8 @@ def _located(value: str, mark: Place, key: str, base: Path) -> str:
         return text
     if kind != "cache":
         _refuse_elsewhere(value, text, path, key, base)
+    if kind == "name" and (folder := lost_in(text, base)) is not None:
+        raise ConfigError(f"{key}={value!r}: {lost(folder)}")
     return text if kind == "name" and not _looks_like_path(text) else path
 
 

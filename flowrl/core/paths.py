@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -46,6 +47,47 @@ class ComponentOf:
     """Mark of an option that is the name and options of a component of this kind, or a list of such."""
 
     kind: str
+
+
+def lost_in(path: str, base: Path | None = None) -> Path | None:
+    """The folder in which a path would be if it were there: then it is a missing file, and no id of the hub.
+
+    A hub id has no folder of its owner's name here, so that `runs/nope` next to `runs/` asks no hub.
+
+    Args:
+        path: as it was given, such as `owner/name`.
+        base: folder of a relative path; None: the working directory.
+    """
+    first, slash, _ = path.partition("/")
+    folder = Path(first) if base is None else base / first
+    return folder if slash and first and folder.is_dir() else None
+
+
+def refuse_lost(config: object, where: str) -> None:
+    """Refuse options that may be a path or a name, and are a path that is not there.
+
+    Args:
+        config: a dataclass with marked options.
+        where: its place in the configuration.
+
+    Raises:
+        ConfigError: `lost_in` a folder.
+    """
+    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        if NAME_OR_PATH in typing.get_args(hint) and isinstance(value, str) and not os.path.exists(value):
+            folder = lost_in(value)
+            if folder is not None:
+                raise ConfigError(f"{where}.{name}={value!r}: {lost(folder)}")
+
+
+def lost(folder: Path) -> str:
+    """Why a path in a folder is nothing; the folder is one of `lost_in`."""
+    inside = sorted(entry.name for entry in folder.iterdir())
+    return (
+        f"there is no such file or folder, and it is no id of the hub, since the folder {folder} is here; it has: "
+        f"{', '.join(inside[:8]) or 'nothing'}{', ...' if len(inside) > 8 else ''}"
+    )
 
 
 def expanded(value: str, key: str) -> str:

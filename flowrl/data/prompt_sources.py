@@ -22,6 +22,7 @@ from flowrl.core.assets import embedded_prompts
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import cache_folder
 from flowrl.core.media import UNREADABLE, open_image, opened
+from flowrl.core.paths import lost, lost_in
 from flowrl.core.registry import suggest
 from flowrl.data.prompt_files import FORMS, TEXTS, NoText, missing_package, note_sampler_keys, read_records
 from flowrl.data.prompts import Prompt
@@ -155,6 +156,9 @@ def open_data_set(path: str, split: str | None, subset: str | None, where: str, 
     except ModuleNotFoundError as error:
         raise missing_package(error, where) from None
     folder = Path(path).expanduser()
+    above = None if folder.is_dir() else lost_in(path)
+    if above is not None:
+        raise ConfigError(f"{where}: {lost(above)}")
     saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
         if saved:  # written by save_to_disk

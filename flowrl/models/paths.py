@@ -10,6 +10,7 @@ from typing import Any
 
 from flowrl.core import assets
 from flowrl.core.errors import ModelError
+from flowrl.core.paths import lost, lost_in
 
 
 def asset_folder(name: str) -> Path | None:
@@ -35,6 +36,9 @@ def resolve_path(path: str) -> str:
         raise ModelError(
             f"model.path={path!r}: no such file, folder or embedded asset; a hub id looks like 'owner/name'"
         )
+    folder = lost_in(path)
+    if folder is not None:
+        raise ModelError(f"model.path={path!r}: {lost(folder)}")
     return path
 
 

@@ -17,7 +17,7 @@ import torch
 
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError, Fault, described
-from flowrl.core.paths import CACHE, PATH
+from flowrl.core.paths import CACHE, PATH, refuse_lost
 from flowrl.core.strict import Options, UnknownKey, config_class, validate
 from flowrl.core.subprocesses import require_patience
 from flowrl.reward import Card, Reward, RewardError
@@ -272,9 +272,11 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
         log.warning("%s: %s", where, clash)
     if hasattr(module, "build"):
         try:
-            return RewardPlan(entry, module, validate(config_class(module, where, name), own, where))
+            config = validate(config_class(module, where, name), own, where)
         except UnknownKey as error:  # of the reward's own options; the entry has others
             raise UnknownKey(error.place, error.value, [*error.valid, *common]) from None
+        refuse_lost(config, where)
+        return RewardPlan(entry, module, config)
     if not callable(getattr(module, "score", None)):
         raise ConfigError(f"{where}: {name} defines neither score(images, prompts, metadata) nor build(config)")
     if own:

@@ -154,6 +154,31 @@ def test_a_missing_file_is_refused_with_the_place_where_it_was_looked_for(places
     assert re.search("own/gone.py.*no such file|no such file.*own/gone.py", refusal(places[0], **{key: value}))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"name": "sd3", "path": "made/nope"}},
+        {"data": {"prompts": "hf:made/nope:train"}},
+        {"rewards": [{"name": "aesthetic", "head": "made/nope"}]},
+    ],
+)
+@pytest.mark.parametrize("given", ["file", "words"])
+def test_a_missing_path_in_a_folder_that_is_here_is_no_hub_id(places, changes, given):
+    own, here = places
+    folder = (own if given == "file" else here) / "made"
+    folder.mkdir()
+    (folder / "other").mkdir()
+    if given == "file":
+        message = refusal(own, **changes)
+    else:
+        words = {"model": "model.path=made/nope", "data": "data.prompts=hf:made/nope:train"}
+        own_reward = ["rewards.0.name=aesthetic", "rewards.0.head=made/nope"]
+        message = refusal(own, *([words[key] for key in changes if key in words] or own_reward))
+    assert "nope" in message
+    assert "no id of the hub, since the folder" in message
+    assert "it has: other" in message
+
+
 def test_home_and_variables_are_filled_in_and_a_missing_variable_is_an_error(places, monkeypatch):
     own, here = places
     monkeypatch.setenv("HOME", str(here))

@@ -10,10 +10,11 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ConfigError, ModelError
 from flowrl.models import sd3
 from flowrl.models.base import LoraSettings
 from flowrl.models.paths import asset_folder, null_components, resolve_path
+from flowrl.scoring.entries import reward_plan
 from tests import tiny_sd3 as tiny
 
 
@@ -55,6 +56,16 @@ NOWHERE = "no such file, folder or embedded asset; a hub id looks like 'owner/na
 def test_pickles_and_paths_that_are_not_there_are_refused_with_what_a_path_may_be(path, message):
     with pytest.raises(ModelError, match=message):
         resolve_path(path)
+
+
+def test_a_path_in_a_folder_that_is_here_asks_no_hub(tmp_path, monkeypatch):
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"'runs/nope': there is no such file .* folder runs is here; it has: quickst"):
+        resolve_path("runs/nope")
+    assert resolve_path("owner/nope") == "owner/nope"
+    with pytest.raises(ConfigError, match=r"head='runs/nope': there is no such file"):
+        reward_plan({"name": "aesthetic", "head": "runs/nope"}, "--reward aesthetic")
 
 
 def test_hub_failures_name_the_remedy(monkeypatch):
