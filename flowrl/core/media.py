@@ -171,6 +171,7 @@ def facts(path: Path) -> tuple[int, float | None]:
     with opened(path) as image:
         marked = _marked(image)
         if marked is not None or frames_in(image) == 1:
+            mp4.require_room(marked[0] if marked else 1, *image.size)
             return marked or (1, None)
     frames, rate = _frames(path)  # of another program: its times are beside its frames
     return len(frames), rate
@@ -222,24 +223,31 @@ def _frames(file: Path) -> tuple[list[Image], float | None]:
     times: list[int] = []
     with opened(file) as image:
         marked = _marked(image)
-        form = image.format
+        form, size = image.format, image.size
+        mp4.require_room(max(frames_in(image), marked[0] if marked else 1), *size)
         for number in range(frames_in(image)):
             image.seek(number)
+            mp4.require_room(number + 1, *image.size)  # frames of a GIF may be larger than its header says
             frames.append(plain(image))
             times.append(image.info.get("duration") or 0)
     if marked is not None:
         count, rate = marked
         copies = [round(time / _frame_ms(rate)) for time in times] if len(frames) > 1 else [count]
-        frames = [frame for frame, number in zip(frames, copies, strict=True) for _ in range(number)]
-        if len(frames) != count:
-            raise ValueError(f"it says that it has {count} frames, and it has {len(frames)}; write it again")
-        return frames, rate
+        if sum(copies) != count:
+            raise ValueError(f"it says that it has {count} frames, and it has {sum(copies)}; write it again")
+        return _copied(frames, copies), rate
     if len(frames) == 1:
         return frames, None
     if form != "WEBP" or any(not time or time % _FRAME_MS for time in times):
         # Browsers show a frame without a time for 0.1 s.
         return frames, len(frames) / sum((time or 100) / 1000 for time in times)
-    return [frame for frame, time in zip(frames, times, strict=True) for _ in range(round(time / _FRAME_MS))], FPS
+    copies = [round(time / _FRAME_MS) for time in times]
+    mp4.require_room(sum(copies), *size)
+    return _copied(frames, copies), FPS
+
+
+def _copied(frames: list[Image], copies: list[int]) -> list[Image]:
+    return [frame for frame, number in zip(frames, copies, strict=True) for _ in range(number)]
 
 
 def contact_sheet(samples: Tensor, columns: int, limit_px: int) -> tuple[Tensor, tuple[int, int]]:
@@ -339,18 +347,19 @@ UNREADABLE = (OSError, SyntaxError, ValueError)
 
 
 @contextmanager
-def opened(path: str | Path | IO[bytes]) -> Generator[Image]:
-    """The image of a file, decoded inside the block.
+def opened(path: str | Path | IO[bytes], formats: tuple[str, ...] | None = None) -> Generator[Image]:
+    """The image of a file, decoded inside the block; `formats` of Pillow that it may have, None: any.
 
     Raises:
-        ValueError: a broken header, or more pixels than an image may have (a decompression bomb).
+        ValueError: a broken header, or more pixels than an image may have (a decompression bomb), by the last of its
+            headers, which is the one that is decoded.
         SyntaxError: a broken PNG.
         OSError: there is no file, it is not an image, or it is cut off.
     """
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=formats) as image:
             yield image
     except Image.DecompressionBombError as error:
         raise ValueError(f"it has more pixels than an image may have ({error}); make it smaller") from None

@@ -20,6 +20,8 @@ SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm")
 """Suffixes of the files that `read` reads; `write` makes the first."""
 MOST_BYTES = 2**32
 """Size of a decoded video that is refused, in bytes of uint8: 4 GiB, 3,500 frames of 480 x 832."""
+MOST_FRAMES = 2**16
+"""Frames of a video that is refused whatever their size: 45 minutes at 24 a second."""
 LOWEST_FPS, HIGHEST_FPS = 0.01, 1000.0
 """Frame rates that both kinds of files can hold: a WebP counts in whole ms, an MP4 in fractions."""
 _CRF = 16
@@ -48,6 +50,19 @@ def require_rate(fps: Any, where: str) -> float:
             "range, such as 16"
         )
     return float(fps)
+
+
+def require_room(frames: int, width: int, height: int) -> None:
+    """Check how large a video is once it is decoded, by what its header says, before anything is.
+
+    Raises:
+        ValueError: more than `MOST_FRAMES` or `MOST_BYTES`.
+    """
+    if frames > MOST_FRAMES or frames * width * height * 3 > MOST_BYTES:
+        raise ValueError(
+            f"it has {frames} frames of {width} x {height} pixels, more than {MOST_FRAMES} frames or "
+            f"{MOST_BYTES / 2**30:g} GiB; cut it shorter"
+        )
 
 
 def library(file: str | Path) -> Any:
@@ -88,23 +103,22 @@ def read(file: Path) -> tuple[Tensor, float]:
     Raises:
         ConfigError: PyAV is not installed.
         OSError: there is no file, it is not a video, or it is cut off.
-        ValueError: no frame in it, a frame rate of 0, or more than `MOST_BYTES`.
+        ValueError: no frame in it, a frame rate of 0, or more than `require_room` allows.
     """
     import torch
 
-    av, frames, size = library(file), list[Any](), 0
+    av, frames = library(file), list[Any]()
     with _opened(av, file) as container:
         stream = _stream(container)
         rate = _rate(stream)
+        require_room(stream.frames, stream.width, stream.height)
         try:
             for frame in container.decode(stream):
                 pixels = torch.as_tensor(_rgb(av, frame))
                 # Phones store the way they were held beside the frames.
                 turned = torch.rot90(pixels, frame.rotation // 90) if frame.rotation % 360 else pixels
                 frames.append(turned.permute(2, 0, 1).contiguous())
-                size += turned.numel()
-                if size > MOST_BYTES:
-                    raise ValueError(f"it is more than {MOST_BYTES / 2**30:g} GiB of frames; cut it shorter")
+                require_room(len(frames), frame.width, frame.height)  # some headers do not say how many
         except av.FFmpegError as error:
             raise OSError(f"its bytes are broken after {len(frames)} frames ({error.strerror}); {_REMEDY}") from error
     if not frames:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.core.eight_bits import eight_bit
+from flowrl.core.media import opened
 from flowrl.core.wire import WireImage
 
 _DTYPES = {"uint8": "u1", "float32": "<f4"}
@@ -49,11 +51,12 @@ def unpack(image: WireImage) -> Tensor:
         values = np.frombuffer(image.data, _DTYPES[image.format]).reshape(image.shape)
         tensor = torch.as_tensor(values.astype(np.float32))
         return tensor if image.format == "float32" else tensor / 255
-    with Image.open(io.BytesIO(image.data), formats=["PNG"]) as opened:
-        opened.load()
-        rows = np.asarray(opened)
     *frames, _, height, width = image.shape
-    if rows.shape != (int(np.prod(frames, dtype=int)) * height, width, 3):
-        raise ValueError(f"the PNG holds {list(rows.shape)}, not the shape {list(image.shape)}")
+    size = width, math.prod(frames) * height
+    with opened(io.BytesIO(image.data), formats=("PNG",)) as found:
+        # The limits were those of the first header, and the last one is decoded.
+        if found.size != size or found.mode != "RGB":
+            raise ValueError(f"the PNG holds {found.size} pixels of {found.mode}, not the shape {list(image.shape)}")
+        rows = np.asarray(found)
     tensor = torch.as_tensor(rows.astype(np.float32)).reshape(*frames, height, width, 3)
     return tensor.movedim(-1, -3).contiguous() / 255

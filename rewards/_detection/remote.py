@@ -15,7 +15,6 @@ outside of the object. The id is the request's: an answer to another request is 
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import random
 import time
@@ -25,8 +24,9 @@ from typing import Any
 
 import numpy as np
 from flowrl.rewards._detection.detectors import Detection, DetectionError
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
+from flowrl.core.media import UNREADABLE, opened
 from flowrl.reward import RewardError
 
 SCHEMA = 1
@@ -78,7 +78,7 @@ class RemoteDetector:
             raise DetectionError(f"{self.address}: {answer['error']}")
         try:
             return [_detection(item, pixels.shape[:2]) for item in answer["objects"]]
-        except (KeyError, TypeError, ValueError, binascii.Error, UnidentifiedImageError) as error:
+        except (KeyError, TypeError, *UNREADABLE) as error:
             raise RewardError(
                 f"the detector at {self.address} sent an object that is not one of schema {SCHEMA}: "
                 f"{type(error).__name__}: {error}; see docs/rewards/geneval.md"
@@ -111,7 +111,7 @@ def _detection(item: dict[str, Any], size: tuple[int, ...]) -> Detection:
     """One object of an answer for an image of `size` (height, width).
 
     Raises:
-        ValueError, KeyError, TypeError: it is none.
+        ValueError, KeyError, TypeError, OSError, SyntaxError: it is none.
     """
     label, confidence = item["label"], float(item["confidence"])
     height, width = size
@@ -124,8 +124,8 @@ def _detection(item: dict[str, Any], size: tuple[int, ...]) -> Detection:
         raise ValueError(f"box {item['box']} holds no pixel of an image of {width} x {height}")
     mask = None
     if item.get("mask") is not None:
-        image = Image.open(io.BytesIO(base64.b64decode(item["mask"], validate=True)))
-        if image.size != (width, height):
-            raise ValueError(f"a mask of {image.size} for an image of {(width, height)}")
-        mask = np.asarray(image.convert("L")) > 0
+        with opened(io.BytesIO(base64.b64decode(item["mask"], validate=True))) as image:
+            if image.size != (width, height):
+                raise ValueError(f"a mask of {image.size} for an image of {(width, height)}")
+            mask = np.asarray(image.convert("L")) > 0
     return Detection(label, confidence, (left, top, right, bottom), mask)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.core import media
+from flowrl.core.transport import unpack
+from flowrl.core.wire import WireImage, read_image, write_image
 
 
 def noise(*shape: int) -> Tensor:
@@ -85,3 +91,30 @@ def test_large_pictures_of_a_sheet_are_averaged_down_and_clips_play_together(tmp
     assert (clips.shape, size) == ((7, 3, 16, 16), (8, 8))
     assert torch.equal(clips[5, :, 8:, :8], noise(4, 7, 3, 8, 8)[2, 5])
     assert torch.equal(media.read(media.write(clips, tmp_path / "tree-base")), (clips * 255).round() / 255)
+
+
+def png_of_headers(*sizes: tuple[int, int]) -> bytes:
+    """A PNG with several headers, (width, height) each, and the pixels of the last one."""
+
+    def part(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    heads = [part(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)) for width, height in sizes]
+    width, height = sizes[-1]
+    rows = part(b"IDAT", zlib.compress(bytes((3 * width + 1) * height)))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(heads) + rows + part(b"IEND", b"")
+
+
+def test_the_limit_of_pixels_is_that_of_the_header_which_is_decoded(tmp_path, monkeypatch):
+    """The last one; a reward server has compared the first one with its limits."""
+    (tmp_path / "a.png").write_bytes(png_of_headers((4, 4), (60, 60)))
+    assert media.read(tmp_path / "a.png").shape == (3, 60, 60)
+    monkeypatch.setattr(PngImageFile, "load", lambda image: pytest.fail("it was decoded"))
+    sent = read_image(write_image(WireImage("png", (3, 4, 4), (tmp_path / "a.png").read_bytes())), "picture")
+    assert sent.pixels == 16
+    with pytest.raises(ValueError, match=r"the PNG holds \(60, 60\) pixels of RGB, not the shape \[3, 4, 4\]"):
+        unpack(sent)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # twice as many are refused
+    for reads in (media.read, media.facts, media.size, media.open_image, media.read_frames):
+        with pytest.raises(ValueError, match="more pixels than an image may have"):
+            reads(tmp_path / "a.png")

@@ -188,8 +188,38 @@ def test_without_the_extra_the_remedy_is_named_and_webp_works(tmp_path: Path, mo
     assert torch.equal(media.decode_video(tmp_path / "a.webp")[0], plain_frames())
 
 
+def claiming(file: Path, frames: int) -> None:
+    """A WebP of a few hundred bytes, of one pixel, whose mark says how many frames it has."""
+    mark = f'<x:xmpmeta><a flowrl:frames="{frames}" flowrl:fps="16.0"/></x:xmpmeta>'
+    Image.new("RGB", (1, 1)).save(file, "WEBP", xmp=mark.encode())
+
+
+@pytest.mark.parametrize("frames", [2 * 10**8, mp4.MOST_FRAMES + 1])
+def test_a_webp_that_claims_too_many_frames_is_refused_before_they_are_listed(tmp_path: Path, frames: int):
+    claiming(tmp_path / "a.webp", frames)
+    for reads in (media.facts, media.read_levels, media.decode_video, media.read_frames):
+        with pytest.raises(ValueError, match=f"it has {frames} frames of 1 x 1 pixels, more than 65536"):
+            reads(tmp_path / "a.webp")
+    claiming(tmp_path / "a.webp", 7)
+    assert media.read(tmp_path / "a.webp").shape == (7, 3, 1, 1)
+
+
+def test_times_of_an_earlier_flowrl_make_no_more_frames_than_are_taken(tmp_path: Path, monkeypatch):
+    """62 ms were a frame; a frame may last four and a half hours."""
+    images = [Image.fromarray(frame) for frame in plain_frames().permute(0, 2, 3, 1).numpy()]
+    settings = {"save_all": True, "append_images": images[1:], "lossless": True}
+    images[0].save(tmp_path / "a.webp", duration=62 * 40_000, **settings)
+    with pytest.raises(ValueError, match="240000 frames of 48 x 32"):
+        media.read_levels(tmp_path / "a.webp")
+    monkeypatch.setattr(mp4, "MOST_BYTES", 3 * 32 * 48 * 5)
+    for suffix in (".webp", ".gif", ".png"):
+        images[0].save(tmp_path / f"b{suffix}", duration=50, **settings)
+        with pytest.raises(ValueError, match="it has 6 frames"):
+            media.read_levels(tmp_path / f"b{suffix}")
+
+
 def test_a_video_too_long_for_memory_is_refused(tmp_path: Path, monkeypatch):
     media.encode_video(tmp_path / "a.mp4", plain_frames(), 16)
     monkeypatch.setattr(mp4, "MOST_BYTES", 3 * 32 * 48 * 5)
-    with pytest.raises(ValueError, match="cut it shorter"):
+    with pytest.raises(ValueError, match=r"it has 6 frames of 48 x 32 pixels, .* cut it shorter"):
         media.decode_video(tmp_path / "a.mp4")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.core import media
 from flowrl.gallery.runs import Evaluation, Run, number
 from flowrl.statistics import paired
 
@@ -233,17 +234,18 @@ class Evidence:
                 return
             if files[0] is None or files[1] is None or {file.suffix for file in files if file} != {".png"}:
                 continue
-            one, other = (_brightness(file) for file in files if file)
+            try:
+                one, other = (_brightness(file) for file in files if file)
+            except media.UNREADABLE:  # as after a kill; the others are enough
+                continue
             if one.shape == other.shape and base.prompts[prompt] == after.prompts[prompt]:
                 given += 1
                 yield one, other
 
 
 def _brightness(file: Any) -> np.ndarray:
-    from PIL import Image
-
-    with Image.open(file) as opened:
-        return np.asarray(opened.convert("L"), dtype=np.float64)
+    with media.opened(file) as image:
+        return np.asarray(image.convert("L"), dtype=np.float64)
 
 
 def summary_number(tree: Any, *keys: str) -> float:
