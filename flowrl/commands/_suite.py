@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.commands._arguments import reward_entries
-from flowrl.commands._suite_pairs import compared, pair_plan
+from flowrl.commands._suite_pairs import compared, image_change, pair_plan
 
 if TYPE_CHECKING:
     from flowrl.evaluation.suites.base import Item, Row, Table
@@ -346,13 +346,17 @@ def _report(
     note = _note(options, task, listed, headers["model"]) + unlike(headers)
     named = {f"{name}: {options.models()[name]}": table for name, table in tables.items()}
     noise = judge_noise(task, folders["base" if "base" in folders else "model"])
-    text = "\n".join(filter(None, (markdown(suite, named, changes, note), noise_text(noise), pairs[1])))
+    change = image_change(task, folders)
+    page = markdown(suite, named, changes, note, change)
+    pair_text = f"{pairs[1].rstrip()} {change}\n" if pairs[1] else ""
+    text = "\n".join(filter(None, (page, noise_text(noise), pair_text)))
     result = {
         "suite": options.suite,
         "settings": note,
         "differs": suite.facts.differs,
         "models": {name: {"target": options.models()[name], **plain(table)} for name, table in tables.items()},
-        "changes": [dataclasses.asdict(change) for change in changes],
+        "changes": [dataclasses.asdict(one) for one in changes],
+        "images": change,
         "judge_noise": noise,
         "pairs": pairs[0],
         "headers": headers,

@@ -54,3 +54,13 @@ def compared(
         judge = pairs.PairJudge(plan)
     found = pairs.summary(pairs.compare_folders(task, folders, judge, out, rejudge=rejudge))
     return {**found, "judge": judge.facts}, pairs.text(found, plan.label)
+
+
+def image_change(task: Task, folders: Mapping[str, ResultsFolder]) -> str:
+    """How far the model's first images of the prompts are from the base's, in a sentence; "" without a base."""
+    from flowrl.gallery import moved
+
+    if "base" not in folders:
+        return ""
+    files = ((folders["base"].image(item, 0), folders["model"].image(item, 0)) for item in task.items)
+    return moved.sentence(moved.measure(pair for pair in files if all(file.is_file() for file in pair)))

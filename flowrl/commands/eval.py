@@ -240,6 +240,7 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
     from flowrl.core.files import out_folder
     from flowrl.evaluation.results import Evaluation
     from flowrl.evaluation.statistics import accuracy, summary
+    from flowrl.gallery import moved
     from flowrl.run.inputs import collect
     from flowrl.run.report import format_accuracy, format_interval
     from flowrl.run.trainer import Trainer
@@ -257,7 +258,8 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
     if run is not None and (ended := status.describe(status.read(run))):
         print(f"{run}: {ended}")
     with no_exit():
-        result = trainer.evaluate_only(run, out_folder(out or default), accept)
+        place = out_folder(out or default)
+        result = trainer.evaluate_only(run, place, accept)
     parts = trainer.session.parts
     for name, value in summary(result).items():
         print(
@@ -267,21 +269,28 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
     if result.agreement is not None:
         print(format_accuracy(accuracy(result.agreement)))
     if base is not None:
-        _against(base, result, parts)
+        found = moved.measure(
+            moved.saved_pairs(saved.with_suffix(""), place / "eval" / result.tag, range(len(result.prompts)))
+        )
+        _against(base, result, parts, moved.sentence(found, moved.trained(resolved.tree())))
 
 
-def _against(base: Evaluation, tuned: Evaluation, parts: Parts) -> None:
-    """Print win rates against the run's base where both were evaluated alike."""
+def _against(base: Evaluation, tuned: Evaluation, parts: Parts, change: str) -> None:
+    """Print win rates against the run's base where both were evaluated alike, and `change`, how far the images are."""
     from flowrl.evaluation.statistics import win_rate
     from flowrl.run.report import format_win_rate
 
     cards = [] if parts.scorers.watched is None else [entry.reward.card for entry in parts.scorers.watched.distinct]
-    higher = {name: card.prefers_more(name) for card in cards for name in card.outputs}
+    higher, tie = (
+        {name: card.prefers_more(name) for card in cards for name in card.outputs},
+        parts.evaluator.options.tie,
+    )
+    alike = False
     for name in (name for name in tuned.scores if name in base.scores):
-        unlike = tuned.unlike(base, name)
-        if unlike:
+        if unlike := tuned.unlike(base, name):
             print(f"no win rate by {name}: the run's base was made with other values of: {', '.join(unlike)}")
         else:
-            print(
-                format_win_rate(name, win_rate(base, tuned, name, higher_is_better=higher[name]), parts.data.prompts.on)
-            )
+            alike, found = True, win_rate(base, tuned, name, higher_is_better=higher[name], tie=tie)
+            print(format_win_rate(name, found, parts.data.prompts.on))
+    if alike:
+        print(change)

@@ -79,13 +79,20 @@ def _print(ballot: Ballot) -> None:
     from flowrl.gallery.voting.result import result
 
     votes = ballot.of_present_images()
-    print("\n".join(result(votes).lines()), flush=True)
+    print("\n".join([*result(votes).lines(), _moved(ballot)]), flush=True)
     trained = sum(polls.of_training(vote.group) for vote in ballot.book.votes.values())
     if trained:
         print(f"{trained} votes of the training are kept, and not counted here", flush=True)
     if others := len(ballot.book.votes) - len(votes) - trained:
         print(f"{others} votes on images of an earlier evaluation are kept, and not counted here", flush=True)
     _print_unreadable(ballot)
+
+
+def _moved(ballot: Ballot) -> str:
+    """How far the images are from the base's, which stands beside every win rate."""
+    from flowrl.gallery import moved
+
+    return moved.sentence(moved.measure((pair.first, pair.second) for pair in ballot.pairs))
 
 
 def _print_unreadable(ballot: Ballot) -> None:

@@ -70,6 +70,7 @@ ADDED = (
     Added(Place("run", "*", "eval.videos"), "webp"),
     Added(Place("run", "*", "optim.ema.repeats"), 1),
     Added(Place("run", "*", "optim.ema.warmup_terms"), [1.0, 10.0]),
+    Added(Place("run", "*", "eval.tie"), 0.0),
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from flowrl.core.paths import OUTPUT, PROMPTS, ComponentOf
 from flowrl.core.strict import Options, require_positive
 from flowrl.data.options import DataConfig
 from flowrl.rollout.options import RolloutConfig
+from flowrl.statistics.paired import TIE_SHARE
 from flowrl.training.optim import OptimConfig
 
 
@@ -35,6 +37,9 @@ class EvalConfig:
     """Samples of each prompt, at seeds 0, 1, ...; more of them narrow the intervals."""
     batch_size: int = 32
     """Samples per forward; changes memory and speed alone."""
+    tie: float = TIE_SHARE
+    """Largest difference of two scores that a win rate counts as a tie, as a share of the std of the base's scores.
+    Scores that are all 0 or 1 tie where they are equal, and so do images that are equal in 8 bits. 0: equal scores."""
     best_guidance: list[float] = field(default_factory=list)
     """Guidance scales tried on the base model, whose best result is reported next to base and tuned; empty: none."""
     periodic_prompts: int | None = None
@@ -59,6 +64,8 @@ class EvalConfig:
         )
         if self.every < 0:
             raise ValueError(f"every={self.every} must not be negative")
+        if not 0 <= self.tie < math.inf:
+            raise ValueError(f"tie={self.tie} must be a number from 0; 0 counts equal scores alone as ties")
         if self.save_images is not None and self.save_images < 0:
             raise ValueError(f"save_images={self.save_images} must not be negative; null saves all, 0 none")
 

@@ -8,6 +8,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from flowrl.core import digests
+
 _TOP = 255
 """The level of white."""
 
@@ -72,6 +74,11 @@ class EightBitImages(Sequence[Tensor]):
         if not bool(self.finite.all()):
             result[~self.finite] = torch.nan
         return result
+
+    def digests(self) -> list[str]:
+        """`digests.of` each sample; "" for one that is not finite."""
+        known = zip(self.levels.numpy(), self.finite.numpy(), strict=True)
+        return [digests.of(levels) if finite else "" for levels, finite in known]
 
 
 class Album:

@@ -34,6 +34,9 @@ from flowrl.training.sampling import Sampling
 from flowrl.training.signals import NEVER, Stop
 from flowrl.training.world import World
 
+Keep = Callable[[Sequence[SampleId], EightBitImages], None]
+"""Keeps what lasts of a batch of samples."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -97,7 +100,7 @@ class Evaluator:
         folder = None if self.folder is None or not setting.save else self.folder / self.place
         draw = partial(self._drawn, setting, None if folder is None else folder / setting.tag, progress, stop)
         # Of a network that is split no process draws by itself; each batch is then scored in step.
-        due = draw() if self.sampling.sharded else self.world.in_step(draw)
+        due, digests = draw() if self.sampling.sharded else self.world.in_step(draw)
         result = Evaluation(
             tag=setting.tag,
             iteration=setting.iteration,
@@ -106,6 +109,7 @@ class Evaluator:
             prompts=tuple(p.text for p in prompts),
             seeds=self.options.samples_per_prompt,
             scores=self._gather(due, len(prompts), setting.known),
+            digests=self._gather_digests(digests, len(prompts), setting.known),
             agreement=None if agreement is None else agreement(stop),
             distinct=tuple(distinct_numbers([identity(p) for p in prompts])),
             made_with=dict(self.made_with),
@@ -118,8 +122,11 @@ class Evaluator:
 
     def _drawn(
         self, setting: Setting, kept: Path | None, progress: Callable[[int], None], stop: Stop
-    ) -> list[tuple[list[SampleId], Scores]]:
-        """This process's samples with their scores; the images are written to the folder `kept`, if any."""
+    ) -> tuple[list[tuple[list[SampleId], Scores]], dict[SampleId, str]]:
+        """This process's samples with their scores, and the digest of each in 8 bits.
+
+        The images are written to the folder `kept`, if any.
+        """
         sampling, prompts, size = self.sampling, self.prompts[: setting.limit], self.options.batch_size
         sampling = replace(sampling, policy=Policy(sampling.adapter, Ode(), setting.guidance_scale))
         plan, learned = solver_plan(sampling.adapter.schedule(setting.num_inference_steps)), sampling.learned
@@ -127,6 +134,7 @@ class Evaluator:
         shape = sampling.adapter.latent_shape()
         noise = Noise(self.seed, "eval", None, shape, distributions=distributions, names=self.names)
         due: list[tuple[list[SampleId], Scores]] = []
+        digests = dict[SampleId, str]()
         health, options = Health(), RunOptions(stop=stop.in_step)
         agree: Callable[[Callable[[], list]], list] = self.world.in_step if sampling.sharded else lambda work: work()
         # Where prompts are encoded between batches, encoders may set switches of the process (`Lanes.quiet`).
@@ -135,13 +143,14 @@ class Evaluator:
             for slots, counts in self._rounds(self._first(setting), len(prompts)):
                 ids = [SampleId(slot, k) for slot in slots for k in range(self.options.samples_per_prompt)]
                 drawn = sampling.draw(plan, noise, sampling.asked(prompts, ids), batch_size=size, options=options)
-                due += agree(partial(self._scored, beside, health, kept, stop, drawn) if counts else list)
+                keep = partial(self._kept, kept, digests)
+                due += agree(partial(self._scored, beside, health, keep, stop, drawn) if counts else list)
                 progress(len(ids) if counts else 0)
             due += agree(partial(self._rest, beside, health, setting.iteration))
-        return due
+        return due, digests
 
     def _scored(
-        self, beside: Beside, health: Health, kept: Path | None, stop: Stop, drawn: Trajectories
+        self, beside: Beside, health: Health, keep: Keep, stop: Stop, drawn: Trajectories
     ) -> list[tuple[list[SampleId], Scores]]:
         """Decode and keep a batch, and begin to score it; the scores that are due."""
         ids, due = list(drawn.samples.ids), []
@@ -150,8 +159,7 @@ class Evaluator:
         if not health.diverged:  # then no reward is to be blamed
             prompts = [self.prompts[i.slot] for i in ids]
             due = beside.add(ids, images, [p.text for p in prompts], [p.metadata for p in prompts])
-        if kept is not None:
-            self._keep(kept, ids, images)
+        keep(ids, images)
         return due
 
     def _rest(self, beside: Beside, health: Health, iteration: int) -> list[tuple[list[SampleId], Scores]]:
@@ -194,6 +202,16 @@ class Evaluator:
             table[name][: len(values)] = values
         return table
 
+    def _gather_digests(self, own: dict[SampleId, str], prompts: int, known: Evaluation | None) -> np.ndarray:
+        """Digests of all processes, [P, seeds] of text; the first of them may be known."""
+        table = np.full((prompts, self.options.samples_per_prompt), "", dtype="<U16")
+        for part in self.world.gather(list(own.items())):
+            for i, digest in part:
+                table[i.slot, i.sample] = digest
+        if known is not None and known.digests is not None:
+            table[: len(known.digests)] = known.digests
+        return table
+
     def _rounds(self, first: int, prompts: int) -> list[tuple[range, bool]]:
         """This process's prompts of `first` to `prompts`, some at a time, and whether they count.
 
@@ -210,7 +228,13 @@ class Evaluator:
         idle = max(map(len, every)) - len(own) if self.sampling.sharded else 0
         return [(slots, True) for slots in own] + [(range(1), False)] * idle
 
-    def _keep(self, folder: Path, ids: Sequence[SampleId], images: EightBitImages) -> None:
+    def _kept(
+        self, folder: Path | None, digests: dict[SampleId, str], ids: Sequence[SampleId], images: EightBitImages
+    ) -> None:
+        """Add the digests of samples, and write those that are to be saved to the folder, if any."""
+        digests.update(zip(ids, images.digests(), strict=True))
+        if folder is None:
+            return
         count, rate, form = self.options.save_images, self.sampling.adapter.fps, self.options.videos
         for i, image in zip(ids, images.levels, strict=True):
             if count is None or i.slot < count:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.core import digests
 from flowrl.core.files import damaged, evaluation_remedy, json_ready, read_object, write_atomically
 from flowrl.data.prompts import distinct_numbers
 
@@ -45,6 +46,8 @@ class Evaluation:
     """[P] number of the distinct prompt; None: equal texts are one prompt (files of older versions)."""
     made_with: dict[str, str] = field(default_factory=dict)
     """Fingerprints of the model, the prompts and each score (run/inputs.py); none in older files."""
+    digests: np.ndarray | None = None
+    """Digest of each sample in 8 bits (`EightBitImages.digests`), [P, S] of text; None in older files."""
 
     @property
     def groups(self) -> np.ndarray:
@@ -56,7 +59,8 @@ class Evaluation:
         texts = tuple(text for text, kept in zip(self.prompts, rows, strict=True) if kept)
         groups = np.unique(self.groups[rows], return_inverse=True)[1]
         scores = {name: table[rows] for name, table in self.scores.items()}
-        return replace(self, prompts=texts, scores=scores, distinct=tuple(groups.tolist()))
+        marks = None if self.digests is None else self.digests[rows]
+        return replace(self, prompts=texts, scores=scores, distinct=tuple(groups.tolist()), digests=marks)
 
     def unlike(self, other: Evaluation, score: str | None = None) -> list[str]:
         """Differences between the settings of two evaluations, in words; with `score` only those of that score."""
@@ -88,6 +92,8 @@ class Evaluation:
             "images": f"eval/{self.tag}",
             "made_with": self.made_with,
         }
+        if self.digests is not None:
+            record["digests"] = self.digests.tolist()
         if self.agreement is not None:
             record["agreement"] = json_ready(self.agreement.right.tolist())
             record["agreement_captions"] = self.agreement.captions.tolist()
@@ -130,4 +136,5 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
         agreement=agreement,
         distinct=tuple(map(int, record["distinct"])) if "distinct" in record else None,
         made_with=dict(record.get("made_with") or {}),
+        digests=digests.table(record, len(prompts), seeds),
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from flowrl.core import digests
 from flowrl.evaluation.results import Agreement, Evaluation
 from flowrl.statistics import paired
 from flowrl.statistics.intervals import Bounds, interval
@@ -34,15 +37,44 @@ def difference(base: Evaluation, tuned: Evaluation) -> dict[str, dict[str, float
 
 
 def win_rate(
-    base: Evaluation, tuned: Evaluation, metric: str, *, higher_is_better: bool = True, seed: int = 0
-) -> dict[str, float]:
-    """Win rate of the tuned image over the base's of the same prompt and seed: `paired.win_rate`.
+    base: Evaluation,
+    tuned: Evaluation,
+    metric: str,
+    *,
+    higher_is_better: bool = True,
+    tie: float = 0.0,
+    rows: np.ndarray | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Win rate of the tuned image over the base's of the same prompt and seed.
+
+    Args:
+        base: of the untrained model.
+        tuned: of the trained one.
+        metric: the score.
+        higher_is_better: its direction.
+        tie: `eval.tie`.
+        rows: the prompts that count, [P] bool; None: all. The margin is of all samples of the base.
+        seed: of the bootstrap.
+
+    Returns:
+        That of `paired.win_rate`, and the rule of its ties: `tie`; `margin`, the largest difference of a tie, in units
+        of the score; `same`, the number of pairs whose images are equal in 8 bits, which are ties too; None where an
+        evaluation of an older version does not tell.
 
     Raises:
         ValueError: other prompts or seeds.
     """
     before, after = _tables(base, tuned, metric)
-    return paired.win_rate(before, after, tuned.groups, higher_is_better=higher_is_better, seed=seed)
+    margin = paired.margin(before, after, tie)
+    if rows is not None:
+        base, tuned = base.of(rows), tuned.of(rows)
+        before, after = _tables(base, tuned, metric)
+    same = digests.same(base.digests, tuned.digests)
+    found = paired.win_rate(
+        before, after, tuned.groups, higher_is_better=higher_is_better, tie_eps=margin, same=same, seed=seed
+    )
+    return {**found, "tie": tie, "margin": margin, "same": None if same is None else int(same.sum())}
 
 
 def _tables(base: Evaluation, tuned: Evaluation, metric: str) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.gallery import results
-from flowrl.gallery.runs import Run, number
+from flowrl.gallery.runs import Run, number, value_at
 
 
 def status(run: Run) -> str:
@@ -85,13 +85,6 @@ def _evaluated_on(run: Run) -> str:
     share = held_out.get("source") if isinstance(held_out, dict) and held_out.get("share") is not None else None
     text = f"{run.base.num_distinct()} {run.subject.name}".replace("its own", "of its own")
     return f"{text} ({share})" if share else text
-
-
-def value_at(tree: Any, *path: str) -> Any:
-    """`tree[path[0]][path[1]]...`; None if a key is missing, as in an older run."""
-    for key in path:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.gallery import certainty, charts, guard
+from flowrl.gallery import certainty, charts, guard, moved
 from flowrl.gallery.runs import Evaluation, Run, nan_mean, number
 from flowrl.statistics.intervals import clusters
 from flowrl.statistics.paired import prompt_means
@@ -261,13 +261,19 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
 def win_rate(run: Run, metric: Metric) -> tuple[str, str] | None:
     """(tone, sentence) about the share of prompts and seeds whose tuned image beats the base's; None: not known."""
     result = _block(run, "win_rate").get(metric.name)
-    if not isinstance(result, dict) or not result.get("n"):
+    if not isinstance(result, dict):
         return None
+    found = moved.of_run(run)
+    rule, change = moved.rule(result, run.noun), moved.sentence(found, moved.trained(run.config))
+    if not result.get("n"):
+        text = f"By {metric.label} there is no win rate: all {result.get('ties')} {run.noun}s are tied"
+        return "same", f"{text}{run.subject.on} ({rule}). {change}"
     rate, low, high, ties = (100 * number(result.get(key)) for key in ("rate", "low", "high", "tie_rate"))
-    tone = "better" if low > 50 else "worse" if high < 50 else "same"
+    # What nobody can see is no success.
+    tone = "same" if found is not None and found.hardly else "better" if low > 50 else "worse" if high < 50 else "same"
     return tone, (
         f"By {metric.label} the tuned model wins {rate:.1f} % of {result['n']} {run.noun}s that are not tied"
-        f"{run.subject.on} ({_ends(low, high)}); {ties:.1f} % of all are ties."
+        f"{run.subject.on} ({_ends(low, high)}); {ties:.1f} % of all are ties ({rule}). {change}"
     )
 
 

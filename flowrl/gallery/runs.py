@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from flowrl.core import contents, media, status
+from flowrl.core import contents, digests, media, status
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import evaluation_remedy, read_object, read_rows
 from flowrl.gallery import trees
@@ -37,6 +37,8 @@ class Evaluation:
     """Number of the distinct prompt of each prompt, [P]; (): prompts are distinct by text (older files)."""
     made_with: dict[str, str] = field(default_factory=dict)
     """Fingerprints of model, prompts and rewards (flowrl/run/inputs.py)."""
+    digests: np.ndarray | None = None
+    """Digest of each sample in 8 bits, [P, K] of text; None in older files."""
 
     @property
     def groups(self) -> np.ndarray:
@@ -183,6 +185,13 @@ def number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
+def value_at(tree: Any, *path: str) -> Any:
+    """`tree[path[0]][path[1]]...`; None if a key is missing, as in an older run."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
+
+
 def nan_mean(values: np.ndarray) -> Any:
     """Mean over the last axis without NaN; NaN, without a warning, if there are no other values."""
     known = np.isfinite(values)
@@ -304,6 +313,7 @@ def _read_evaluation(path: Path, folder: Path) -> Evaluation:
             images=images,
             distinct=tuple(map(int, document.get("distinct", ()))),
             made_with=dict(document.get("made_with") or {}),
+            digests=digests.table(document, len(prompts), len(seeds)),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not an evaluation ({type(error).__name__}: {error}); {remedy}") from error

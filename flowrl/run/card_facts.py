@@ -11,9 +11,9 @@ from typing import Any
 from flowrl.core import registry
 from flowrl.core.errors import Fault
 from flowrl.gallery import guard, results
-from flowrl.gallery.facts import duration, seconds, value_at
+from flowrl.gallery.facts import duration, seconds
 from flowrl.gallery.results import Estimate, Metric
-from flowrl.gallery.runs import Run
+from flowrl.gallery.runs import Run, value_at
 from flowrl.run.plain_text import Named, escaped
 
 _FEW = 50

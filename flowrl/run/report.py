@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowrl.core.board import HEADLINES
@@ -17,6 +17,7 @@ from flowrl.evaluation.held_out import RunPrompts
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import accuracy, difference, summary, win_rate
 from flowrl.gallery import build as build_gallery
+from flowrl.gallery import moved
 from flowrl.gallery.runs import load_run
 from flowrl.run.card import try_card
 from flowrl.run.folder import RunFolder
@@ -140,9 +141,10 @@ class Report:
             with working("building the report"):
                 page = build_gallery([self.folder.path])
             self.guard.say_end()
-            _log_verdict(self.metric, result, before[1], self.prompts)
+            run = load_run(self.folder.path)
+            _log_verdict(self.metric, result, before[1], self.prompts, moved.of_run_in_words(run))
             log.info("report: %s (%.1f s)", page, time.monotonic() - started)
-            for line in cause(load_run(self.folder.path)):
+            for line in cause(run):
                 verdict.info("%s", line)
             with working("writing the model card"):
                 try_card(self.folder.path, self.folder.path / FOLDER, "adapter")
@@ -152,31 +154,37 @@ class Report:
     def _write(
         self, status: str, base: Evaluation, best: Evaluation | None, tuned: Evaluation | None
     ) -> dict[str, Any]:
-        if (rows := self.guard.judged) is not None:
+        whole, rows, tie = (base, tuned), self.guard.judged, self.session.config.eval.tie
+        if rows is not None:
             base, best, tuned = base.of(rows), best and best.of(rows), tuned and tuned.of(rows)
         watched = () if self.watched is None else self.watched.distinct
-        lower = [e.reward.card.lower for e in watched]
+        lower = [name for e in watched for name in e.reward.card.lower]
         result: dict[str, Any] = {
             "status": status,
             "iterations": self.guard.ended or self.session.iteration,
             "seconds": round(self.clock.seconds, 1),
             **self.prompts.facts(),
             "primary": self.metric,
-            "lower_is_better": [name for outputs in lower for name in outputs],
+            "lower_is_better": lower,
+            "tie": tie,
             "base": summary(base),
         }
         rival = best or base
         result["base_best_guidance"] = summary(rival) | {"guidance_scale": rival.guidance_scale}
-        if tuned is not None:
+        if tuned is not None and whole[1] is not None:
             result |= {"tuned": summary(tuned), "difference": difference(base, tuned)}
             result["win_rate"] = {
-                name: win_rate(base, tuned, name, higher_is_better=name not in result["lower_is_better"])
+                name: win_rate(whole[0], whole[1], name, higher_is_better=name not in lower, tie=tie, rows=rows)
                 for name in result["difference"]
             }
             if tuned.agreement is not None:
                 result["implicit_accuracy"] = accuracy(tuned.agreement)
         result |= self.guard.summary()
         if self.session.world.main:
+            if tuned is not None:
+                place = self.folder.path / "eval"
+                found = moved.measure(moved.saved_pairs(place / base.tag, place / tuned.tag, range(len(base.prompts))))
+                result["moved"] = None if found is None else found.plain()
             self.folder.write_json("summary.json", result)
         return result
 
@@ -198,7 +206,10 @@ def row_line(row: dict[str, Any], iterations: int, prompts: RunPrompts) -> str:
     return "  ".join(parts)
 
 
-def _log_verdict(metric: str | None, result: dict[str, Any], best: Evaluation | None, prompts: RunPrompts) -> None:
+def _log_verdict(
+    metric: str | None, result: dict[str, Any], best: Evaluation | None, prompts: RunPrompts, change: str
+) -> None:
+    """The lines of the end; `change` is the sentence on how much the images change."""
     if metric is not None and metric in result["difference"]:
         on = prompts.on
         verdict.info("base%s  %s %s", on, metric, _format(result["base"][metric]))
@@ -208,6 +219,7 @@ def _log_verdict(metric: str | None, result: dict[str, Any], best: Evaluation | 
         verdict.info("tuned%s %s %s", on, metric, _format(result["tuned"][metric]))
         verdict.info("paired difference%s %s", on, _format(result["difference"][metric], signed=True))
         verdict.info("%s", format_win_rate(metric, result["win_rate"][metric], on))
+        verdict.info("%s", change)
         if prompts.name == "training prompts":
             verdict.info("%s", prompts.remark)
     if "implicit_accuracy" in result:
@@ -225,13 +237,14 @@ def format_mean(prompts: RunPrompts, key: str, value: float) -> str:
     return f"{key.removeprefix('eval/')}{what} {value:.3f}" if what else f"held-out {key[5:]} {value:.3f}"
 
 
-def format_win_rate(metric: str, value: dict[str, float], on: str = "") -> str:
-    """A win rate in words; `on` names its prompts unless they are held out."""
+def format_win_rate(metric: str, value: Mapping[str, Any], on: str = "") -> str:
+    """A win rate and its rule in words; `on` names its prompts unless they are held out."""
+    rule = moved.rule(value)
     if not value["n"]:
-        return f"win rate{on} by {metric}: none of the {value['ties']} images differs from the base's"
+        return f"win rate{on} by {metric}: none, since all {value['ties']} images are tied ({rule})"
     return (
         f"win rate{on} by {metric}: {value['rate']:.1%} of {value['n']} images that are not tied "
-        f"({format_interval(value, '.1%')}); {value['ties']} ties, {value['tie_rate']:.1%}"
+        f"({format_interval(value, '.1%')}); {value['ties']} ties, {value['tie_rate']:.1%} ({rule})"
     )
 
 
@@ -240,7 +253,7 @@ def _format(value: dict[str, float], *, signed: bool = False) -> str:
     return f"{value['mean']:{sign}.4f} ({format_interval(value, f'{sign}.4f')}, n = {value['n']})"
 
 
-def format_interval(value: dict[str, float], form: str) -> str:
+def format_interval(value: Mapping[str, Any], form: str) -> str:
     """The interval of an estimate in words; one prompt alone has none."""
     low, high = value["low"], value["high"]
     return "no interval" if math.isnan(low) else f"95 % interval {low:{form}} to {high:{form}}"

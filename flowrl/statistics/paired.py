@@ -13,8 +13,10 @@ import numpy as np
 
 from flowrl.statistics.intervals import FEW, LEVELS, Bounds, Clusters, clusters, interval, of_few, resamples
 
+TIE_SHARE = 0.05
+"""Largest difference of a tie as a share of the base's std, where nothing else is asked for: the default `eval.tie`."""
 TIE = 1e-6
-"""Scores that differ by less are equal: older files have six digits."""
+"""Scores that differ by at most this are equal: older files have six digits."""
 FLIPS = 10_000
 
 Side = Literal["two-sided", "greater", "less"]
@@ -39,9 +41,54 @@ def difference(before: np.ndarray, after: np.ndarray, groups: np.ndarray) -> dic
 
     Of scores that are all 0 or 1 it is known that no difference is beyond -1 or 1.
     """
-    scores = np.concatenate([before, after])
-    passed = bool(np.isin(scores[~np.isnan(scores)], (0.0, 1.0)).all())
-    return over_prompts(prompt_means(after - before), groups, (-1.0, 1.0) if passed else None)
+    bounds = (-1.0, 1.0) if _passed(before, after) else None
+    return over_prompts(prompt_means(after - before), groups, bounds)
+
+
+def margin(before: np.ndarray, after: np.ndarray, share: float) -> float:
+    """Largest difference of a tie, in units of the scores: `share` times the standard deviation of the first model's.
+
+    The deviation is that of all finite samples of `before` (divided by their number), whatever their prompts. Scores
+    that are all 0 or 1, in both, are ties where they are equal: there it is `TIE`, which it is never below.
+
+    Args:
+        before: scores of the first model, any shape, NaN where there is none.
+        after: of the second, any shape.
+        share: from 0; 0: scores must be equal.
+
+    >>> margin(np.asarray([[0.0, 2.0], [np.nan, 4.0]]), np.asarray([[0.5]]), 0.5) == 0.5 * (8 / 3) ** 0.5
+    True
+    """
+    scores = before[np.isfinite(before)]
+    if _passed(before, after) or not scores.size:
+        return TIE
+    return max(share * float(scores.std()), TIE)
+
+
+def outcomes(
+    before: np.ndarray,
+    after: np.ndarray,
+    *,
+    higher_is_better: bool = True,
+    tie_eps: float = TIE,
+    same: np.ndarray | None = None,
+) -> np.ndarray:
+    """1 where the second model wins, 0 where it loses, 1/2 for a tie, NaN without both scores; shaped like the scores.
+
+    Args:
+        before: scores of the first model, any shape.
+        after: of the second, the same shape.
+        higher_is_better: direction of the score.
+        tie_eps: largest difference of a tie (`margin`).
+        same: whether the two samples are the same, so that they tie whatever their scores, bool of the same shape;
+            None: not known.
+
+    >>> outcomes(np.asarray([1.0, 1.0, 1.0, 1.0]), np.asarray([2.0, 0.0, 1.2, np.nan]), tie_eps=0.5).tolist()
+    [1.0, 0.0, 0.5, nan]
+    """
+    change = (after - before) * (1 if higher_is_better else -1)
+    tied = np.abs(change) <= tie_eps if same is None else (np.abs(change) <= tie_eps) | same
+    return np.where(np.isnan(change), np.nan, np.where(tied, 0.5, (change > 0).astype(np.float64)))
 
 
 def win_rate(
@@ -51,24 +98,26 @@ def win_rate(
     *,
     higher_is_better: bool = True,
     tie_eps: float = TIE,
+    same: np.ndarray | None = None,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Win rate of the second image over the first of the same prompt and seed; equal scores are ties, kept apart.
+    """Win rate of the second image over the first of the same prompt and seed; ties are kept apart.
 
     Args:
         before: scores of the first model, [P, S].
         after: of the second, [P, S].
         groups: [P] int64 from 0, equal for prompts that are the same.
-        higher_is_better: direction of the score.
-        tie_eps: largest difference of a tie; for a judge with steps, half a step.
+        higher_is_better: as in `outcomes`.
+        tie_eps: as there; for a judge with steps, half a step.
+        same: as there.
         seed: of the bootstrap.
 
     Returns:
         `rate` = wins / (wins + losses) with its 95 % `low`, `high` over distinct prompts, `n` images that are not tied,
         `wins`, `losses`, `ties`, `tie_rate` among all images with both scores.
     """
-    change = (after - before) * (1 if higher_is_better else -1)
-    wins, losses, ties = (part.sum(axis=1) for part in (change > tie_eps, change < -tie_eps, abs(change) <= tie_eps))
+    found = outcomes(before, after, higher_is_better=higher_is_better, tie_eps=tie_eps, same=same)
+    wins, losses, ties = ((found == value).sum(axis=1) for value in (1.0, 0.0, 0.5))
     decided = int(wins.sum() + losses.sum())
     result: dict[str, float] = {"wins": int(wins.sum()), "losses": int(losses.sum()), "ties": int(ties.sum())}
     result |= {"n": decided, "tie_rate": result["ties"] / max(decided + result["ties"], 1)}
@@ -97,22 +146,14 @@ def win_share(
     *,
     higher_is_better: bool = True,
     tie_eps: float = TIE,
+    same: np.ndarray | None = None,
 ) -> dict[str, float]:
     """Share of wins of the second model where a tie is half a win: mean over prompts of the mean over seeds.
 
     With the models exchanged it is one minus this, ends too; equal models have 1/2. Arguments: `win_rate`.
     """
-    won = wins_of(before, after, higher_is_better=higher_is_better, tie_eps=tie_eps)
-    return over_prompts(won, groups, bounds=(0.0, 1.0))
-
-
-def wins_of(
-    before: np.ndarray, after: np.ndarray, *, higher_is_better: bool = True, tie_eps: float = TIE
-) -> np.ndarray:
-    """Share of wins of each prompt over its seeds, ties as halves, [P]; NaN where no pair was scored."""
-    change = (after - before) * (1 if higher_is_better else -1)
-    won = np.where(abs(change) <= tie_eps, 0.5, (change > tie_eps).astype(np.float64))
-    return prompt_means(np.where(np.isnan(change), np.nan, won))
+    found = outcomes(before, after, higher_is_better=higher_is_better, tie_eps=tie_eps, same=same)
+    return over_prompts(prompt_means(found), groups, bounds=(0.0, 1.0))
 
 
 def sign_test(per_prompt: np.ndarray, *, side: Side = "two-sided", tie_eps: float = TIE) -> float:
@@ -179,6 +220,11 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
     result = np.empty_like(p)
     result[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
     return result
+
+
+def _passed(*tables: np.ndarray) -> bool:
+    """Whether all scores of the tables are 0 or 1."""
+    return all(np.isin(table[~np.isnan(table)], (0.0, 1.0)).all() for table in tables)
 
 
 def _by_group(counts: np.ndarray, groups: np.ndarray) -> np.ndarray:

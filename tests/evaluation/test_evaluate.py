@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from flowrl.config.schema import EvalConfig
-from flowrl.core.errors import Abandoned
+from flowrl.core import digests
+from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.data.prompts import Prompt, distinct_numbers, identity
 from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.evaluation.results import Agreement, Evaluation
@@ -110,6 +111,10 @@ def test_files_of_older_versions_are_read_and_their_texts_tell_duplicates(tmp_pa
     found = Evaluation.load(tmp_path / "base.json")
     assert found.groups.tolist() == [0, 1, 0]
     assert found.scores["a"][0, 0] == 0.123457
+    assert found.digests is None
+    (tmp_path / "base.json").write_text(json.dumps(old | {"digests": [["0"], ["1"]]}))
+    with pytest.raises(ConfigError, match="damaged"):
+        Evaluation.load(tmp_path / "base.json")
 
 
 def test_an_evaluation_is_read_back_as_it_was_written(tmp_path):
@@ -161,8 +166,11 @@ def test_an_evaluation_repeats_bitwise_and_moves_with_the_weights(tmp_path):
         assert first.scores[name].shape == (5, 2)
         np.testing.assert_array_equal(first.scores[name], second.scores[name])
     assert difference(first, second)["light"] == {"mean": 0.0, "low": 0.0, "high": 0.0, "n": 5}
+    assert np.all(digests.same(first.digests, second.digests))
     nudge(adapter.network)
-    assert np.abs(call(evaluator(tmp_path, adapter)).scores["light"] - first.scores["light"]).min() > 0
+    other = call(evaluator(tmp_path, adapter))
+    assert np.abs(other.scores["light"] - first.scores["light"]).min() > 0
+    assert not np.any(digests.same(first.digests, other.digests))
 
 
 def test_an_evaluation_goes_on_from_one_of_its_first_prompts(tmp_path):
@@ -178,7 +186,10 @@ def test_an_evaluation_goes_on_from_one_of_its_first_prompts(tmp_path):
     images = [sorted((tmp_path / part / "eval/base").iterdir()) for part in ("whole", "parts")]
     assert [file.name for file in images[0]] == [file.name for file in images[1]]
     assert [file.read_bytes() for file in images[0]] == [file.read_bytes() for file in images[1]]
-    assert Evaluation.load(tmp_path / "parts/eval/base.json").scores.keys() == whole.scores.keys()
+    np.testing.assert_array_equal(found.digests, whole.digests)
+    saved = Evaluation.load(tmp_path / "parts/eval/base.json")
+    assert saved.scores.keys() == whole.scores.keys()
+    np.testing.assert_array_equal(saved.digests, whole.digests)
     np.testing.assert_array_equal(call(which, known=found).scores["light"], whole.scores["light"])
     with pytest.raises(ValueError, match="own first prompts"):
         call(which, known=first, guidance_scale=2.0)
@@ -318,6 +329,14 @@ def test_one_prompt_has_no_interval_and_the_lines_say_so():
     assert format_interval(summary(base)["a"], ".2f") == "no interval"
     assert "no interval" in format_win_rate("a", win_rate(base, tuned, "a"))
     assert format_interval({"low": 0.1, "high": 0.25}, ".2f") == "95 % interval 0.10 to 0.25"
+
+
+def test_the_margin_is_of_all_samples_of_the_base_whichever_prompts_count():
+    """Of 0, 0, 4, 4 the std is 2; of the two prompts that count it is 0."""
+    base, tuned = record("base", a=[[0.0], [0.0], [4.0], [4.0]]), record("tuned", a=[[0.9], [1.1], [4.0], [4.0]])
+    found = win_rate(base, tuned, "a", tie=0.5, rows=np.asarray([True, True, False, False]))
+    assert (found["margin"], found["tie"], found["same"]) == (1.0, 0.5, None)
+    assert (found["wins"], found["ties"]) == (1, 1)
 
 
 def test_nothing_but_ties_has_no_rate():

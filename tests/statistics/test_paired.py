@@ -60,6 +60,23 @@ def test_half_a_judges_step_makes_its_small_changes_ties():
     assert paired.win_rate(before, after, np.arange(3), tie_eps=0.5)["ties"] == 2
 
 
+def test_a_tie_is_a_share_of_the_bases_std_or_the_same_image_and_of_passes_an_equal_one():
+    """Of 0, 4, 8 the std is the root of 32/3, and half of it 1.63."""
+    before = np.asarray([[0.0, 4.0], [8.0, NAN]])
+    margin = paired.margin(before, before + 100.0, 0.5)
+    assert margin == pytest.approx(0.5 * (32 / 3) ** 0.5)
+    after = before + np.asarray([[1.6, -1.7], [1.7, 9.0]])
+    same = np.asarray([[False, True], [False, False]])
+    np.testing.assert_array_equal(paired.outcomes(before, after, tie_eps=margin), [[0.5, 0.0], [1.0, NAN]])
+    np.testing.assert_array_equal(paired.outcomes(before, after, tie_eps=margin, same=same), [[0.5, 0.5], [1.0, NAN]])
+    found = paired.win_rate(before, after, np.arange(2), tie_eps=margin, same=same, higher_is_better=False)
+    assert (found["wins"], found["losses"], found["ties"]) == (0, 1, 2)
+    passed = np.asarray([[0.0, 1.0, NAN]])
+    assert paired.margin(passed, 1.0 - passed, 10.0) == paired.TIE, "ten std would make all of them ties"
+    assert paired.margin(passed, 0.5 * passed, 10.0) == 5.0
+    assert paired.margin(before * NAN, before, 0.5) == paired.margin(0 * before, before, 0.5) == paired.TIE
+
+
 @pytest.mark.parametrize(("decided", "ties"), [(6, 0), (6, 90), (60, 0)])
 def test_prompts_that_all_win_do_not_make_a_certain_win_rate(decided, ties):
     after = np.concatenate([np.ones(decided), np.zeros(ties)])[:, None]

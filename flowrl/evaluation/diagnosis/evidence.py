@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from flowrl.core import media
+from flowrl.gallery import moved
 from flowrl.gallery.runs import Evaluation, Run, number
 from flowrl.statistics import paired
 
 TREND_ROWS = 8
 """Fewest iterations for a trend: quarters of two."""
-MOST_IMAGES = 64
-"""Pairs of images that are opened: `eval.save_images` saves those of 64 prompts, and more take seconds."""
 PAGE = "docs/troubleshooting.md"
 
 
@@ -220,32 +217,12 @@ class Evidence:
         Raises:
             Lacking: no such pair of images was saved (videos are not opened).
         """
-        found = list(self._pairs())
+        base, after = self.base, self.after
+        files = (pair for pair in moved.shared_pairs(base, after) if pair[0].suffix == ".png")
+        found = [(before[0], trained[0]) for before, trained in moved.bright_pairs(files)]
         if not found:
             raise Lacking("no image of the same prompt and seed is saved for both evaluations")
         return found
-
-    def _pairs(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        base, after = self.base, self.after
-        count, given = min(len(base.prompts), len(after.prompts)), 0
-        for prompt in range(count):
-            files = base.image(prompt, 0), after.image(prompt, 0)
-            if given == MOST_IMAGES:
-                return
-            if files[0] is None or files[1] is None or {file.suffix for file in files if file} != {".png"}:
-                continue
-            try:
-                one, other = (_brightness(file) for file in files if file)
-            except media.UNREADABLE:  # as after a kill; the others are enough
-                continue
-            if one.shape == other.shape and base.prompts[prompt] == after.prompts[prompt]:
-                given += 1
-                yield one, other
-
-
-def _brightness(file: Any) -> np.ndarray:
-    with media.opened(file) as image:
-        return np.asarray(image.convert("L"), dtype=np.float64)
 
 
 def summary_number(tree: Any, *keys: str) -> float:

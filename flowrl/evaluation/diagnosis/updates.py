@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from flowrl.evaluation.diagnosis.evidence import TREND_ROWS, Change, Evidence, Lacking, Number, Seen, text
+from flowrl.gallery import moved
 
 DEAD = 0.5
 """Share of dead groups: above it most samples are drawn for nothing."""
@@ -34,8 +35,6 @@ ENDED = 0.01
 """Of the largest learning rate: the rest moves the weights by less than a hundredth of an ordinary step."""
 ENDED_SHARE = 0.1
 """Share of the iterations below `ENDED`: a cosine over the whole run has 6 % there, a linear fall 1 %."""
-HALF_LEVEL = 0.5
-"""Mean difference of 8-bit images in levels: less than rounding hides."""
 
 
 def dead_groups(seen: Evidence) -> Seen | None:
@@ -213,14 +212,15 @@ def weights_hardly_move(seen: Evidence) -> Seen | None:
         raise Lacking("metrics.jsonl has no row")
     if seen.moved or not seen.live:
         return None
-    levels = float(np.mean([np.abs(after - before).mean() for before, after in seen.images]))
-    if levels >= HALF_LEVEL:
+    found = moved.of_run(seen.run)
+    if found is None:
+        raise Lacking("no image of the same prompt and seed is saved for both evaluations")
+    if not found.hardly:
         return None
-    what = "The LoRA hardly moves" if seen.has("model.lora") else "The weights hardly move"
     rate = float(seen.option("optim.learning_rate"))
     return Seen(
-        1 - levels,
-        f"{what}: on the same noise the images differ from the base's by {text(levels)} of 255 levels.",
-        Number("mean difference of the images", levels, HALF_LEVEL),
+        1 - found.levels,
+        moved.of_run_in_words(seen.run),
+        Number("mean difference of the images", found.levels, moved.HALF_LEVEL),
         Change("optim.learning_rate", f"{10 * rate:g}" + (", or a larger model.lora.alpha" * seen.has("model.lora"))),
     )

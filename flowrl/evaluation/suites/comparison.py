@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from flowrl.evaluation.suites.base import Line, Suite, Table
 from flowrl.evaluation.suites.folder import differences
-from flowrl.evaluation.suites.intervals import paired, shares, stratified, together, won
-from flowrl.statistics.paired import flip_tests, holm
+from flowrl.evaluation.suites.intervals import paired, pooled, shares, stratified, together
+from flowrl.statistics.paired import TIE_SHARE, flip_tests, holm, margin, outcomes
+
+TIES = (
+    f"In a win rate a tie is half a win: values at most {TIE_SHARE:g} of the std of the base's values of the line "
+    "apart; where all values are 0 or 1, equal ones."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +31,8 @@ class Change:
     low: float
     high: float
     win_rate: float
-    """Share of values on which the tuned model is better, a tie counting half; likewise weighted."""
+    """Share of values on which the tuned model is better, a tie counting half; likewise weighted. A tie are values at
+    most `TIE_SHARE` of the std of the line's values of the base apart; where all are 0 or 1, equal ones."""
     win_low: float
     win_high: float
     p: float
@@ -57,8 +64,9 @@ def compare(base: Table, tuned: Table, lower_is_better: Collection[str] = ()) ->
     p = flip_tests(table, np.arange(len(prompts))) if len(prompts) else np.ones(len(pairs))
     result = []
     for (before, after), parts, one, adjusted in zip(pairs, differences, p, holm(p.tolist()), strict=True):
-        sign = -1 if after.output in lower_is_better else 1
-        wins = paired(before.parts, after.parts, lambda a, b, sign=sign: won(sign * (b - a)))
+        tie_eps = margin(pooled(before.parts), pooled(after.parts), TIE_SHARE)
+        more = after.output not in lower_is_better
+        wins = paired(before.parts, after.parts, partial(outcomes, higher_is_better=more, tie_eps=tie_eps))
         width = None if after.bounds is None else after.bounds[1] - after.bounds[0]
         over = together if after.shared and len(parts) > 1 else stratified
         gain = over(parts, None if width is None else (-width, width))
@@ -84,8 +92,11 @@ def _grid(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([text(titles), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(text, rows)])
 
 
-def markdown(suite: Suite, tables: dict[str, Table], changes: Sequence[Change], note: str = "") -> str:
-    """The page of a result: a table for each model (by its words), the changes, and what differs from the protocol."""
+def markdown(suite: Suite, tables: dict[str, Table], changes: Sequence[Change], note: str = "", moved: str = "") -> str:
+    """The page of a result: a table for each model (by its words), the changes, and what differs from the protocol.
+
+    `moved` is the sentence on how much the images of the two models differ.
+    """
     lines = [f"# {suite.facts.title}", ""]
     for name, table in tables.items():
         lines += [f"## {name}", "", table_text(table), ""]
@@ -98,7 +109,7 @@ def markdown(suite: Suite, tables: dict[str, Table], changes: Sequence[Change], 
             for change in changes
         ]
         titles = ("line", "model - base", "95 % interval", "win rate", "95 % interval", "p (Holm)")
-        lines += ["## Paired difference", "", _grid(titles, rows), ""]
+        lines += ["## Paired difference", "", _grid(titles, rows), "", f"{TIES} {moved}".rstrip(), ""]
     lines += [
         "Intervals are of 95 %, over prompts; inside each part where a line is a mean over parts, such as tasks.",
         "",

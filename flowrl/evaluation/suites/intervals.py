@@ -10,7 +10,6 @@ import numpy as np
 
 from flowrl.statistics.intervals import FEW, LEVELS, Bounds, Clusters, of_few, student
 from flowrl.statistics.intervals import stratified as over_strata
-from flowrl.statistics.paired import TIE
 
 _DRAWS, _AT_ONCE = 10_000, 500
 
@@ -112,27 +111,27 @@ def _drawn(sums: np.ndarray, counts: np.ndarray, weights: np.ndarray, seed: int)
     return float(low), float(high)
 
 
-def paired(base: Sequence[Part], tuned: Sequence[Part], value: Callable[[float, float], float]) -> tuple[Part, ...]:
-    """Parts of `value(base's, tuned's)` of every value that both have; NaN where one of them is."""
+def paired(
+    base: Sequence[Part], tuned: Sequence[Part], value: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> tuple[Part, ...]:
+    """Parts of `value(base's, tuned's)` of the values [K] of each prompt that both have; NaN where one of them is."""
+
+    def of(before: tuple[float, ...], after: tuple[float, ...]) -> tuple[float, ...]:
+        count = min(len(before), len(after))
+        return tuple(value(np.asarray(before[:count]), np.asarray(after[:count])).tolist())
+
     return tuple(
         Part(
-            {
-                prompt: tuple(
-                    math.nan if math.isnan(a) or math.isnan(b) else value(a, b)
-                    for a, b in zip(before.values[prompt], values, strict=False)
-                )
-                for prompt, values in after.values.items()
-                if prompt in before.values
-            },
+            {p: of(before.values[p], values) for p, values in after.values.items() if p in before.values},
             after.weight,
         )
         for before, after in zip(base, tuned, strict=True)
     )
 
 
-def won(difference: float) -> float:
-    """1 for a gain, 0 for a loss, 1/2 for a tie."""
-    return 0.5 if abs(difference) <= TIE else float(difference > 0)
+def pooled(parts: Sequence[Part]) -> np.ndarray:
+    """All values of the parts, [N]; NaN where there is none."""
+    return np.asarray([value for part in parts for values in part.values.values() for value in values])
 
 
 def shares(parts: Sequence[Part]) -> dict[str, float]:

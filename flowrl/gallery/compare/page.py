@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flowrl.gallery import charts, facts
+from flowrl.gallery import charts, facts, moved
 from flowrl.gallery.certainty import LEAST
 from flowrl.gallery.compare import curves, drawing, plain
 from flowrl.gallery.compare.configurations import differences
@@ -43,7 +43,8 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
     }
     if shared is None:
         return common | {"shared": None, "plain": plain.comparison(runs, alike=alike), "metrics": []}
-    metrics = [_of_metric(shared, of, recipes, styles) for of in shared.metrics]
+    moves = {i: moved.of_run_in_words(runs[i]) for i in shared.compared}
+    metrics = [_of_metric(shared, of, recipes, styles, moves) for of in shared.metrics]
     places = curves.curve_places(shared)
     subjects = {run.subject.short for run in runs}
     subject = f"{subjects.pop()} " if len(subjects) == 1 else ""
@@ -67,6 +68,8 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
         "num_curve_prompts": len(places),
         "seeds": ", ".join(map(str, shared.seeds)),
         "same_noise": same_noise(shared),
+        "tie": f"{shared.tie:g}",
+        "older": [label_of(runs, i) for i in shared.compared if shared.same(i) is None],
         "plain": None,
         "metrics": metrics,
         "missing": [_absent(runs, i) for i in range(len(runs)) if i not in shared.compared],
@@ -105,13 +108,19 @@ def _recipe_name(runs: Sequence[Run], members: tuple[int, ...]) -> str:
 
 
 def _of_metric(
-    shared: Shared, of: SharedMetric, recipes: Sequence[tuple[int, ...]], styles: dict[int, Style]
+    shared: Shared,
+    of: SharedMetric,
+    recipes: Sequence[tuple[int, ...]],
+    styles: dict[int, Style],
+    moves: dict[int, str],
 ) -> dict[str, Any]:
-    """Tables of one metric."""
+    """Tables of one metric; `moves` has each run's sentence on how much its images change."""
     table, metric = standings(shared, of), of.metric
     bars = [Estimate(), *(row.over_base.estimate for row in table)]
     domain = _domain(bars)
     rows = [_row(shared, metric, standing, styles, domain) for standing in table]
+    for row in rows:
+        row["moved"] = moves[row["run"]]
     cells = [row[kind] for row in rows for kind in ("over_base", "over_leader")]
     repeated = [_one_each(shared.runs, [i for i in members if i in of.members]) for members in recipes]
     seeds = [recipe(shared, of, members) for members in repeated if len(members) > 1]
@@ -120,6 +129,7 @@ def _of_metric(
         "name": metric.name,
         "label": metric.label,
         "lower": metric.sign < 0,
+        "passes": metric.percent,
         "standings": table,
         "rows": rows,
         "few": LEAST if any(cell and cell["few"] for cell in cells) else 0,

@@ -8,9 +8,9 @@ import numpy as np
 
 from flowrl.gallery.certainty import told_apart
 from flowrl.gallery.compare.shared import Shared, SharedMetric
-from flowrl.gallery.results import Estimate
+from flowrl.gallery.results import Estimate, Metric
 from flowrl.statistics.intervals import intervals
-from flowrl.statistics.paired import flip_tests, holm, prompt_means, wins_of
+from flowrl.statistics.paired import flip_tests, holm, outcomes, prompt_means
 from flowrl.statistics.repeats import over_seeds
 
 SURE = 0.05
@@ -70,7 +70,7 @@ def standings(shared: Shared, of: SharedMetric) -> list[Standing]:
     behind = np.stack([prompt_means(tuned - lead) for _, tuned in tables])
     bounds = (0.0, 1.0) if metric.percent else None
     levels = intervals(np.concatenate([before, after]), shared.groups, bounds=bounds)
-    wins = np.stack([wins_of(*pair, higher_is_better=metric.sign > 0) for pair in tables])
+    wins = np.stack([_wins(shared, i, metric, *pair) for i, pair in zip(members, tables, strict=True)])
     shares = intervals(wins, shared.groups, bounds=(0.0, 1.0))
     others = order[1:]
     changes = np.concatenate([gains, behind[others]])
@@ -90,6 +90,12 @@ def standings(shared: Shared, of: SharedMetric) -> list[Standing]:
         )
         for k in order
     ]
+
+
+def _wins(shared: Shared, run: int, metric: Metric, base: np.ndarray, tuned: np.ndarray) -> np.ndarray:
+    """Share of wins of each prompt over its seeds, ties as halves, [P]; NaN where no pair was scored."""
+    tie_eps, same = shared.margin(run, metric), shared.same(run)
+    return prompt_means(outcomes(base, tuned, higher_is_better=metric.sign > 0, tie_eps=tie_eps, same=same))
 
 
 def recipe(shared: Shared, of: SharedMetric, runs: tuple[int, ...]) -> Recipe:

@@ -7,6 +7,7 @@ has the same place in all runs.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.core import digests
 from flowrl.core.errors import ConfigError
 from flowrl.gallery import results
 from flowrl.gallery.results import Metric
-from flowrl.gallery.runs import Evaluation, Run
+from flowrl.gallery.runs import Evaluation, Run, number, value_at
+from flowrl.statistics.paired import TIE_SHARE, margin
 
 _OWN = ("name", "output", "seed")
 """Keys that runs of one recipe may differ in."""
@@ -60,6 +63,23 @@ class Shared:
         if scores is None:
             return np.full((len(self.places), len(columns)), np.nan)
         return np.where(np.isfinite(scores), scores, np.nan)[self.places][:, columns]
+
+    def same(self, run: int) -> np.ndarray | None:
+        """Whether base and tuned have the same image in 8 bits, [P, K] bool; None: older evaluations do not tell."""
+        columns = [[evaluation.seeds.index(seed) for seed in self.seeds] for evaluation in self.runs[run].both]
+        both = zip(self.runs[run].both, columns, strict=True)
+        return digests.same(*(None if e.digests is None else e.digests[self.places][:, c] for e, c in both))
+
+    def margin(self, run: int, metric: Metric) -> float:
+        """Largest difference of a tie, in units of the metric: of all samples of the run's base."""
+        before, after = (e.scores[metric.name] for e in self.runs[run].both)
+        return margin(before, after, self.tie)
+
+    @property
+    def tie(self) -> float:
+        """One rule for all: the largest `eval.tie` that a compared run states, else the default."""
+        stated = [number(value_at(self.runs[i].config, "eval", "tie")) for i in self.compared]
+        return max(filter(math.isfinite, stated), default=TIE_SHARE)
 
     def evaluation(self, run: int, *, base: bool) -> Evaluation:
         before, after = self.runs[run].both

@@ -66,6 +66,14 @@ def test_less_may_be_better_and_more_lines_cost_more():
     assert compare(table([before]), table([after]))[0].win_rate == 0.0
 
 
+def test_a_tie_of_a_line_is_a_share_of_the_std_of_its_values():
+    """Of 0 and 10 the std is 5, and a twentieth of it 0.25: 0.2 more is a tie, 0.3 more is not."""
+    base, tuned = table([[(0, 10), (0, 10)]]), table([[(0.2, 10.2), (0.3, 10)]])
+    change = compare(base, tuned)[0]
+    assert change.win_rate == pytest.approx((0.5 + (1 + 0.5) / 2) / 2)
+    assert change.mean == pytest.approx(0.7 / 4)
+
+
 def test_the_shares_of_prompts_add_up_to_the_mean():
     parts = (Part({"a": (1.0, 0.0), "b": (1.0,)}, 0.4), Part({"c": (0.25,), "a": (0.75,)}, 0.6))
     assert sum(shares(parts).values()) == pytest.approx(stratified(parts)[0])

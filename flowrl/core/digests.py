@@ -1,0 +1,39 @@
+"""Digests of samples in 8 bits, by which two evaluations tell which of their images are the same, kept or not."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def of(levels: np.ndarray) -> str:
+    """Digest of an image [3, H, W] or a video [F, 3, H, W], uint8: 16 hexadecimal digits."""
+    digest = hashlib.blake2b(str(levels.shape).encode(), digest_size=8)
+    digest.update(np.ascontiguousarray(levels).data)
+    return digest.hexdigest()
+
+
+def table(record: Mapping[str, Any], prompts: int, seeds: int) -> np.ndarray | None:
+    """The digests in an evaluation's record, [P, S] of text; None in those of older versions, which have none.
+
+    Raises:
+        ValueError: a table of another shape.
+    """
+    if "digests" not in record:
+        return None
+    result = np.asarray(record["digests"], dtype=np.str_).reshape(prompts, -1 if prompts else seeds)
+    if result.shape != (prompts, seeds):
+        raise ValueError(f"digests is {list(result.shape)} for {prompts} prompts and {seeds} seeds")
+    return result
+
+
+def same(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
+    """Whether samples are equal in 8 bits by their digests [P, S], bool [P, S]; None where one table is not known.
+
+    >>> same(np.asarray([["a", ""]]), np.asarray([["a", ""]]))
+    array([[ True, False]])
+    """
+    return None if one is None or other is None else (one == other) & (one != "")
