@@ -1,7 +1,8 @@
-"""A LoRA file from elsewhere on a pipeline: the layouts that diffusers converts, and kohya's of SD3.
+"""A LoRA file from elsewhere on a pipeline: names of linear layers in any layout, and whatever diffusers converts.
 
-It is loaded by the pipeline's own `load_lora_weights`. Afterwards the adapted modules are counted: a file that binds to
-none is refused, one that binds to a part is reported with what was left out.
+The factor of each module, from wherever its program wrote it, goes into its B; then the pipeline's own
+`load_lora_weights` takes it. Afterwards the adapted modules are counted: a file that binds to none is refused, one that
+binds to a part is reported with what was left out.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from flowrl.core.console import log
 from flowrl.core.errors import ConfigError, ModelError
-from flowrl.models.lora_formats.refused import other_update
+from flowrl.models.lora_formats.naming import to_diffusers
+from flowrl.models.lora_formats.reading import names_and_header, read_contents, read_finite
+from flowrl.models.lora_formats.refused import other_update, refuse_header
 from flowrl.models.weights import lora_file
-from flowrl.run.kohya import PREFIX, from_kohya
 from flowrl.run.origin import content
 
 # The first tensor of each adapted module, in the forms that diffusers' own converters leave.
@@ -70,6 +71,13 @@ def _file(path: Path, word: str) -> Path:
     if path.suffix in _PICKLES:
         raise ConfigError(f"--lora {word}: pickles are not read; convert it to .safetensors")
     file = lora_file(path)
+    for part in ("transformer", "unet"):  # Flow-Factory: a folder of PEFT for each network
+        if not file.is_file() and lora_file(path / part).is_file():
+            file = lora_file(path / part)
+    if (path / "adapter_model.bin").is_file() and not file.is_file():
+        raise ConfigError(
+            f"--lora {word}: adapter_model.bin is a pickle, which is not read; convert it to .safetensors"
+        )
     if path.is_dir() and not file.is_file():
         files = sorted(path.glob("*.safetensors"))
         if len(files) != 1:
@@ -99,7 +107,8 @@ def attach(pipeline: Any, lora: LoraFile, name: str) -> dict[str, Any]:
     keys = _keys(file)
     before = {adapter for _, layer in _layers(pipeline) for adapter in layer.scaling}
     with _using(file, kind, keys):
-        stems = _load(pipeline, file, keys, name)
+        # diffusers has no loader of another kind but for a LoKr, which it reads with its header.
+        stems = _load_lokr(pipeline, file, keys, name) if _is_lokr(keys) else _load(pipeline, file, name)
     bound = {place for place, layer in _layers(pipeline) if name in layer.scaling}
     if not bound:
         raise ModelError(
@@ -109,7 +118,8 @@ def attach(pipeline: Any, lora: LoraFile, name: str) -> dict[str, Any]:
     for _, layer in _layers(pipeline):
         layer.set_adapter([each for each in (*sorted(before), name) if each in layer.scaling])
         if name in layer.scaling:
-            layer.set_scale(name, lora.scale)
+            # Of a LoRA the file's own factor is in B: diffusers' alphas of several ranks do not reach every layer.
+            layer.set_scale(name, lora.scale) if _is_lokr(keys) else layer.scaling.update({name: lora.scale})
     if len(bound) < len(stems):
         left = sorted(stems - bound)
         shown = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
@@ -120,12 +130,7 @@ def attach(pipeline: Any, lora: LoraFile, name: str) -> dict[str, Any]:
 
 def _keys(file: Path) -> list[str]:
     """Names of a file's tensors; errors as of `attach`."""
-    try:
-        with safe_open(file, framework="pt") as source:
-            keys = list(source.keys())
-    except (OSError, SafetensorError) as error:
-        reason = str(error).splitlines()[0]
-        raise ModelError(f"--lora {file} is damaged ({reason}); copy or download it again") from error
+    keys, _ = names_and_header(file, f"--lora {file}")
     if not any("lora" in key or "lokr" in key for key in keys):
         raise ModelError(
             f"--lora {file} holds no LoRA: {len(keys)} tensors, such as {(keys or ['none'])[0]}; a whole model is the "
@@ -136,53 +141,60 @@ def _keys(file: Path) -> list[str]:
 
 def _parts(keys: list[str]) -> str:
     """The first parts of tensor names, which say what a LoRA is for."""
-    return ", ".join(sorted({re.split(r"[._]", key, maxsplit=1)[0] for key in keys})[:4])
+    bare = [key.removeprefix("base_model.model.") for key in keys]
+    return ", ".join(sorted({re.split(r"[._]", key, maxsplit=1)[0] for key in bare})[:4])
 
 
-def _load(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
-    """Load it; the modules that it names, as `component.module`."""
+def _is_lokr(keys: list[str]) -> bool:
+    return any(".lokr_" in key for key in keys)
+
+
+def _load(pipeline: Any, file: Path, name: str) -> set[str]:
+    """Load a LoRA, with its own factor in B; the modules that it names, as `component.module`."""
     from diffusers.loaders.lora_base import LoraBaseMixin
 
-    # diffusers' pipelines ask for 'lora' in every name, which its networks' own loader does not.
-    if not isinstance(pipeline, LoraBaseMixin) or all(_OWN_LOKR.match(key) for key in keys):
-        return _load_into_denoisers(pipeline, file, keys, name)
+    tensors = _tensors(pipeline, file)
+    if not isinstance(pipeline, LoraBaseMixin):
+        return _load_into_denoisers(pipeline, file, tensors, name)
     source: Any = pipeline
-    where: dict[str, Any] = {"weight_name": file.name, "local_files_only": True}
-    if any(key.startswith(PREFIX) for key in keys):
-        with safe_open(file, framework="pt") as tensors:
-            given: Any = _from_kohya(file, {key: tensors.get_tensor(key) for key in keys})
-        where, converted = {}, given
-    else:
-        given = str(file.parent)
-        converted = source.lora_state_dict(given, **where)
-    two, mark = source.components.get("transformer_2") is not None, _EXPERT.search(file.stem)
-    low = two and mark is not None and mark[1].lower() == "low"
-    source.load_lora_weights(given, adapter_name=name, **where, **({"load_into_transformer_2": True} if low else {}))
-    state: dict[str, Tensor] = converted[0] if isinstance(converted, tuple) else converted
-    modules = _modules(state)
+    two, mark, second = source.components.get("transformer_2") is not None, _EXPERT.search(file.stem), _second(file)
+    low = two and (file.parent.name == "transformer_2" if mark is None else mark[1].lower() == "low")
+    where = {"load_into_transformer_2": True} if low else {}
+    converted: Any = source.lora_state_dict(dict(tensors))
+    source.load_lora_weights(dict(tensors), adapter_name=name, **where)
+    modules = _modules(converted[0] if isinstance(converted, tuple) else converted)
     if low:
         return _of_second(modules)
-    if two and mark is None:
-        modules |= _load_second(source, file, name)
-    return modules
-
-
-def _load_second(source: Any, file: Path, name: str) -> set[str]:
-    """Load the second expert's file, which diffusers' layout has in a folder of its own; its modules."""
-    expert = file.parent / "transformer_2" / file.name
-    if not expert.is_file():
+    if two and mark is None and second is None:
         log.warning(
             "--lora %s: the expert of high noise alone has it now; give the other one's file too, NAME_low_noise", file
         )
-        return set()
-    source.load_lora_weights(
-        str(expert.parent),
-        weight_name=file.name,
-        local_files_only=True,
-        adapter_name=name,
-        load_into_transformer_2=True,
-    )
-    return _of_second(_modules(dict.fromkeys(_keys(expert))))
+    elif two and mark is None and second is not None:
+        more = _tensors(pipeline, second)
+        source.load_lora_weights(dict(more), adapter_name=name, load_into_transformer_2=True)
+        modules |= _of_second(_modules(more))
+    return modules
+
+
+def _second(file: Path) -> Path | None:
+    """The file of the second expert, which diffusers and Flow-Factory have in a folder of its own."""
+    beside = file.parent.parent if file.parent.name == "transformer" else file.parent
+    expert = beside / "transformer_2" / file.name
+    return expert if expert.is_file() else None
+
+
+def _tensors(pipeline: Any, file: Path) -> dict[str, Tensor]:
+    """The tensors of a file as diffusers' loader takes them, whose scale is 1; errors as of `attach`."""
+    component = "unet" if "unet" in pipeline.components else "transformer"
+    contents = read_contents(file, f"--lora {file}", component)
+    reason = refuse_header(names_and_header(file, f"--lora {file}")[1])
+    if reason is None and any("dora_scale" in key for key in contents.tensors):
+        reason = other_update(list(contents.tensors))  # diffusers leaves the norms out
+    if reason is not None:
+        raise ModelError(f"--lora {file} {reason}")
+    network = pipeline.components.get(component)
+    own = to_diffusers(contents, network, component) if isinstance(network, nn.Module) else None
+    return contents.folded() if own is None else own
 
 
 def _of_second(modules: set[str]) -> set[str]:
@@ -190,25 +202,44 @@ def _of_second(modules: set[str]) -> set[str]:
     return {f"transformer_2.{place.partition('.')[2]}" for place in modules}
 
 
-def _from_kohya(file: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    try:
-        return from_kohya(tensors)
-    except ModelError as error:
-        raise ModelError(f"--lora {file} {other_update(list(tensors)) or f'does not fit: {error}'}") from error
+def _load_lokr(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
+    """Load a LoKr with its header: flowrl's own by the network's loader, any other by the pipeline's."""
+    from diffusers.loaders.lora_base import LoraBaseMixin
+
+    read_finite(file, f"--lora {file}")
+    # diffusers' pipelines ask for 'lora' in every name, which its networks' own loader does not.
+    if not isinstance(pipeline, LoraBaseMixin) or all(_OWN_LOKR.match(key) for key in keys):
+        return _load_into_denoisers(pipeline, file, dict.fromkeys(keys), name)
+    source: Any = pipeline
+    where: dict[str, Any] = {"weight_name": file.name, "local_files_only": True}
+    converted: Any = source.lora_state_dict(str(file.parent), **where)
+    source.load_lora_weights(str(file.parent), adapter_name=name, **where)
+    return _modules(converted[0] if isinstance(converted, tuple) else converted)
 
 
-def _load_into_denoisers(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
-    """For a pipeline without `load_lora_weights`, and a LoKr: diffusers' layout, `component.module.lora_A.weight`."""
+def _load_into_denoisers(pipeline: Any, file: Path, tensors: dict[str, Any], name: str) -> set[str]:
+    """For a pipeline without `load_lora_weights`, and a LoKr: diffusers' layout, `component.module.lora_A.weight`.
+
+    `tensors` are given to the networks; those of a LoKr, which are None, are read from the file.
+    """
     from diffusers.loaders.peft import PeftAdapterMixin
 
+    def given(values: dict[str, Any], source: Path) -> tuple[Any, dict[str, Any]]:
+        plain = all(value is not None for value in values.values())
+        return (values, {}) if plain else (str(source.parent), {"weight_name": source.name})
+
     for component, network in pipeline.components.items():
-        if isinstance(network, PeftAdapterMixin) and any(key.startswith(f"{component}.") for key in keys):
-            network.load_lora_adapter(str(file.parent), prefix=component, weight_name=file.name, adapter_name=name)
-    modules = _modules(dict.fromkeys(keys))
-    second, expert = pipeline.components.get("transformer_2"), file.parent / "transformer_2" / file.name
-    if isinstance(second, PeftAdapterMixin) and expert.is_file():
-        second.load_lora_adapter(str(expert.parent), prefix="transformer", weight_name=file.name, adapter_name=name)
-        modules |= _of_second(_modules(dict.fromkeys(_keys(expert))))
+        if isinstance(network, PeftAdapterMixin) and any(key.startswith(f"{component}.") for key in tensors):
+            what, where = given(tensors, file)
+            network.load_lora_adapter(what, prefix=component, adapter_name=name, **where)
+    modules = _modules(tensors)
+    second, expert = pipeline.components.get("transformer_2"), _second(file)
+    if isinstance(second, PeftAdapterMixin) and expert is not None:
+        keys = _keys(expert)
+        more = dict.fromkeys(keys) if _is_lokr(keys) else _tensors(pipeline, expert)
+        what, where = given(more, expert)
+        second.load_lora_adapter(what, prefix="transformer", adapter_name=name, **where)
+        modules |= _of_second(_modules(more))
     return modules
 
 
@@ -246,7 +277,8 @@ def _using(file: Path, kind: str, keys: list[str]) -> Iterator[None]:
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         if (known := other_update(keys)) is not None:
             raise ModelError(f"--lora {file} {known}; {kind} has no loader for it in this layout") from error
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = next((line for line in lines if line.startswith("size mismatch")), lines[0])
         raise ModelError(
             f"--lora {file} does not fit {kind} ({type(error).__name__}: {reason[:300]}); give the base model that it "
             "was trained on, or the file in diffusers' or kohya's layout"

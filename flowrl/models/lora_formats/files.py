@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 
 def lora_file(path: Path) -> Path:
-    """The weights of a saved LoRA: the file itself, or diffusers' name inside a folder."""
-    return path / "pytorch_lora_weights.safetensors" if path.is_dir() else path
+    """The weights of a saved LoRA: the file itself; in a folder diffusers' name, or PEFT's where it alone is there."""
+    if not path.is_dir():
+        return path
+    own, peft = path / "pytorch_lora_weights.safetensors", path / "adapter_model.safetensors"
+    return peft if peft.is_file() and not own.is_file() else own
 
 
 def component_names(network: nn.Module) -> dict[str, nn.Module]:

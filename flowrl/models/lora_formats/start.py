@@ -7,7 +7,6 @@ diffusers' own importers multiply the scale into the tensors, which rounds, and 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -17,26 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.models._precision import ADAPTER
 from flowrl.models.base import LoraSettings
 from flowrl.models.lora_formats.families import family_of
 from flowrl.models.lora_formats.files import lora_file, lora_places
-from flowrl.models.lora_formats.places import Place
+from flowrl.models.lora_formats.naming import Members, linear_layers, names_of
+from flowrl.models.lora_formats.reading import HALF, LoraContents, names_and_header, read_contents
 from flowrl.models.lora_formats.refused import refuse_header, refuse_keys
 
 _PICKLES = {".bin", ".ckpt", ".pt", ".pth"}
-_HALF = re.compile(r"\.(?:lora_(?P<first>A|down)|lora_(?P<second>B|up))\.weight$")
 _EXPERTS = ("high_noise", "low_noise")
 
 
 @dataclass(slots=True)
 class _Update:
-    """A module of a file: A [r, in], B [out, r] and its alpha."""
+    """A module of a file: A [r, in] and B [out, r]."""
 
-    down: Tensor | None = None
-    up: Tensor | None = None
-    alpha: float | None = None
+    down: Tensor
+    up: Tensor
 
 
 def start_from(path: str, networks: dict[str, nn.Module], lora: LoraSettings) -> None:
@@ -48,12 +46,11 @@ def start_from(path: str, networks: dict[str, nn.Module], lora: LoraSettings) ->
     from peft import set_peft_model_state_dict
     from safetensors import SafetensorError
 
-    place, own = Path(path), Path(path) / "adapter"
-    if lora_file(own).is_file() and not lora_file(place).is_file():
-        raise ModelError(f"model.init_lora={path!r} is a run folder: give its adapter, model.init_lora={str(own)!r}")
     found = []
     try:
-        for (component, network, _), file in zip(lora_places(place, networks), _files(path, networks), strict=True):
+        for (component, network, _), file in zip(
+            lora_places(Path(path), networks), _files(path, networks), strict=True
+        ):
             found.append((network, _Reader(path, network, component, lora).read(file)))
         for network, tensors in found:
             result: Any = set_peft_model_state_dict(network, tensors, adapter_name=ADAPTER)
@@ -68,12 +65,20 @@ def start_from(path: str, networks: dict[str, nn.Module], lora: LoraSettings) ->
 def _files(path: str, networks: dict[str, nn.Module]) -> list[Path]:
     """One file a network."""
     place, count = Path(path), len(networks)
-    if place.suffix in _PICKLES:
+    if place.suffix in _PICKLES or ((place / "adapter_model.bin").is_file() and not lora_file(place).is_file()):
         raise ModelError(f"model.init_lora={path!r}: pickles are not read; convert it to .safetensors")
     if not place.exists():
         raise ModelError(f"model.init_lora={path!r}: there is no {lora_file(place)}")
+    parts = [lora_file(place / name) for name in networks]
     if lora_file(place).is_file() and place.is_dir():
         files = [lora_file(p) for _, _, p in lora_places(place, networks)]
+    elif all(file.is_file() for file in parts):  # Flow-Factory: a folder of PEFT for each network
+        files = parts
+    elif inner := next((each for name in ("adapter", "lora") if lora_file(each := place / name).is_file()), None):
+        raise ModelError(
+            f"model.init_lora={path!r} is a folder of a run, whose LoRA lies in {inner.name}/",
+            remedies=[Remedy({"model.init_lora": str(inner)})],
+        )
     elif place.is_dir():
         given = sorted(place.glob("*.safetensors"))
         files = given if len(given) == count else []
@@ -106,13 +111,14 @@ class _Reader:
     def __init__(self, path: str, network: nn.Module, component: str, lora: LoraSettings) -> None:
         from peft import get_peft_model_state_dict
 
-        self.path, self.lora, self.component = path, lora, component
+        self.path, self.lora, self.component, self.network = path, lora, component, network
         state = get_peft_model_state_dict(network, adapter_name=ADAPTER)
         self.modules = {k.removesuffix(".lora_A.weight") for k in state if k.endswith(".lora_A.weight")}
-        self.shapes = {
+        adapted = {
             name: (state[f"{name}.lora_B.weight"].shape[0], state[f"{name}.lora_A.weight"].shape[1])
             for name in self.modules
         }
+        self.shapes = linear_layers(network) | adapted
         self.family = family_of(network)
 
     def refuse(self, reason: str) -> ModelError:
@@ -120,104 +126,86 @@ class _Reader:
 
     def read(self, file: Path) -> dict[str, Tensor]:
         """The network's tensors by peft's names."""
-        from safetensors import safe_open
-
-        with safe_open(file, framework="pt") as source:
-            about = source.metadata() or {}
-            tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118, it is no dict
-        reason = refuse_header(about) or refuse_keys(list(tensors))
+        label = f"model.init_lora={self.path!r}"
+        keys, about = names_and_header(file, label)
+        reason = refuse_header(about) or refuse_keys(keys)
         if reason is not None:
             raise self.refuse(reason)
-        settings = self._settings(about)
-        updates = self._updates(tensors)
-        self._check_scale(updates, settings)
+        contents = read_contents(file, label, self.component)
+        placed = self._placed(self._updates(contents.tensors))
+        self._require_settings(contents, placed)
         result: dict[str, Tensor] = {}
-        for name, (down, up) in self._placed(updates).items():
+        for name, (down, up) in placed.items():
             result[f"{name}.lora_A.weight"], result[f"{name}.lora_B.weight"] = down, up
         return result
 
-    def _settings(self, about: dict[str, str]) -> dict[str, Any]:
-        packed = json.loads(about.get("lora_adapter_metadata", "{}"))
-        prefix = f"{self.component}."
-        settings = {key.removeprefix(prefix): value for key, value in packed.items() if key.startswith(prefix)}
-        if settings.get("use_rslora") and self.lora.kind != "rslora":
-            raise self.refuse(
-                "is a rank-stabilized LoRA (use_rslora), whose scale is alpha / sqrt(rank): set model.lora.kind=rslora"
-            )
-        if settings.get("rank_pattern") or settings.get("alpha_pattern"):
-            raise self.refuse("has several ranks or alphas (rank_pattern, alpha_pattern): merge it into the model")
-        return settings
-
     def _updates(self, tensors: dict[str, Tensor]) -> dict[str, _Update]:
-        result: dict[str, _Update] = {}
+        halves: dict[str, dict[bool, Tensor]] = {}
         for given, value in tensors.items():
-            key = _OLDER.sub(_newer, given)
-            if key.endswith(".alpha"):
-                result.setdefault(key.removesuffix(".alpha"), _Update()).alpha = float(value)
-                continue
-            match = _HALF.search(key)
+            match = HALF.match(_OLDER.sub(_newer, given))
+            if match is None and not given.endswith(".alpha"):
+                raise self.refuse(f"holds {given}, which is no part of a plain LoRA; convert it, or merge it")
             if match is None:
-                raise self.refuse(f"holds {key}, which is no part of a plain LoRA; convert it, or merge it")
+                continue
             if value.ndim != 2:
-                raise self.refuse(f"adapts a convolution ({key} has {value.ndim} axes); train without those modules")
-            update = result.setdefault(key[: match.start()], _Update())
-            if match["first"]:
-                update.down = value
-            else:
-                update.up = value
-        for name, update in result.items():
-            if update.down is None or update.up is None:
-                raise self.refuse(f"has half of a pair: {name} lacks its A (down) or its B (up)")
-        if not result:
+                raise self.refuse(f"adapts a convolution ({given} has {value.ndim} axes); train without those modules")
+            halves.setdefault(match["module"], {})[match["first"] is not None] = value
+        if not halves:
             raise self.refuse("does not fit model.lora: it holds no LoRA")
-        return result
+        return {name: _Update(pair[True], pair[False]) for name, pair in halves.items()}
 
-    def _check_scale(self, updates: dict[str, _Update], settings: dict[str, Any]) -> None:
-        rank, alpha = settings.get("r"), settings.get("lora_alpha")
-        shared = (
-            None if rank is None or alpha is None else alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-        )
-        scales = {}
-        for name, update in updates.items():
-            assert update.down is not None
-            own = None if update.alpha is None else update.alpha / len(update.down)
-            scales[name] = own if own is not None else 1.0 if shared is None else shared
-        least, most = min(scales.values()), max(scales.values())
+    def _require_settings(self, contents: LoraContents, placed: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """Raise ModelError where model.lora is not that of the file; it has the settings that are."""
+        least, most = min(contents.scales.values()), max(contents.scales.values())
         if not math.isclose(least, most, rel_tol=1e-5):
             raise self.refuse(f"has mixed alphas (alpha / rank is {least:g} to {most:g}); merge it into the model")
-        given = f"alpha={alpha}" if alpha is not None else f"alpha / rank = {most:g}"
-        if rank is not None and rank != self.lora.rank:
-            raise self.refuse(f"has rank {rank}, model.lora.rank is {self.lora.rank}; set that to {rank}")
+        ranks = sorted({len(down) for down, _ in placed.values()})
+        if len(ranks) > 1:
+            raise self.refuse(f"has mixed ranks ({', '.join(map(str, ranks))}); merge it into the model")
+        (rank,), changes, reasons = ranks, dict[str, Any](), list[str]()
+        kind = "rslora" if contents.stabilised else self.lora.kind
+        if kind != self.lora.kind:
+            changes["model.lora.kind"] = kind
+            reasons.append("it is a rank-stabilized LoRA (use_rslora), whose scale is alpha / sqrt(rank)")
+        if rank != self.lora.rank:
+            changes["model.lora.rank"] = rank
+            reasons.append(f"it has rank {rank}, and model.lora.rank is {self.lora.rank}")
+        alpha = most * (math.sqrt(rank) if kind == "rslora" else rank)
+        alpha = round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-5) else alpha
         if not math.isclose(most, self.lora.scale, rel_tol=1e-5):
-            of = "square root of the rank" if self.lora.kind == "rslora" else "rank"
-            raise self.refuse(
-                f"was trained with {given}, model.lora.alpha is {self.lora.alpha} at rank {self.lora.rank}; set "
-                f"model.lora.alpha to {most:g} times the {of} of the file (no alpha in a file means 1)"
+            reasons.append(
+                f"its updates have the scale {most:g} ({contents.source}), and model.lora has {self.lora.scale:g} "
+                f"(alpha {self.lora.alpha:g} at rank {self.lora.rank})"
+            )
+        if changes or reasons:
+            changes |= {} if math.isclose(alpha, self.lora.alpha, rel_tol=1e-5) else {"model.lora.alpha": alpha}
+        if set(placed) != self.modules:
+            changes["model.lora.targets"] = self._targets(set(placed))
+            extra, missing = sorted(set(placed) - self.modules), sorted(self.modules - set(placed))
+            example = f", not {missing[0]}" if missing else f", and {extra[0]} is no target here" if extra else ""
+            shared = len(self.modules) - len(missing)
+            reasons.append(f"it has {shared} of the {len(self.modules)} modules of model.lora.targets{example}")
+        if changes:
+            raise ModelError(
+                f"model.init_lora={self.path!r} does not fit model.lora: {'; '.join(reasons)}",
+                remedies=[Remedy(changes)],
             )
 
-    def _names(self) -> dict[str, dict[int, tuple[str, Place | None]]]:
-        """Each name that the file may use -> slot -> (module of the network, its place)."""
-        result: dict[str, dict[int, tuple[str, Place | None]]] = {}
-        for name in self.modules:
-            place = None if self.family is None else self.family.place(name)
-            # Bare names: Qwen-Image-Lightning and others (musubi-tuner#709).
-            for key in (name, f"{self.component}.{name}", f"lora_transformer_{name.replace('.', '_')}"):
-                result[key] = {0: (name, None)}
-            result["lora_unet_" + name.replace(".", "_")] = {0: (name, None)}
-            if place is not None:
-                for key in {place.underscored, "lora_unet_" + place.dotted.replace(".", "_")}:
-                    result.setdefault(key, {})[place.slot] = (name, place)
-                result.setdefault(f"diffusion_model.{place.dotted}", {})[place.slot] = (name, place)
-        return result
+    def _targets(self, placed: set[str]) -> list[str]:
+        """Suffixes that bind to these modules and to no other linear layer of the network; the shortest that do."""
+        for head in (r"^.*\.\d+\.(?=.)", r"^.*?\.\d+\.(?=.)"):
+            tails = sorted({re.sub(head, "", name) for name in placed})
+            bound = {name for name in self.shapes if any(f".{name}".endswith(f".{tail}") for tail in tails)}
+            if bound == placed:
+                return tails
+        return sorted(placed)
 
     def _placed(self, updates: dict[str, _Update]) -> dict[str, tuple[Tensor, Tensor]]:
-        names, result = self._names(), dict[str, tuple[Tensor, Tensor]]()
+        names, result = names_of(self.network, self.component), dict[str, tuple[Tensor, Tensor]]()
         unknown = sorted(set(updates) - set(names))
         if unknown:  # the key that says most: a block that is not there
             raise self.refuse(self._unknown(next(filter(self._beyond, unknown), unknown[0])))
         for key, update in sorted(updates.items()):
-            assert update.down is not None
-            assert update.up is not None
             pairs = self._slots(key, update.down, update.up, names[key])
             for name, pair in pairs.items():
                 self._check_shape(key, name, pair)
@@ -225,17 +213,6 @@ class _Reader:
             if twice:
                 raise self.refuse(f"adapts {min(twice)} twice, under two names")
             result |= pairs
-        ranks = sorted({len(down) for down, _ in result.values()})
-        if len(ranks) > 1:
-            raise self.refuse(f"has mixed ranks ({', '.join(map(str, ranks))}); merge it into the model")
-        if ranks != [self.lora.rank]:
-            raise self.refuse(f"has rank {ranks[0]}, model.lora.rank is {self.lora.rank}; set that to {ranks[0]}")
-        missing = self.modules - set(result)
-        if missing:
-            raise self.refuse(
-                f"does not fit model.lora: rank and targets must be the same, and it has {len(result)} of "
-                f"{len(self.modules)} modules, not {min(missing)}; set model.lora.targets to those of the file"
-            )
         return result
 
     def _check_shape(self, key: str, name: str, pair: tuple[Tensor, Tensor]) -> None:
@@ -247,9 +224,7 @@ class _Reader:
                 f"has {wanted}; give the model that it was made for"
             )
 
-    def _slots(
-        self, key: str, down: Tensor, up: Tensor, members: dict[int, tuple[str, Place | None]]
-    ) -> dict[str, tuple[Tensor, Tensor]]:
+    def _slots(self, key: str, down: Tensor, up: Tensor, members: Members) -> dict[str, tuple[Tensor, Tensor]]:
         """The parts of one matrix; several slots share a whole A, or have their own rows of it."""
         name, place = next(iter(members.values()))
         widths = (1,) if place is None else place.widths
@@ -268,15 +243,17 @@ class _Reader:
             pair = (down[blocks[slot]], part[:, blocks[slot]]) if apart else (down, part)
             used = bool(pair[1].any()) or (apart and bool(pair[0].any()))
             if slot not in members and used:
-                raise self.refuse(f"trains slot {slot} of {key}, which is not among model.lora.targets; add it there")
-            if slot in members and (used or not apart):
+                raise self.refuse(
+                    f"trains slot {slot} of {key}, which this model has not; give the model it was made for"
+                )
+            if slot in members and (used or (not apart and members[slot][0] in self.modules)):
                 result[members[slot][0]] = pair[0].clone(), pair[1].clone()
         return result
 
     def _beyond(self, key: str) -> int:
         """Blocks with an adapter, where the key's block lies after the last of its kind; else 0."""
         kinds: dict[str, set[int]] = {}
-        for name in self.modules:
+        for name in self.shapes:
             place = None if self.family is None else self.family.place(name)
             for each in (name, *((place.kohya, place.dotted) if place is not None else ())):
                 match = re.match(r"([a-z_]*blocks)\.(\d+)\.", each)
@@ -303,8 +280,8 @@ class _Reader:
                 "it was made for"
             )
         return (
-            f"does not fit model.lora: rank and targets must be the same, and {key} is no target here; set "
-            "model.lora.targets to the modules of the file"
+            f"does not fit: {key} is none of the {len(self.shapes)} linear layers of this model; give the model it was "
+            "made for"
         )
 
 

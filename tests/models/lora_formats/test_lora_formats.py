@@ -224,7 +224,7 @@ KEY = "diffusion_model.blocks.0.self_attn.q"
         ({f"{KEY}.lora_A.weight": torch.ones(2, 256), f"{KEY}.lora_B.weight": torch.ones(256, 2)}
          | {f"{KEY}.alpha": 2}, "mixed ranks"),
         ({f"{KEY}.lora_A.weight": torch.ones(4, 256, 1, 1)}, "a convolution"),
-        ({f"{KEY}.lora_A.weight": None, f"{KEY}.lora_B.weight": None, f"{KEY}.alpha": None}, "7 of 8 modules"),
+        ({f"{KEY}.lora_A.weight": None, f"{KEY}.lora_B.weight": None, f"{KEY}.alpha": None}, "7 of the 8 modules"),
         ({"lora_unet_joint_blocks_0_x_block_attn_qkv.lora_down.weight": torch.ones(4, 4)}
          | {"lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight": torch.ones(4, 4)}, "has the names of SD3"),
     ],
@@ -251,10 +251,12 @@ def test_headers_suffixes_and_scales_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ModelError, match="rank-stabilized"):
         started(made, file, 8)
     save_file(tensors, file)
-    with pytest.raises(ModelError, match=r"alpha / rank = 2, model\.lora\.alpha is 4"):
+    with pytest.raises(ModelError, match=r"the scale 2 .*, and model\.lora has 1 .*; try model\.lora\.alpha=8$"):
         started(made, file, 4)
     save_file({k: v for k, v in tensors.items() if "alpha" not in k}, file)
-    with pytest.raises(ModelError, match=r"no alpha in a file means 1"):
+    with pytest.raises(
+        ModelError, match=r"the scale 1 \(no alpha in the file means alpha = rank\), and model\.lora has 2"
+    ):
         started(made, file, 8)
     (tmp_path / "a.pt").touch()
     with pytest.raises(ModelError, match="pickles are not read"):
