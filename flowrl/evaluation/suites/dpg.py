@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import ConfigError
@@ -206,7 +206,7 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
         ConfigError: another file, or an image twice.
     """
     from flowrl.core.strict import read_text
-    from flowrl.evaluation.suites.reading import keep_once
+    from flowrl.evaluation.suites.reading import keep_once, last_of
 
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; give the dpg-bench_..._results.txt of the evaluator")
@@ -228,7 +228,7 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
             raise ConfigError(
                 f"{path}, line {number}: the score {strange} must be from 0 to 1; run the evaluator again"
             )
-        key = PurePosixPath(name.replace("\\", "/")).name
+        key = last_of(name)
         for k, value in enumerate(values[:-1]):
             keep_once(result, (key, k), {OFFICIAL: value}, f"{path}, line {number}")
     if not result:

@@ -49,11 +49,17 @@ _PLACE = re.compile(r"(\d{5})/samples/(\d+)\.png$")
 
 
 def items(path: Path | None) -> list[Item]:
-    """The prompts, in the order of the benchmark's file; an id is the number of the line, 00000 to 00552."""
+    """The prompts, in the order of the benchmark's file; an id is the number of the line, 00000 to 00552.
+
+    Raises:
+        ConfigError: a path that is not that of the benchmark's own file.
+    """
     from flowrl.data.geneval_prompts import lines
 
-    refuse_path(path, "geneval")
-    records = [json.loads(text) for text in lines()]
+    own = lines()
+    if path is None or not path.is_file() or path.read_bytes().split() != "\n".join(own).encode().split():
+        refuse_path(path, "geneval")
+    records = [json.loads(text) for text in own]
     return [Item(f"{number:05d}", record["prompt"], record, (record["tag"],)) for number, record in enumerate(records)]
 
 

@@ -37,8 +37,7 @@ FACTS = Facts(
     where="github facebookresearch/GenEval2, file geneval2_data.jsonl",
     images_per_prompt=1,
     judge="the reward questions with Qwen3-VL-8B-Instruct: probability of the right answer to each atom's question",
-    differs="noise by (prompt, k); yes counts in capitals too, and a number only where it is one token. Read in a fork "
-    "of the official code, not in itself: the words of the question, the forms of the answers, one image a prompt. "
+    differs="noise by (prompt, k); yes counts in capitals too, and a number only where it is one token. "
     "Unverified with real weights",
     reward=(
         {

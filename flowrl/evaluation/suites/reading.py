@@ -28,6 +28,15 @@ def records_of(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str,
         yield f"{path}, {place}", record
 
 
+def last_of(path: str) -> str:
+    r"""The name of a file by its path on any system; results may come from another one.
+
+    >>> last_of("C:\\made\\a cat-0.mp4"), last_of("made/a cat-0.mp4")
+    ('a cat-0.mp4', 'a cat-0.mp4')
+    """
+    return path.replace("\\", "/").rpartition("/")[2]
+
+
 def keep_once(result: dict[tuple[str, int], Scores], key: tuple[str, int], scores: Scores, where: str) -> None:
     """Add the scores of a sample.
 

@@ -1,9 +1,9 @@
 """T2I-CompBench: eight categories of compositions, each with its own official tool, and no single number.
 
 300 prompts a category (its _val file), ten images each. Colour, shape and texture: probability of yes to each noun
-phrase by BLIP, multiplied; 2D and 3D places and numbers: UniDet; other relations: CLIP; complex: the mean of the
-three. Those tools read the exported folder, and their results are read back. The judge here is a vision-language model
-with the first rule, and is called by another name.
+phrase by BLIP, multiplied; 2D and 3D places and numbers: UniDet; other relations: CLIP; complex: the mean of two or
+three of them, by prompt. Those tools read the exported folder, and their results are read back. The judge here is a
+vision-language model with the first rule, and is called by another name.
 
 Source: arXiv:2307.06350; Karine-Huang/T2I-CompBench:BLIPvqa_eval/BLIP_vqa.py, 3_in_1_eval/3_in_1.py.
 """
@@ -84,7 +84,9 @@ def items(path: Path | None) -> list[Item]:
     given = require_path(path, "t2i_compbench", FACTS, _FORMS)
     files = {name: given / f"{name}_val.txt" for name in RESULTS}
     if given.is_file():
-        files = {name: given for name in RESULTS if given.stem in (name, f"{name}_val")}
+        # The longest name: 3d_spatial_val ends with spatial_val too.
+        own = [name for name in RESULTS if re.fullmatch(rf"(.*[_-])?{name}(_val)?", given.stem)]
+        files = {name: given for name in sorted(own, key=len)[-1:]}
     absent = [file.name for file in files.values() if not file.is_file()]
     if absent or not files:
         raise ConfigError(
@@ -93,7 +95,7 @@ def items(path: Path | None) -> list[Item]:
         )
     result: list[Item] = []
     for name, file in files.items():
-        lines = [text.split("\t")[0].strip() for text in read_text(file, f"--prompts {file}").splitlines()]
+        lines = [text.split("\t")[0].strip() for text in read_text(file, f"--prompts {file}").split("\n")]
         for number, text in enumerate(filter(None, lines)):
             asked = [f"{phrase}?" for phrase in noun_phrases(text)] if name in _PHRASES else [f"{text.rstrip('.')}?"]
             result.append(Item(f"{name}-{number:03d}", text, {"questions": asked}, (name,)))

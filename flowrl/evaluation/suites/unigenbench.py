@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import ConfigError
+from flowrl.core.files import is_mapping
 from flowrl.core.questions import arithmetic_mean
 from flowrl.evaluation.suites.base import (
     Facts,
@@ -40,7 +41,7 @@ FACTS = Facts(
     "(--export, --results)",
     differs="noise by (prompt, k); the judge is asked in our words for a JSON answer, and is Qwen3-VL unless you name "
     "Gemini 2.5 Pro or UniGenBench-EvalModel; an answer that cannot be used twice is missing, the official code asks "
-    "until it can. The overall score is that of the leaderboard, which the official code does not print",
+    "more often. The overall score is that of the leaderboard, which the official code does not print",
     reward=({"name": "questions", "ask": "together"},),
     level=LEVEL,
     num_prompts=600,
@@ -93,10 +94,10 @@ def items(path: Path | None) -> list[Item]:
     result: list[Item] = []
     for where, record in records_of(require_path(path, "unigenbench", FACTS, _FORMS), ("index",)):
         text, dims = (_column(record, name, where) for name in ("prompt", "sub_dims"))
-        points, descriptions = _points(dims, where)
         number = str(record["index"]).strip()
         if not number.isdecimal():
             raise ConfigError(f"{where}: index={number!r} must be a whole number")
+        points, descriptions = _points(dims, f"{where}, index {number}")
         questions = [_question(point, what) for point, what in zip(points, descriptions, strict=True)]
         tags = tuple(dict.fromkeys(dimension(point) for point in points))
         result.append(Item(number, text_of(text, where), {"questions": questions, "points": points}, tags))
@@ -117,11 +118,18 @@ def _points(text: str, where: str) -> tuple[list[str], list[str]]:
     """Names and descriptions of the test points of a prompt."""
     try:
         record = json.loads(text)
+    except ValueError as error:
+        place = error.pos if isinstance(error, json.JSONDecodeError) else 0
+        raise ConfigError(
+            f"{where}: the JSON of sub_dims breaks at character {place + 1}, in "
+            f"{text[max(0, place - 30) : place + 30]!r} ({error}); mend it in a copy of the file, or leave "
+            "this row out there, for a table of the other prompts"
+        ) from None
+    names = descriptions = None
+    if is_mapping(record):
         names, descriptions = (
             next((record[k] for k in keys if k in record), None) for keys in (_POINTS, _DESCRIPTIONS)
         )
-    except (ValueError, TypeError):
-        names = descriptions = None
     if not isinstance(names, list) or not isinstance(descriptions, list):
         raise ConfigError(
             f"{where}: sub_dims must be a JSON object with {_POINTS[0]!r} and {_DESCRIPTIONS[0]!r}, got {text[:80]!r}"
@@ -187,6 +195,8 @@ def layout(item: Item, k: int) -> str:
 def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dict[str, float | None]]:
     """The .csv that the official evaluators write: `img_path` and `result_json` of each image.
 
+    An image whose result is null, since the judge gave up, has no score: the official table leaves it out.
+
     Raises:
         ConfigError: another file, scores that are not those of the prompt's test points, or a sample twice.
     """
@@ -198,10 +208,16 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
     for where, record in records_of(path, ("img_path", "result_json")):
         place = _PLACE.search(str(record["img_path"]).replace("\\", "/"))
         try:
-            given = json.loads(record["result_json"])["score"]
+            # pandas writes an empty cell for null, and a float where a parquet has one.
+            text = record["result_json"]
+            answer = json.loads(text) if isinstance(text, str) and text.strip() else None
+            given = None if answer is None else answer["score"]
         except (ValueError, TypeError, KeyError):
-            raise ConfigError(f"{where}: result_json must be a JSON object with 'score'") from None
+            raise ConfigError(f"{where}: result_json must be a JSON object with 'score', or null") from None
         key = (place[1], int(place[2])) if place else (str(record["img_path"]), 0)
+        if given is None:
+            keep_once(result, key, {OUTPUT: None}, where)
+            continue
         wanted = counts.get(key[0], len(given) if isinstance(given, list) else 0)
         if not isinstance(given, list) or len(given) != wanted or any(value not in (0, 1) for value in given):
             raise ConfigError(f"{where}: score={given} must be {wanted} numbers, each 0 or 1, one a test point")

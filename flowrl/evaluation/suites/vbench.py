@@ -267,7 +267,7 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
         ConfigError: a file of another form, a dimension or a video that is there twice, or one that is missing, or a
             score that is out of its range.
     """
-    from flowrl.evaluation.suites.reading import keep_once
+    from flowrl.evaluation.suites.reading import keep_once, last_of
 
     known = {item.text: item for item in items}
     found: dict[str, dict[tuple[str, int], dict[str, float | None]]] = {}
@@ -280,11 +280,11 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
                 f"{file}: {dimension} has no result of any video; run its tool again, or leave the file out"
             )
         for place, value in videos:
-            match = _FILE.fullmatch(Path(place).name)
+            match = _FILE.fullmatch(last_of(place))
             item = known.get(match[1]) if match else None
             if match is None or item is None or dimension not in item.tags:
                 raise ConfigError(
-                    f"{file}: {dimension} has a result of {Path(place).name!r}, which is no video of this run in that "
+                    f"{file}: {dimension} has a result of {last_of(place)!r}, which is no video of this run in that "
                     "dimension; give the results of the folder that --export wrote, unchanged"
                 )
             _require_in_range(file, dimension, place, value)

@@ -1,8 +1,9 @@
 """WISE: prompts that take knowledge of the world, in six categories, judged by a vision-language model.
 
-Two protocols that cannot be compared, told apart by the name of the file or folder of prompts. "verified" in it:
-WISE_Verified, one judgement of 0 or 1, overall = 0.40 culture + 0.12 (time + space + biology + physics + chemistry).
-Else the first one: consistency C, realism R and aesthetic quality A of 0 to 2, WiScore = (0.7 C + 0.2 R + 0.1 A) / 2,
+Two protocols that cannot be compared, told apart by the categories of their numbers, and by the name of the file or
+folder of prompts ("verified" in it) where those fit both.
+WISE_Verified: one judgement of 0 or 1, overall = 0.40 culture + 0.12 (time + space + biology + physics + chemistry).
+The first one: consistency C, realism R and aesthetic quality A of 0 to 2, WiScore = (0.7 C + 0.2 R + 0.1 A) / 2,
 overall = 0.4 culture + 0.167 time + 0.133 space + 0.1 (biology + physics + chemistry).
 
 Source: arXiv:2503.07265; PKU-YuanGroup/WISE:README.md, WISE_legacy/README.md.
@@ -39,8 +40,7 @@ FACTS = Facts(
     judge="the reward vlm_judge with the rubric wise_verified or wise_legacy, by the prompts; or the official "
     "evaluator (--export, --results)",
     differs="noise by (prompt, k); the judge is asked in our words for a JSON answer, and is Qwen3-VL unless you name "
-    "GPT-4o-2024-05-13 (first protocol) or Qwen3.5-35B-A3B (WISE_Verified); a failed judgement is missing, not 999. "
-    "The official words of WISE_Verified's question were not seen",
+    "GPT-4o-2024-05-13 (first protocol) or Qwen3.5-35B-A3B (WISE_Verified); a failed judgement is missing, not 999",
     reward=({"name": "vlm_judge", "rubric": "wise_verified"},),
     level=LEVEL,
     num_prompts=1000,
@@ -73,14 +73,24 @@ def items(path: Path | None) -> list[Item]:
     if given.is_dir():
         ending = "_verified.json" if protocol == VERIFIED else ".json"
         files = [given / f"{name}{ending}" for name in _NAMES]
+    records = [each for file in files for each in records_of(file, ("Prompt", "Explanation", "prompt_id"))]
+    fitting = [each for each in WEIGHTS if all(_fits(record, each) for _, record in records)]
+    protocol = fitting[0] if len(fitting) == 1 else protocol
     found: dict[int, Item] = {}
-    for file in files:
-        for where, record in records_of(file, ("Prompt", "Explanation", "prompt_id")):
-            item = _item(record, protocol, where)
-            if int(item.id) in found:
-                raise ConfigError(f"{where}: prompt_id={item.id} occurs twice; give each prompt once")
-            found[int(item.id)] = item
+    for where, record in records:
+        item = _item(record, protocol, where)
+        if int(item.id) in found:
+            raise ConfigError(f"{where}: prompt_id={item.id} occurs twice; give each prompt once")
+        found[int(item.id)] = item
     return [found[number] for number in sorted(found)]
+
+
+def _fits(record: Mapping[str, Any], protocol: str) -> bool:
+    """Whether the category of a record, such as "Physical Knowledge", is that of its number."""
+    number, own = record["prompt_id"], str(record.get("Category", "")).casefold()
+    named = next((name for name in WEIGHTS[protocol] if own.startswith(name[:5])), None)
+    known = isinstance(number, int) and 1 <= number <= _LAST[protocol][-1]
+    return named is None or not known or category(number, protocol) == named
 
 
 def _item(record: Mapping[str, Any], protocol: str, where: str) -> Item:

@@ -137,10 +137,29 @@ def test_the_official_evaluators_scores_come_back_point_by_point(tmp_path):
         unigenbench.read_results(file, items)
 
 
+@pytest.mark.parametrize("nothing", ["null", "", '{"score": null}'])
+def test_an_image_whose_judge_gave_up_is_missing(tmp_path, nothing):
+    """As in the official table, which has six points of colour and size then, and two of style."""
+    items = unigenbench.items(tiny_unigenbench.prompts(tmp_path))
+    given = {"0_0": [1, 0, 1], "0_1": [0, 0, 1], "1_0": [1, 1]}
+    lines = [(json.dumps({"score": each}), f"out/{place}.png") for place, each in given.items()]
+    with (tmp_path / "results.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([("result_json", "img_path"), *lines, (nothing, "out/1_1.png")])
+    found = unigenbench.read_results(tmp_path / "results.csv", items)
+    assert found["1", 1] == {"unigenbench": None}
+    texts = {item.id: item.text for item in items}
+    table = unigenbench.aggregate([Row(key, texts[key], k, scores=own) for (key, k), own in found.items()], items)
+    assert means(table)["Attribute (dimension)"] == pytest.approx(100 * 4 / 6)
+    assert means(table)["Style (dimension)"] == pytest.approx(50)
+    overall = next(line for line in table.lines if line.name == table.headline)
+    assert (overall.n_images, overall.n_scored) == (4, 3)
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (("x", "p", "{}"), "sub_dims must be a JSON object with 'Testpoints'"),
+        (("9", "p", '{"Testpoints": ["Style" "Text"]}'), r"index 9: the JSON of sub_dims breaks at character 25, in"),
+        (("7", "p", "{}"), "index 7: sub_dims must be a JSON object with 'Testpoints'"),
         (("0", "p", json.dumps({"Testpoints": ["a"], "Testpoint Description": []})), "1 test points have 0 desc"),
         (("x", "p", json.dumps({"Testpoints": ["a"], "Testpoint Description": ["b"]})), "index='x' must be a whole"),
     ],

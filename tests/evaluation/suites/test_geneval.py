@@ -14,7 +14,7 @@ from flowrl.evaluation.suites import geneval
 from flowrl.evaluation.suites.base import Row
 
 
-def test_the_prompts_are_the_benchmarks_byte_for_byte():
+def test_the_prompts_are_the_benchmarks_byte_for_byte(tmp_path):
     items = geneval.items(None)
     metadata = "\n".join(json.dumps(item.metadata) for item in items) + "\n"
     texts = "\n".join(item.text for item in items) + "\n"
@@ -27,6 +27,11 @@ def test_the_prompts_are_the_benchmarks_byte_for_byte():
     assert Counter(item.tags[0] for item in items) == counts
     assert [item.text for item in items[:1]] == ["a photo of a bench"]
     assert items[-1].text == "a photo of a blue pizza and a yellow baseball glove"
+    (tmp_path / "evaluation_metadata.jsonl").write_text(metadata)
+    assert geneval.items(tmp_path / "evaluation_metadata.jsonl") == items
+    (tmp_path / "evaluation_metadata.jsonl").write_text(metadata.replace("bench", "boat", 1))
+    with pytest.raises(ConfigError, match="makes its own prompts"):
+        geneval.items(tmp_path / "evaluation_metadata.jsonl")
 
 
 def rows_of(items, right):

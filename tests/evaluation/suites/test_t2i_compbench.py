@@ -26,6 +26,9 @@ def test_each_category_has_its_file_and_its_questions(items, tmp_path):
     assert asked["complex"] == ["The black cat sits on the soft, red chair?"]
     only = t2i_compbench.items(tmp_path / "dataset" / "numeracy_val.txt")
     assert [item.id for item in only] == ["numeracy-000", "numeracy-001"]
+    copy = (tmp_path / "dataset" / "3d_spatial_val.txt").rename(tmp_path / "t2i_compbench_3d_spatial_val.txt")
+    assert [item.tags for item in t2i_compbench.items(copy)] == [("3d_spatial",)] * 2
+    copy.rename(tmp_path / "dataset" / "3d_spatial_val.txt")
     (tmp_path / "dataset" / "shape_val.txt").unlink()
     with pytest.raises(ConfigError, match=r"has no shape_val\.txt; give the folder with the eight"):
         t2i_compbench.items(tmp_path / "dataset")

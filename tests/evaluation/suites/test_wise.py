@@ -30,6 +30,17 @@ def test_the_files_tell_the_protocols_apart_with_the_limits_of_their_categories(
         assert sum(weights.values()) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("name", ["mine.json", "my_verified_list.json"])
+@pytest.mark.parametrize(("last", "protocol"), [(("time", 560), "legacy"), (("Space", 560), "verified")])
+def test_categories_tell_the_protocols_apart_whatever_the_file_is_called(tmp_path, name, last, protocol):
+    """560 is of time in the first protocol, and of space in the verified one."""
+    rows = [("Cultural knowledge", 1), ("Physical Knowledge", 790), last]
+    rows = [row for row in rows if protocol == "verified" or row[1] != 790]
+    records = [{"Prompt": "p", "Explanation": "e", "Category": kind, "prompt_id": number} for kind, number in rows]
+    (tmp_path / name).write_text(json.dumps(records))
+    assert wise.protocol_of(wise.items(tmp_path / name)) == protocol
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"prompt_id": True}, "prompt_id=True must be a whole number"), ({"Prompt": ""}, "the prompt '' must be a text")],
