@@ -58,6 +58,12 @@ class Card:
     """True where gradients reach the images: no inference mode, cache, PIL or network on the way."""
     needs_groups: bool = False
     """True where a score depends on the other samples of the prompt."""
+    repeatable: bool = True
+    """False where the same call gives other scores the next time, as a judge on a server does. What is True is tried
+    before training."""
+    half_precision: bool = False
+    """True where a network in half precision scores, whose rounding follows the size of the batch: a sample's score
+    alone and in a batch may then differ by 5e-2 in place of 1e-4."""
     by_people: bool = False
     """True where people judge (`core.polls.OCCASION`): asked by the rollouts of training, and by nothing else."""
     overlap: bool = False

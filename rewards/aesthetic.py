@@ -265,7 +265,7 @@ def card_of(config: Config) -> Card:
         outputs=(f"aesthetic_{config.version.replace('.', '_')}",),
         memory_gib=1.2 if known.tower == "clip" else 1.6,
         version=f"{version}, half-even crop" if config.crops_half_even else version,
-        differentiable=config.preprocess == "fast",
+        **config.declared,
         licence=f"{known.licence if config.published else 'unknown'} (head), "
         f"{'MIT (CLIP)' if known.tower == 'clip' else 'Apache-2.0 (SigLIP)'}",
         source=known.where.removeprefix("the repository "),

@@ -72,7 +72,7 @@ class Config(ClipOptions):
 def card_of(config: Config) -> Card:
     output, factor = _CONVENTIONS[config.convention]
     low = -1.0 if config.convention == "cos" else 0.0
-    return replace(CARD, outputs=(output,), low=low, high=factor, differentiable=config.preprocess == "fast")
+    return replace(CARD, outputs=(output,), low=low, high=factor, **config.declared)
 
 
 def build(config: Config) -> Reward:

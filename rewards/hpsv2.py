@@ -141,7 +141,7 @@ def card_of(config: Config) -> Card:
         CARD,
         outputs=(f"hpsv2_{config.version[-1]}",),
         version=f"HPS {config.version}" + ("" if config.antialias else ", no antialias"),
-        differentiable=config.preprocess == "fast",
+        **config.declared,
     )
 
 

@@ -63,5 +63,5 @@ def build(config: Config) -> Reward:
         return scale * (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
 
     bounds = {"low": -float(scale), "high": float(scale)}
-    card = replace(CARD, differentiable=config.preprocess == "fast", resolution=clip.pixels.resolution, **bounds)
+    card = replace(CARD, **config.declared, resolution=clip.pixels.resolution, **bounds)
     return Reward(framewise(score, config.frames), card)

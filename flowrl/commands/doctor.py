@@ -158,17 +158,15 @@ def _two_processes() -> str:
 def _probe(plan: RewardPlan, resolved: Resolved) -> str:
     """Scores of a reward on random images with the run's first prompts."""
     from flowrl.evaluation.held_out import run_prompts
-    from flowrl.scoring.build import PROBE_PX, probe_batch
-    from flowrl.scoring.one_call import score_once
-    from flowrl.scoring.surroundings import Batch
+    from flowrl.scoring.probing import PX, probe_batch, try_reward
+    from flowrl.scoring.surroundings import Conduct
 
     if plan.by_people:
         return "people judge, once the run asks them: flowrl vote RUN"
     result = run_prompts(resolved.run, resolved.training.own_prompts)
     prompts = (result.train or result.evaluated)[:2]  # given pairs bring no prompts
-    texts, metadata = [p.text for p in prompts], [p.metadata for p in prompts]
-    images = probe_batch(len(prompts), PROBE_PX, PROBE_PX, resolved.model.config.frames)
-    scores = score_once(plan.build(), Batch(images, texts, metadata))
+    batch = probe_batch(prompts, PX, PX, resolved.model.config.frames)
+    scores = try_reward(plan.build(), batch, Conduct())
     return ", ".join(f"{name} {value.tolist()}" for name, value in scores.items())
 
 

@@ -340,6 +340,7 @@ def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts:
     from flowrl.contracts.rewards import COUNT, RewardTrial, trial_batch
     from flowrl.core.eight_bits import unit_floats
     from flowrl.core.errors import ConfigError
+    from flowrl.scoring.build import require_modality
     from flowrl.scoring.surroundings import Batch
 
     if plan.card is not None and plan.card.requires and prompts is None:
@@ -354,6 +355,8 @@ def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts:
             raise ConfigError("--check compares samples with each other: give at least two images or videos")
         part = samples[:COUNT]
         loaded: Any = [unit_floats(_levels(file)) for file, _, _ in part]
+        for (file, _, _), image in zip(part, loaded, strict=True):
+            require_modality(entry.name, entry.reward.card, videos=image.ndim == 4, file=file.name)
         if len({image.shape for image in loaded}) == 1:
             import torch
 

@@ -7,7 +7,7 @@ nowhere else.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from flowrl.contracts.laws import Broken, Finding, Law, law, require
 from flowrl.core.errors import described
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.scoring.one_call import called, score_once
+from flowrl.scoring.steadiness import AGAIN, BY_ITSELF, REPEATABLE, alone_tolerance, difference, rows
 from flowrl.scoring.surroundings import MEND, Batch, Conduct
 from flowrl.scoring.weighted import WeightedReward
 
@@ -30,10 +31,10 @@ ODD = (
     '{a} %s \\ "quoted" <b>',
     "word " * 600,
 )
-_TOLERANCE = 1e-4
-"""Largest difference between scores of a sample in two batches, relative to the larger of 1 and the score's size."""
-_BY_ITSELF = "score each sample by itself: no mean, maximum or padding over the batch (or declare needs_groups)"
 _SCORE_WHAT_CAN_BE = "score what can be scored, and return NaN for a sample that cannot"
+_BY_FRAMES = (
+    "score a video [F, 3, H, W] by its frames, so that equal frames score as their image; or declare modality image"
+)
 _MEND_MESSAGE = "mend what the message names, or give prompts it can judge with --prompts"
 
 
@@ -69,12 +70,17 @@ class RewardTrial:
         self.conduct = Conduct(looks_at_inputs=True)
         """Side effects in all trials: some rewards have them only with a NaN image."""
 
+    @property
+    def tolerance(self) -> float:
+        """Largest difference of a sample's scores in two batches; none for a reward that differs by itself."""
+        return alone_tolerance(self.card) if self.card.repeatable else float("inf")
+
     def unguarded(self, batch: Batch) -> dict[str, Tensor]:
         """Scores of a batch, [B] each; raises whatever the reward raises."""
         return score_once(self.entry, batch, self.conduct)
 
-    def scores(self, batch: Batch) -> dict[str, Tensor]:
-        """Scores of a batch that every reward must be able to score.
+    def scores(self, batch: Batch, remedy: str = _SCORE_WHAT_CAN_BE) -> dict[str, Tensor]:
+        """Scores of a batch that every reward must be able to score; `remedy` is for what it raises.
 
         Raises:
             Broken: the reward raises, or its scores are not those that its card declares.
@@ -84,7 +90,7 @@ class RewardTrial:
         except RewardError as error:
             raise Broken(str(error), _MEND_MESSAGE) from error
         except (Exception, SystemExit) as error:  # somebody's code may raise anything
-            raise Broken(f"raised {described(error)}", _SCORE_WHAT_CAN_BE) from error
+            raise Broken(f"raised {described(error)}", remedy) from error
 
     def with_images(self, images: Sequence[Tensor]) -> Batch:
         """The first samples with other images, stacked where their own are."""
@@ -97,22 +103,6 @@ class RewardTrial:
         for each in LAWS:
             if self.base or each in LAWS[:2]:
                 yield each.find(self)
-
-
-def difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """Largest relative difference of scores; infinite where one is NaN and the other is not."""
-    worst = 0.0
-    for name, a in first.items():
-        b = second[name]
-        if not torch.equal(a.isnan(), b.isnan()):
-            return float("inf")
-        worst = max(worst, *((a - b).abs() / a.abs().clamp(min=1)).nan_to_num(0.0).tolist(), 0.0)
-    return worst
-
-
-def rows(scores: Mapping[str, Tensor], chosen: Sequence[int]) -> dict[str, Tensor]:
-    """Scores of some samples."""
-    return {name: values[list(chosen)] for name, values in scores.items()}
 
 
 @law("scores", "one number a sample, within the declared range")
@@ -138,28 +128,32 @@ def card(trial: RewardTrial) -> str:
     return f"{known}; no {' and no '.join(missing)}" if missing else known
 
 
-@law("same twice", "seed what is random from the sample itself, and put the network in eval()")
+@law("same twice", REPEATABLE)
 def same_twice(trial: RewardTrial) -> str:
     apart = difference(trial.base, trial.scores(trial.samples))
-    require(apart <= 1e-6, f"differs by {apart:.2g}")
-    return f"differs by {apart:.2g}"
+    measured = f"differs by {apart:.2g}"
+    if not trial.card.repeatable:
+        return f"{measured}, as declared"
+    require(apart <= AGAIN, measured)
+    return measured
 
 
 @law("order", "return the scores in the order of the images, each of its own prompt and metadata")
 def order(trial: RewardTrial) -> str:
     reverse = list(reversed(range(len(trial.samples))))
     apart = difference(rows(trial.base, reverse), trial.scores(trial.samples.pick(reverse)))
-    require(apart <= _TOLERANCE, f"reversed samples differ by {apart:.2g}")
-    return f"reversed samples differ by {apart:.2g}"
+    measured = f"reversed samples differ by {apart:.2g}"
+    require(apart <= trial.tolerance, measured)
+    return measured
 
 
-@law("alone as in a batch", _BY_ITSELF)
+@law("alone as in a batch", BY_ITSELF)
 def alone(trial: RewardTrial) -> str:
     if trial.card.needs_groups:
         return "not tried: a score depends on its group"
     parts = [trial.scores(trial.samples.pick([row])) for row in range(len(trial.samples))]
     apart = difference(trial.base, {name: torch.cat([part[name] for part in parts]) for name in trial.base})
-    require(apart <= _TOLERANCE, f"differs by {apart:.2g}")
+    require(apart <= trial.tolerance, f"differs by {apart:.2g}")
     return f"differs by {apart:.2g}"
 
 
@@ -175,12 +169,12 @@ def nan_image(trial: RewardTrial) -> str:
         require(bool(values[1].isnan()), f"{name} = {float(values[1]):.4g} for it")
     others = [row for row in range(len(images)) if row != 1]
     apart = difference(rows(trial.base, others), rows(result, others))
-    kept = apart <= _TOLERANCE or trial.card.needs_groups
+    kept = apart <= trial.tolerance or trial.card.needs_groups
     require(kept, f"the others change by {apart:.2g}", "let it spoil no other sample")
     return "is NaN, and spoils no other"
 
 
-@law("sizes differ", _BY_ITSELF)
+@law("sizes differ", BY_ITSELF)
 def sizes_differ(trial: RewardTrial) -> str:
     given = trial.samples
     images = [image[..., : image.shape[-2] - 4 * row, :] for row, image in enumerate(given.images)]
@@ -190,7 +184,7 @@ def sizes_differ(trial: RewardTrial) -> str:
     result, smallest = trial.scores(batch), len(batch) - 1
     if not trial.card.needs_groups:
         apart = difference(trial.scores(batch.pick([smallest])), rows(result, [smallest]))
-        require(apart <= _TOLERANCE, f"an image differs by {apart:.2g} next to larger ones")
+        require(apart <= trial.tolerance, f"an image differs by {apart:.2g} next to larger ones")
     return "a list of images is scored, each as it is alone"
 
 
@@ -229,18 +223,21 @@ def gradient(trial: RewardTrial) -> str:
     return "reaches every image"
 
 
-@law("videos", "a reward of modality any scores videos [F, 3, H, W] too")
+@law("videos", _BY_FRAMES)
 def videos(trial: RewardTrial) -> str:
     if trial.card.modality != "any":
         return f"not tried: modality {trial.card.modality}"
-    given = sum(image.ndim != 3 for image in trial.samples.images)
-    if given:
-        return (
-            f"tried: {'all' if given == len(trial.samples) else f'{given} of {len(trial.samples)}'} samples are videos"
-        )
-    frames = [torch.stack([image, image.flip(-1), image.flip(-2)]) for image in trial.samples.images[:2]]
-    trial.scores(trial.with_images(frames))
-    return "are scored"
+    given = trial.samples
+    stills = [image if image.ndim == 3 else image[0] for image in given.images]
+    apart = difference(
+        trial.scores(trial.with_images(stills), _BY_FRAMES),
+        trial.scores(trial.with_images([still.expand(3, -1, -1, -1) for still in stills]), _BY_FRAMES),
+    )
+    measured = f"a video of equal frames differs from its image by {apart:.2g}"
+    require(apart <= trial.tolerance, measured)
+    count = sum(image.ndim != 3 for image in given.images)
+    own = {0: "", len(given): "; all samples are videos"}.get(count, f"; {count} of {len(given)} samples are videos")
+    return measured + own
 
 
 @law("leaves state alone", f"use a random generator of its own; whatever else it changes, {MEND}")

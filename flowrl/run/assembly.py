@@ -38,7 +38,8 @@ from flowrl.rollout.saliency_maps import Mapper, mapper
 from flowrl.run.inputs import made_with
 from flowrl.run.texts import embedded
 from flowrl.samplers.base import Sampler, step_std
-from flowrl.scoring.build import build_scorers, probe, require_modality
+from flowrl.scoring.build import build_scorers, require_modality
+from flowrl.scoring.probing import probe
 from flowrl.scoring.scorer import Scorer
 from flowrl.training import optimizers
 from flowrl.training.base import Training, UpdateContext

@@ -1,26 +1,17 @@
-"""The rewards of a run: built, refused where they do not fit model or prompts, and tried before anything is trained."""
+"""The rewards of a run: built, and refused where they do not fit model or prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from flowrl.core.console import log
 from flowrl.core.display import working
 from flowrl.core.errors import ConfigError, described
-from flowrl.core.phases import lacking, out_of_memory
 from flowrl.data.prompts import Prompt
-from flowrl.models.base import ModelAdapter
 from flowrl.reward import Card, RewardError
 from flowrl.scoring.entries import RewardPlan
-from flowrl.scoring.one_call import score_once
 from flowrl.scoring.scorer import Scorer
-from flowrl.scoring.surroundings import MEND, Batch, Conduct
 from flowrl.scoring.weighted import WeightedReward
-
-PROBE_PX = 64
-"""Side of a probe image where the adapter does not say its own."""
 
 
 def warn(text: str) -> None:
@@ -87,12 +78,6 @@ def build_scorers(
     return (build_scorer(entries[:count]) if rewards else None), (build_scorer(looked) if looked else None)
 
 
-def probe_batch(count: int, height: int, width: int, num_frames: int) -> torch.Tensor:
-    """Noise to try rewards on: images [count, 3, H, W], or videos [count, F, 3, H, W] where there are more frames."""
-    frames = (num_frames,) if num_frames > 1 else ()
-    return torch.rand(count, *frames, 3, height, width, generator=torch.Generator().manual_seed(0))
-
-
 def require_metadata(
     key: str, prompts: Sequence[Prompt], plans: Sequence[RewardPlan], cards: Sequence[Card | None]
 ) -> None:
@@ -134,11 +119,17 @@ def require_modality(name: str, card: Card, *, videos: bool, file: str = "") -> 
     Raises:
         ConfigError: naming the reward and the remedy.
     """
+    own = ""
+    if card.licence == "unknown" and card.modality == "image":  # as for a function without a card
+        own = (
+            f"; if it is yours and scores a video by its frames, say so in its file: CARD = "
+            f"flowrl.Card(outputs={card.outputs}, modality='any')"
+        )
     if file and card.modality != "any" and videos != (card.modality == "video"):
         judged, given = ("images", "a video") if videos else ("videos", "an image")
         raise ConfigError(
             f"reward {name!r} judges {judged}, and {file} is {given}; keep {judged} in a folder of their own, or use a "
-            "reward that `flowrl list rewards` shows for any"
+            f"reward that `flowrl list rewards` shows for any{own}"
         )
     if card.modality == "video" and not videos:
         raise ConfigError(
@@ -148,87 +139,5 @@ def require_modality(name: str, card: Card, *, videos: bool, file: str = "") -> 
     if card.modality in ("image", "edit") and videos:
         raise ConfigError(
             f"reward {name!r} judges images, and the model makes videos; leave it out, or use a reward that "
-            "`flowrl list rewards` shows for video or any"
-        )
-
-
-@working("trying the rewards")
-def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapter, known: Scorer | None = None) -> None:
-    """Score noise: a broken reward ends the run here; a warning names what it changes and is put back.
-
-    People are not asked about noise.
-
-    Args:
-        scorer: whose rewards are tried; None: nothing is.
-        prompts: of the noise.
-        adapter: makes images of such a size.
-        known: a scorer whose rewards have been warned of; None: none have.
-
-    Raises:
-        RewardError: a reward raises, breaks its contract, or leaves a setting of the process changed.
-    """
-    if scorer is None:
-        return
-    images = probe_batch(len(prompts), adapter.height, adapter.width, adapter.num_frames)
-    given = f"{'videos' if images.ndim == 5 else 'images'} {list(images.shape)}"
-    warned = [] if known is None else [entry.reward for entry in known.distinct]
-    joined: dict[str, torch.Tensor] = {}
-    tried = [entry for entry in scorer.distinct if not entry.reward.card.by_people]
-    for entry in tried:
-        conduct = Conduct(looks_at_inputs=True)
-        joined |= _probed(entry, images, prompts, conduct)
-        if not any(entry.reward is reward for reward in warned):
-            _warn_of_conduct(entry.name, conduct)
-    for entry in scorer.entries if len(tried) == len(scorer.distinct) else ():
-        if entry.training_value(joined).isnan().all():
-            log.warning(
-                "reward %r returned NaN for all of a probe batch of noise, %s: every sample that it cannot score "
-                "is masked, and the run stops where that is more than half of them",
-                entry.name,
-                given,
-            )
-
-
-def _probed(
-    entry: WeightedReward, images: torch.Tensor, prompts: Sequence[Prompt], conduct: Conduct
-) -> dict[str, torch.Tensor]:
-    given = f"{'videos' if images.ndim == 5 else 'images'} {list(images.shape)}"
-    try:
-        result = score_once(entry, Batch(images, [p.text for p in prompts], [p.metadata for p in prompts]), conduct)
-    except RewardError as error:
-        if images.ndim < 5:
-            raise
-        raise RewardError(f"{error} (the model makes videos: it was given {given})") from error
-    except (Exception, SystemExit) as error:  # somebody's code may raise anything
-        if out_of_memory(error):
-            raise lacking(error, f"reward {entry.name!r}") from error
-        log.debug("reward %r fails on a probe batch", entry.name, exc_info=error)
-        raise RewardError(
-            f"reward {entry.name!r} fails on a probe batch of {given}: {described(error)}; nothing was trained"
-        ) from error
-    if conduct.settings:
-        raise RewardError(
-            f"reward {entry.name!r} changes {' and '.join(conduct.settings)} and leaves it so, for the whole process; "
-            f"{MEND}; nothing was trained"
-        )
-    return result
-
-
-def _warn_of_conduct(name: str, conduct: Conduct) -> None:
-    """Warn of side effects that reach nobody, since the reward gets a copy and settings are put back."""
-    for reason in conduct.reasons:
-        log.warning("reward %r: %s", name, reason)
-    if conduct.inputs:
-        log.warning(
-            "reward %r works in place: it changes the %s that it is given; these are a copy, so that other rewards and "
-            "the saved images do not change, but work on copies of your own (`flowrl score --check` fails on it)",
-            name,
-            " and ".join(conduct.inputs),
-        )
-    if conduct.random:
-        log.warning(
-            "reward %r seeds or draws %s random numbers of the process: they are put back after every call, and what "
-            "flowrl draws does not depend on them; use a generator of its own",
-            name,
-            " and ".join(conduct.random),
+            f"`flowrl list rewards` shows for video or any{own}"
         )

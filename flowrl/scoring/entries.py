@@ -117,11 +117,15 @@ class RewardPlan:
     def card(self) -> Card | None:
         """The card declared for these options before anything is loaded, without the prefix; None: none is.
 
-        That of the built reward may say more, but has the same outputs.
+        That of the built reward may say more, but has the same outputs. A bare function without one is for images
+        until it says otherwise: `image[0]` of a video is a frame, not a colour.
         """
         if hasattr(self.module, "card_of"):
             return self.module.card_of(self.config)
-        return getattr(self.module, "CARD", None)
+        card = getattr(self.module, "CARD", None)
+        if card is not None or hasattr(self.module, "build"):
+            return card
+        return Card(outputs=(self.name,), source=str(self.entry.path or self.entry.name))
 
     @property
     def by_people(self) -> bool:
@@ -131,8 +135,7 @@ class RewardPlan:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of its values, with the prefix; none where only the built reward knows them."""
-        bare = () if hasattr(self.module, "build") else (self.name,)
-        known = bare if self.card is None else self.card.outputs
+        known = () if self.card is None else self.card.outputs
         return tuple(known if self.entry.prefix is None else (f"{self.entry.prefix}_{name}" for name in known))
 
     def same_component(self, other: RewardPlan) -> bool:
@@ -208,9 +211,8 @@ class RewardPlan:
     def _component(self) -> Reward:
         if hasattr(self.module, "build"):
             return self._built()
-        # Nothing is known of a bare function, so nothing is refused for it.
-        bare = Card(outputs=(self.name,), modality="any", source=str(self.entry.path or self.entry.name))
-        return Reward(score=self.module.score, card=self.card or bare, compare=getattr(self.module, "compare", None))
+        assert self.card is not None  # a bare function has one
+        return Reward(score=self.module.score, card=self.card, compare=getattr(self.module, "compare", None))
 
     def _built(self) -> Reward:
         conduct = Conduct()

@@ -77,7 +77,13 @@ def reward_of_judge(
     """The same with a judge that is loaded already, for questions that depend on it."""
     digest = hashlib.sha256(repr((config.backend, config.identity(default), *text)).encode()).hexdigest()[:12]
     memory = judge.memory_gib if isinstance(judge, vlm.LocalJudge) else 0.0
-    # A server leaves this process idle.
-    version, overlap = f"{card.version}-{digest}", config.backend == "http"
-    card = dataclasses.replace(card, memory_gib=memory, version=version, overlap=overlap)
+    remote = config.backend == "http"
+    card = dataclasses.replace(
+        card,
+        memory_gib=memory,
+        version=f"{card.version}-{digest}",
+        overlap=remote,  # a server leaves this process idle
+        repeatable=not remote,
+        half_precision=not remote and config.local.dtype != "float32",
+    )
     return Reward(score=JudgeScore(name, judge, score), card=card)

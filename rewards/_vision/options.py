@@ -34,3 +34,8 @@ class ClipOptions(FrameOptions):
     """"exact": through 8 bits, as the published scores; "fast": float tensors, through which gradients flow."""
     dtype: Dtype = "float32"
     """Precision of the image tower. "bfloat16" is faster on a GPU and moves cosines by about 0.001 to 0.02."""
+
+    @property
+    def declared(self) -> dict[str, bool]:
+        """Parts of the reward's card that these options decide."""
+        return {"differentiable": self.preprocess == "fast", "half_precision": self.dtype != "float32"}

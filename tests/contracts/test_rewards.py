@@ -81,6 +81,15 @@ def test_every_reward_keeps_its_laws(tiny):
         assert measured["NaN image"] == "is NaN, and spoils no other", case.name
 
 
+def test_a_judge_on_a_server_is_not_repeatable_and_everything_else_is(tiny):
+    for case in tiny:
+        asks = "http" in {
+            item.name for item in dataclasses.fields(registry.load("rewards", case.name.split()[0]).Config)
+        }
+        on_server = asks and case.reward.card.overlap
+        assert case.reward.card.repeatable != on_server, case.name
+
+
 def scored(case: tiny_rewards.Case, images) -> dict[str, torch.Tensor]:
     """Scores of images under the case's prompts and records, by output; nothing of flowrl around the reward."""
     given = case.samples.pick(range(len(images)))

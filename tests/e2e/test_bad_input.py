@@ -74,7 +74,11 @@ def test_a_model_that_is_not_entered_as_it_calls_itself_draws_nothing(place, mon
 
 
 REWARDS = {
-    "wrong_length": ("return images.mean(dim=(1, 2, 3))[:1]", ["wrong_length", "shape (1,)", "2 samples"]),
+    "wrong_length": ("return images.mean(dim=(1, 2, 3))[:1]", ["wrong_length", "shape (1,)", "4 samples"]),
+    "centred": (
+        "m = images.mean(dim=(1, 2, 3))\n    return m - m.mean()",
+        ["'centred' depends on its batch", " among 4 and 0 alone", "needs_groups", "nothing was trained"],
+    ),
     "raising": ("raise RuntimeError('no such server')", ["raising", "no such server", "nothing was trained"]),
     "no_function": ("pass\nscore = None", ["no_function", "score(images, prompts, metadata)"]),
 }

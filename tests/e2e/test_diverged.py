@@ -43,16 +43,16 @@ def test_a_constant_reward_is_told_of_and_training_goes_on(place, monkeypatch, c
 
 @pytest.mark.slow
 def test_two_processes_end_together_with_the_reason_of_the_second(place):
-    """Eight samples of an iteration on two processes: four each, which no probe and no evaluation has."""
+    """Eight samples of an iteration on two processes: four each, which no evaluation has; the probes are four calls."""
     (place / "mine.py").write_text(
-        "import os, sys\ndef score(images, prompts, metadata):\n"
-        "    if len(prompts) == 4 and os.environ['RANK'] == '1':\n        sys.exit(0)\n"
+        "import os, sys\ncalls = []\ndef score(images, prompts, metadata):\n    calls.append(len(prompts))\n"
+        "    if len(prompts) == 4 and len(calls) > 4 and os.environ['RANK'] == '1':\n        sys.exit(0)\n"
         "    return images.mean(dim=(1, 2, 3))\n"
     )
     options = ("rewards=[{path: mine.py, isolate: false}]", *SHORT)
     code, printed = finish(start("train", "run.yaml", "--processes", "2", *options))
     assert code == 1, printed
     assert "4 of 4 samples could not be scored" in printed
-    assert "SystemExit: 0 (mine.py:4)" in printed
+    assert "SystemExit: 0 (mine.py:5)" in printed
     assert printed.count("flowrl: ") == 1
     assert "Traceback" not in printed

@@ -40,9 +40,9 @@ def score(images, prompts, metadata):
         exec(what, {"os": os})
     return images.mean(dim=(1, 2, 3))
 """
-# Calls of that reward: two probes, the base evaluation's two batches, a rollout, another, the two batches of the
-# evaluation after iteration 2, the last rollout, and the last evaluation's.
-ROLLOUT_1, EVALUATION_2, ROLLOUT_3 = 5, 7, 9
+# Calls of that reward: four of two probes, the base evaluation's two batches, a rollout, another, the two batches of
+# the evaluation after iteration 2, the last rollout, and the last evaluation's.
+ROLLOUT_1, EVALUATION_2, ROLLOUT_3 = 7, 9, 11
 KILL = "os.kill(os.getpid(), 15)"
 BREAK = "from flowrl.reward import RewardError; raise RewardError('it has no score for that')"
 
@@ -92,7 +92,7 @@ def test_an_evaluation_that_is_stopped_twice_and_killed_behind_its_row_is_made_o
     assert (ended["status"], ended["iterations"], ended["reason"]) == ("stopped", 2, "signal 15")
     assert ended["command"].endswith("--resume")
     with pytest.raises(Stopped):
-        run("parts", f"3:{KILL}", resume=True)  # the evaluation that is due is the first thing after the probes
+        run("parts", f"5:{KILL}", resume=True)  # the evaluation that is due is the first thing after the probes
     with monkeypatch.context() as patch:
 
         def killed(*args: object, **options: object) -> None:

@@ -14,8 +14,11 @@ from tests.e2e.conftest import train
 from tests.e2e.test_bad_input import command
 
 REWARD = """
+import flowrl
 from flowrl.core.first_frame import fitted_frame
 from flowrl.core.media import open_image, pixels
+
+CARD = flowrl.Card(outputs=("brightness",), modality="video")
 
 def score(images, prompts, metadata):
     given = [pixels(fitted_frame(open_image(r["images"][0]), *images.shape[-2:])) for r in metadata]

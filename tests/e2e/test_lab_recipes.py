@@ -137,8 +137,9 @@ def test_one_reward_in_two_entries_gives_separate_losses_from_one_pass(place: Pa
     two = fit(recipe, "name=two", "iterations=2", f"rewards=[{entries}]")
     assert two["status"] == "finished"
     assert len(built) == 1
-    # Probe batches of training and held-out prompts, the base (2 pictures), 2 x 16 samples an iteration, the tuned one.
-    assert batches == [2, 2, 2, 32, 32, 2]
+    # The probe with training prompts, again, and one image alone; with held-out prompts; the base (2 pictures), 2 x 16
+    # samples an iteration, the tuned one.
+    assert batches == [4, 4, 1, 4, 2, 32, 32, 2]
     assert [tuple(values.shape) for values in credits] == [(2, 16, 2)] * 2
     rows = [json.loads(line) for line in Path("runs/two/metrics.jsonl").read_text().splitlines()]
     for row in rows:

@@ -77,15 +77,15 @@ def score(images, prompts, metadata):
 @pytest.mark.parametrize(
     ("count", "where"),
     [
-        (2, "reward 'big'"),  # tried before anything is trained
+        (4, "reward 'big'"),  # tried before anything is trained
         pytest.param(8, "reward 'big'", marks=pytest.mark.slow),
-        pytest.param(1, "reward 'big' (evaluation)", marks=pytest.mark.slow),
+        pytest.param(2, "reward 'big' (evaluation)", marks=pytest.mark.slow),
     ],
 )
 def test_a_rewards_own_is_neither_masked_nor_called_a_broken_contract(place, monkeypatch, capsys, count, where):
     (place / "big.py").write_text(REWARD.format(count=count))
-    held_out = "data.max_eval_prompts=3" if count == 1 else SMALL[1]
-    words = (*SMALL, held_out, "rewards=[{path: big.py}]", "eval.batch_size=1")
+    held_out = "data.max_eval_prompts=3" if count == 2 else SMALL[1]
+    words = (*SMALL, held_out, "rewards=[{path: big.py}]", "eval.batch_size=2")
     code, printed = command(monkeypatch, capsys, "train", "run.yaml", *words)
     assert code == 1, printed
     assert f"out of memory in the phase {where}: CUDA out of memory" in printed

@@ -28,7 +28,7 @@ from tests.e2e.test_bad_input import command
 
 SHAPES = "rewards=[{name: shapes, outputs: {shapes_strict: 0.5, shapes_partial: 0.5}}]"
 SMALL = ("data.max_prompts=5", "rollout.sampler=null", SHAPES)
-# Tells all it scored, and ends the process it runs in at the third batch if asked to; the first one is the probe.
+# Tells all it scored, and ends the process it runs in at the fifth batch if asked to; the first three are the probe's.
 TOLD = """
 import json, os, signal
 from pathlib import Path
@@ -37,7 +37,7 @@ def score(images, prompts, metadata):
     values = (images.mean(dim=(1, 2, 3)) * 256).round() / 256
     with Path("told.jsonl").open("a") as file:
         file.write(json.dumps([list(prompts), values.tolist()]) + chr(10))
-    if Path("stop").exists() and len(Path("told.jsonl").read_text().splitlines()) == 3:
+    if Path("stop").exists() and len(Path("told.jsonl").read_text().splitlines()) == 5:
         os.kill(os.getpid(), signal.SIGTERM)
     return values
 """
@@ -101,7 +101,7 @@ def test_rounds_go_on_with_fresh_noise_until_there_are_enough_whatever_comes_bet
     assert len(once) == 7
     # The extremes are those of all that was scored for the prompt in that round.
     rounds: dict[tuple[str, int], list[float]] = {}
-    for prompts, values in map(json.loads, Path("told.jsonl").read_text().splitlines()[1:]):
+    for prompts, values in map(json.loads, Path("told.jsonl").read_text().splitlines()[3:]):
         for text in dict.fromkeys(prompts):
             number = sum(key[0] == text for key in rounds)
             rounds[text, number] = [v for p, v in zip(prompts, values, strict=True) if p == text]
@@ -144,7 +144,7 @@ def test_ties_and_samples_without_a_score_are_counted_and_left_out(pairs, place,
     (place / "odd.py").write_text(
         "def score(images, prompts, metadata):\n"
         "    value = images.mean(dim=(1, 2, 3)) * 0 + 0.5\n"
-        "    if len(value) > 2:\n"
+        "    if len(value) > 4:\n"
         "        value[1], value[0] = 0.7, float('nan')\n"  # of the first prompt alone
         "    return value\n"
     )
@@ -210,7 +210,7 @@ def test_a_folder_of_pairs_made_otherwise_is_refused_with_what_differs(pairs):
 def test_a_broken_reward_ends_the_command_as_it_ends_a_training(pairs, place):
     (place / "late.py").write_text(
         "def score(images, prompts, metadata):\n"
-        "    if len(prompts) > 2:\n"
+        "    if len(prompts) > 4:\n"
         "        raise RuntimeError('the server is gone')\n"
         "    return images.mean(dim=(1, 2, 3))\n"
     )

@@ -32,7 +32,10 @@ SMALL = (
     *("rollout.num_inference_steps=3", "rollout.guidance_scale=3.0"),
     *("optim.updates_per_iteration=1", "optim.batch_size=4", "eval.batch_size=2"),
 )
-REWARD = "def score(images, prompts, metadata):\n    return images.flatten(1).mean(dim=1)\n"
+REWARD = (
+    "import flowrl\nCARD = flowrl.Card(outputs=('brightness',), modality='any')\n"
+    "def score(images, prompts, metadata):\n    return images.flatten(1).mean(dim=1)\n"
+)
 GRPO = "algorithm={name: flow_grpo, clip_range: 0.1, kl: {coef: 0.1}, advantages: {std: group}}"
 
 

@@ -19,11 +19,11 @@ from flowrl.contracts.rewards import RewardTrial, trial_batch
 from flowrl.core.errors import ConfigError, RewardError, RewardFailure
 from flowrl.data.prompts import Prompt
 from flowrl.reward import Card, Reward
-from flowrl.scoring.build import probe
 from flowrl.scoring.cache import Memory, ScoreCache
 from flowrl.scoring.entries import reward_plan
 from flowrl.scoring.one_call import score_once
 from flowrl.scoring.overlap import Ahead
+from flowrl.scoring.probing import probe
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.surroundings import OF_A_THREAD, OF_THE_PROCESS, Batch, Conduct, Numbers, Settings
 from flowrl.scoring.weighted import WeightedReward
@@ -79,7 +79,7 @@ def tried(*entries: WeightedReward) -> None:
 
 
 def subtracts(images, prompts, metadata):
-    images.sub_(images.mean())
+    images.sub_(images.mean(dim=(1, 2, 3), keepdim=True) / 2)
     return means(images)
 
 
@@ -90,12 +90,12 @@ def zeroes(images, prompts, metadata):
 
 
 def through_numpy(images, prompts, metadata):
-    np.asarray(images[0])[:] = 0
+    np.asarray(images)[:] = 0
     return means(images)
 
 
 def behind_autograd(images, prompts, metadata):
-    images[0].data.fill_(1)
+    images.data.fill_(1)
     return means(images)
 
 

@@ -36,7 +36,8 @@ from flowrl.run.folder import RunFolder, provenance
 from flowrl.run.pairs.folder import IMAGES, Done, PairFolder
 from flowrl.run.pairs.plan import OWN, Wanted, check, made_with, rollout_plan, training_prompts
 from flowrl.run.texts import embedded
-from flowrl.scoring.build import build_scorers, probe
+from flowrl.scoring.build import build_scorers
+from flowrl.scoring.probing import probe
 from flowrl.scoring.scorer import Scores
 from flowrl.training.divergence import remedy
 from flowrl.training.metrics import Timer

@@ -21,7 +21,8 @@ REWARDS = {
     "faint": "def score(images, prompts, metadata):\n    return images[:, 0].mean(dim=(1, 2)) * 1e-4\n",
     "tiny": "def score(images, prompts, metadata):\n    return images.mean(dim=(1, 2, 3)) * 1e-9\n",
     "dark": "def score(images, prompts, metadata):\n    return -images.mean(dim=(1, 2, 3))\n",
-    "noise": "import random\nDRAWN = random.Random(0)\n"
+    "noise": "import random, flowrl\nDRAWN = random.Random(0)\n"
+    "CARD = flowrl.Card(outputs=('noise',), repeatable=False)\n"
     "def score(images, prompts, metadata):\n    return [DRAWN.random() for _ in prompts]\n",
     # Three times what passed since the call before, in a rollout's batch of two: whatever else the machine does.
     "slow": "import time\nLAST = [0.0]\ndef score(images, prompts, metadata):\n    if len(prompts) == 2 and LAST[0]:\n"

@@ -359,7 +359,10 @@ def test_a_prompt_that_names_no_file_is_refused():
 
 # ---- the command
 
-MOTION = "def score(videos, prompts, metadata):\n    return videos.diff(dim=1).abs().mean(dim=(1, 2, 3, 4))\n"
+MOTION = (
+    "import flowrl\nCARD = flowrl.Card(outputs=('motion',), modality='video')\n"
+    "def score(videos, prompts, metadata):\n    return videos.diff(dim=1).abs().mean(dim=(1, 2, 3, 4))\n"
+)
 
 
 def run(wan: Path, out: Path, prompts: Path, **options) -> dict:
