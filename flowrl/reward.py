@@ -43,7 +43,7 @@ class Card:
     less_is_better: tuple[str, ...] = ()
     """Outputs of which less is better where `higher_is_better` says more of the others."""
     transform: tuple[float, float] = (1.0, 0.0)
-    """(scale, offset) of the training value where the entry of the configuration sets none."""
+    """(scale, offset) of the training value where the entry of the configuration sets none; scale above 0."""
     modality: str = "image"
     """"image", "video" (videos only), "any" (images, and videos by their frames), or "edit" (source and result)."""
     resolution: str = "any"
@@ -78,6 +78,10 @@ class Card:
     source: str = ""
 
     def __post_init__(self) -> None:
+        if not self.transform[0] > 0:
+            raise ValueError(
+                f"transform={self.transform}: its scale must be above 0; where less is better, say so by less_is_better"
+            )
         unknown = sorted(set(self.less_is_better) - set(self.outputs))
         if unknown:
             raise ValueError(

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 
 from flowrl.core import registry
-from flowrl.core.errors import ConfigError, Fault, described
+from flowrl.core.errors import ConfigError, Fault, Remedy, described
 from flowrl.core.paths import CACHE, PATH, refuse_lost
 from flowrl.core.strict import Options, UnknownKey, config_class, validate
 from flowrl.core.subprocesses import require_patience
@@ -28,6 +28,7 @@ from flowrl.scoring.time_limits import TimeLimit
 from flowrl.scoring.weighted import Gate, WeightedReward
 
 log = logging.getLogger("flowrl")
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +42,13 @@ class RewardEntry:
     prefix: str | None = None
     """Before the name of every output, as in h14_clip_cos; so the same reward may stand there with other options."""
     weight: float = 1.0
-    """Share in the training value; 0 only looks at it."""
+    """Share in the training value, never below 0; 0 only looks at it."""
     outputs: dict[str, float] = field(default_factory=dict)
     """Share of each output in the training value, by name, never below 0: an output of which less is better counts
     negated. Empty: the first output alone."""
     scale: float | None = None
-    """The training value is clip(scale * raw + offset); raw is what is logged. Both null: the transform of the card."""
+    """The training value is clip(scale * raw + offset); raw is what is logged. Above 0: an output of which less is
+    better is negated already. Both null: the transform of the card."""
     offset: float | None = None
     clip: list[float] | None = None
     gate: Gate | None = None
@@ -81,6 +83,10 @@ class RewardEntry:
             )
         if self.scale == 0:
             raise ValueError("scale=0 makes all training values equal; give weight: 0 to look at the reward alone")
+        numbers = {"weight": self.weight, "scale": self.scale, "offset": self.offset}
+        for option, value in numbers.items():
+            if abs(value or 0.0) > _LARGEST:
+                raise ValueError(f"{option}={value:g} is beyond float32, which ends at {_LARGEST:.3g}")
         if self.clip is not None and (len(self.clip) != 2 or self.clip[0] >= self.clip[1]):
             raise ValueError(f"clip={self.clip} must be [low, high]")
         if self.retries is not None and self.retries < 0:
@@ -264,6 +270,7 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
         known = ", ".join(registry.names("rewards"))
         raise ConfigError(f"{where}: give either name or path (your own .py file); names: {known}")
     entry = validate(RewardEntry, {k: v for k, v in options.items() if k in common}, where)
+    _require_towards_better(entry, where)
     own = {k: v for k, v in options.items() if k not in common}
     name = str(entry.name if entry.path is None else entry.path)
     if entry.path is not None and not entry.path.endswith(".py"):
@@ -288,6 +295,22 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
             f"{', '.join(sorted(common))}"
         )
     return RewardPlan(entry, module, None)
+
+
+def _require_towards_better(entry: RewardEntry, where: str) -> None:
+    """Refuse a factor below 0.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    for option, value in (("weight", entry.weight), ("scale", entry.scale)):
+        if value is not None and value < 0:
+            raise ConfigError(
+                f"{where}.{option}={value:g} must not be below 0, which would train towards what is worse: an output "
+                "of which less is better is negated already (its card's less_is_better); weight 0 only looks at the "
+                "reward, and one that is to fall is the negative score of a file of your own",
+                remedies=[Remedy({f"{where}.{option}": -value})],
+            )
 
 
 def imported(kind: str, name: str, where: str) -> ModuleType:

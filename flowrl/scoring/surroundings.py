@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import logging
 import os
 import random
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -77,6 +81,53 @@ def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
+_CUDNN = ("enabled", "benchmark", "deterministic", "allow_tf32")
+_LOG = logging.getLogger("flowrl")
+_STATUS = Path("/proc/self/status")
+
+
+def _cudnn() -> tuple[bool, ...]:
+    return tuple(getattr(torch.backends.cudnn, name) for name in _CUDNN)
+
+
+def _set_cudnn(values: tuple[bool, ...]) -> None:
+    for name, value in zip(_CUDNN, values, strict=True):
+        setattr(torch.backends.cudnn, name, value)
+
+
+def _handlers() -> dict[int, Any]:
+    """Handlers of signals by number; none in another thread than the main one, which alone may set them."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+
+def _set_handlers(values: dict[int, Any]) -> None:
+    for number, handler in values.items():
+        # None: set by another language, which Python can neither name nor put back.
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+def _umask() -> int:
+    if _STATUS.exists():  # reading it in Python would set it, while other threads write files
+        fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+        return int(fields["Umask"], 8)
+    value = os.umask(0o077)
+    os.umask(value)
+    return value
+
+
+def _logging() -> tuple[int, bool, int]:
+    return logging.root.manager.disable, _LOG.disabled, _LOG.level
+
+
+def _set_logging(values: tuple[int, bool, int]) -> None:
+    logging.disable(values[0])
+    _LOG.disabled = values[1]
+    _LOG.setLevel(values[2])
+
+
 def _nothing(value: Any) -> None:
     """Put back by the context that a call runs in."""
 
@@ -86,6 +137,7 @@ OF_A_THREAD = (
     Setting("the inference mode", torch.is_inference_mode_enabled, _nothing),
     Setting("autocast", _autocast, _set_autocast),
     Setting("the default device", torch.get_default_device, _set_default_device),
+    Setting("numpy's errors", np.geterr, lambda values: np.seterr(**values)),
 )
 OF_THE_PROCESS = (
     Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
@@ -93,6 +145,10 @@ OF_THE_PROCESS = (
     Setting("the number of threads", torch.get_num_threads, torch.set_num_threads),
     Setting("deterministic algorithms", _deterministic, _set_deterministic),
     Setting("the precision of matmul", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    Setting("cudnn's settings", _cudnn, _set_cudnn),
+    Setting("the handlers of signals", _handlers, _set_handlers),
+    Setting("the umask", _umask, os.umask),
+    Setting("logging", _logging, _set_logging),
 )
 
 

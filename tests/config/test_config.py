@@ -485,6 +485,14 @@ REFUSED = [
             *("rewards.0.weight=.inf", "rewards.0.scale=-.inf"),
         )
     ),
+    *(
+        (f"{key}={value}", f"{key}={value} must not be below 0", f"try {key}={value[1:]}")
+        for key in ("rewards.0.weight", "rewards.0.scale")
+        for value in ("-1", "-1e-06")
+    ),
+    ("eval.rewards=[{name: shapes, weight: -2}]", "eval.rewards.0.weight=-2 must not be below 0"),
+    ("rewards.0.weight=1e+308", "weight=1e+308 is beyond float32"),
+    ("rewards.0.offset=-1e+39", "offset=-1e+39 is beyond float32"),
 ]
 """(overrides, what the refusal says: the key and its value, and the remedy)."""
 
@@ -505,7 +513,6 @@ def test_what_is_wrong_or_does_not_go_together_is_refused_before_a_model_is_load
         "algorithm.sde_steps=[0, 8]",
         "rollout.num_inference_steps=2",
         "rewards.0.weight=0",
-        "rewards.0.weight=-1",
         "rewards.0.clip=[-.inf, 1.0]; optim.max_grad_norm=.inf",
         "algorithm={name: dgpo}; optim.batch_size=6",
         "algorithm={name: awm, ratio: sample}; optim.batch_size=6",

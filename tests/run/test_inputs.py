@@ -19,7 +19,7 @@ from flowrl.run import inputs
 from flowrl.run.folder import RunFolder
 
 SCORE = (
-    "import helper_of_mine, sys, numpy.linalg\n\n\n"
+    "import flowrl, helper_of_mine, sys, numpy.linalg\nCARD = flowrl.Card(outputs=('mine',), modality='any')\n\n"
     "def score(images, prompts, metadata):\n    return images.mean(dim=(1, 2, 3))\n"
 )
 SAMPLER = "from flowrl.samplers.flow_sde import Config, build  # noqa: F401\n\nLEVEL = 'experimental'\n"

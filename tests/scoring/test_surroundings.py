@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -189,6 +190,11 @@ LEFT = {
     "the default device": lambda: torch.set_default_device("meta"),
     "autocast": lambda: torch.set_autocast_enabled("cpu", True),
     "the precision of matmul": lambda: torch.set_float32_matmul_precision("medium"),
+    "numpy's errors": lambda: np.seterr(all="raise"),
+    "cudnn's settings": lambda: setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark),
+    "the handlers of signals": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    "the umask": lambda: os.umask(0o777 ^ os.umask(0)),
+    "logging": lambda: logging.disable(logging.CRITICAL),
 }
 
 

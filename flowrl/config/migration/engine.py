@@ -191,7 +191,13 @@ class Draft:
         self._used.update(keys)
 
     def reward(self, entry: dict[str, Any], *keys: str, note: str = "") -> None:
-        """Add a reward."""
+        """Add a reward.
+
+        Raises:
+            ConfigError: a weight below 0.
+        """
+        if entry.get("weight", 1.0) < 0:
+            raise self.fault(keys[0], f"{entry['name']} has a weight below 0, which trains towards what is worse")
         self.rewards.append(Line(entry, keys, note))
         self._used.update(keys)
 
