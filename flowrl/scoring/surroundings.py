@@ -81,18 +81,18 @@ def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
-_CUDNN = ("enabled", "benchmark", "deterministic", "allow_tf32")
 _LOG = logging.getLogger("flowrl")
 _STATUS = Path("/proc/self/status")
 
 
-def _cudnn() -> tuple[bool, ...]:
-    return tuple(getattr(torch.backends.cudnn, name) for name in _CUDNN)
+def _cudnn() -> tuple[bool, bool, bool, bool]:
+    own = torch.backends.cudnn
+    return own.enabled, own.benchmark, own.deterministic, own.allow_tf32
 
 
-def _set_cudnn(values: tuple[bool, ...]) -> None:
-    for name, value in zip(_CUDNN, values, strict=True):
-        setattr(torch.backends.cudnn, name, value)
+def _set_cudnn(values: tuple[bool, bool, bool, bool]) -> None:
+    own = torch.backends.cudnn
+    own.enabled, own.benchmark, own.deterministic, own.allow_tf32 = values
 
 
 def _handlers() -> dict[int, Any]:
