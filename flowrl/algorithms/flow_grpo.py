@@ -56,9 +56,9 @@ class KLConfig:
     coef: float = 0.0
     """Weight of the KL to the reference; 0 computes no reference."""
     divisor: KLDivisor | None = None
-    """`variance`: the Gaussian KL, official with CPS and Wan; `flow_grpo`: without its factor 1/|dt|, official with the
-    Flow-SDE, flows only; `none`: plain square; null: `flow_grpo` on flows, whatever the sampler, `variance` on
-    noise-prediction models."""
+    """`variance`: the Gaussian KL, official with CPS, Wan and SAGE; `flow_grpo`: without its factor 1/|dt|, official
+    with the Flow-SDE, flows only; `none`: plain square; null: the sampler's official one, else `flow_grpo` on flows and
+    `variance` on noise-prediction models."""
 
     def __post_init__(self) -> None:
         if self.coef < 0:
@@ -68,9 +68,9 @@ class KLConfig:
     def roles(self) -> tuple[str, ...]:
         return ("reference",) if self.coef > 0 else ()
 
-    def on(self, process: Process) -> KLDivisor:
+    def on(self, process: Process, sampler: Sampler) -> KLDivisor:
         """The divisor in use."""
-        return self.divisor or ("variance" if isinstance(process, VPProcess) else "flow_grpo")
+        return self.divisor or sampler.kl_divisor or ("variance" if isinstance(process, VPProcess) else "flow_grpo")
 
     def check_process(self, process: Process) -> None:
         """Refuse a divisor that is not for the model's process."""
@@ -218,7 +218,8 @@ def with_reference(
     if config.coef > 0:
         reference = networks.frozen("reference", batch)
         dt = batch.step.sigma_next - batch.step.sigma
-        kl = policy.kl(reference, divisor=config.on(networks.policy.adapter.process), dt=dt)
+        divisor = config.on(networks.policy.adapter.process, networks.policy.sampler)
+        kl = policy.kl(reference, divisor=divisor, dt=dt)
         # Per edge, so after the mean over positions: no map weighs it. (Official ViPO refuses a KL.)
         loss = loss + config.coef * kl
         metrics["policy/kl_reference"] = kl.detach().sum()

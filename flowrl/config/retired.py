@@ -56,7 +56,17 @@ class Changed:
     """Of the whole configuration: whether the meaning changed for it."""
 
 
-CHANGED: tuple[Changed, ...] = ()
+def _older_kl(tree: Options) -> bool:
+    """Whether a KL had Flow-GRPO's divisor where it was left out, and has the sampler's now."""
+    kl, sampler = _at(tree, "algorithm.kl"), _at(tree, "rollout.sampler.name")
+    # cps alone takes noise-prediction models too, where nothing has changed.
+    flow = _at(tree, "model.name") not in ("sd", "sdxl")
+    return flow and sampler in ("cps", "wan_sde", "sage") and bool(kl and kl.get("coef"))
+
+
+CHANGED: tuple[Changed, ...] = (
+    Changed(Place("algorithms", "*", "kl.divisor"), None, "flow_grpo", Place("run", "*", "eval.tie"), _older_kl),
+)
 ADDED = (
     Added(Place("run", "*", "data.eval_share"), 0.0),
     Added(Place("models", "*", "vae_precision"), "tf32"),

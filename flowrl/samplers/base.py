@@ -124,6 +124,9 @@ class Sampler(ABC):
     """The options of a sampler whose file defines no `Config`."""
     log_prob_form: LogProbForm = "mean"
     """The form of log-prob that its published clip ranges belong to."""
+    kl_divisor: ClassVar[KLDivisor | None] = None
+    """Divisor of the KL to a reference in the code that published the sampler; None: no such code has a KL, and
+    Flow-GRPO's is taken, `variance` on noise-prediction models."""
     largest: ClassVar[float] = math.inf
     """Bound on the noise level: beyond it more noise than sigma' would be left."""
     noise_key: ClassVar[str] = "noise_level"

@@ -49,6 +49,7 @@ def direction(step: Step) -> Tensor:
 
 class Cps(Sampler):
     log_prob_form = "unscaled"
+    kl_divisor = "variance"
     largest = 1.0
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:

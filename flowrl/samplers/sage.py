@@ -55,6 +55,7 @@ def unit_variance(sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> Tensor
 
 
 class Sage(FlowSampler):
+    kl_divisor = "variance"
     noise_key = "eta"
     config: Config
 

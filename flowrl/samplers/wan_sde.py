@@ -31,6 +31,8 @@ class Config:
 
 
 class WanSde(FlowSampler):
+    kl_divisor = "variance"
+
     def diffusion(self, step: Step) -> Tensor:
         """sigma_1 * sigma, or 0, [B].
 
