@@ -308,13 +308,15 @@ def _drawing(options: Options, loaded: Judged, world: World, *, videos: bool) ->
 
 def _take_results(options: Options, task: Task, every: Sequence[Item], folders: dict[str, ResultsFolder]) -> None:
     """Put the scores of the official evaluator into the folders."""
-    from flowrl.evaluation.suites.exchange import fingerprint, with_results
+    from flowrl.evaluation.suites.exchange import fingerprint, of_models, with_results
 
+    given = of_models(list(folders), options.judging.results)
     made = _identity(options, every)
     for folder in folders.values():
         folder.require_made(made)
-    for (_, folder), file in zip(folders.items(), options.judging.results, strict=True):
-        rows = with_results(task, folder, file)
+    for name, folder in folders.items():
+        rows = with_results(task, folder, file := given[name])
+        print(f"--results {file}: those of {name}, {options.models()[name]}")
         if options.judging.rejudge:
             folder.forget_judge()
         folder.take_results(rows, {"official evaluator": {"results": fingerprint(file)}})

@@ -30,6 +30,7 @@ import numpy as np
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import damaged, json_ready, read_object, write_atomically, writing
 from flowrl.core.media import FPS
+from flowrl.core.natural import natural
 from flowrl.core.votes import FOLDER, LOG, Vote, read_votes
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def open_questions(folder: Path, iteration: int | None = None) -> list[Question]
     """
     found: list[Question] = []
     rounds = f"{ROUND}*" if iteration is None else f"{ROUND}{iteration:06d}"
-    for file in sorted(folder.glob(f"{rounds}/slot-*.json"), key=lambda file: (file.parent.name, file.name)):
+    for file in sorted(folder.glob(f"{rounds}/slot-*.json"), key=lambda f: (natural(f.parent.name), natural(f.name))):
         if file.name.endswith(_CLOSED) or file.with_name(file.stem + _CLOSED).is_file():
             continue
         with contextlib.suppress(ConfigError):

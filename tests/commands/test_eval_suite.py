@@ -18,6 +18,7 @@ from flowrl.commands import list as listing
 from flowrl.core import assets
 from flowrl.core.errors import ConfigError, ModelError, RewardFailure
 from flowrl.evaluation.suites import geneval
+from flowrl.evaluation.suites.exchange import of_models
 
 BRIGHT = "def score(images, prompts, metadata):\n    return images.mean(dim=(1, 2, 3))\n"
 AWAY = "def score(images, prompts, metadata):\n    raise ConnectionError('no server')\n"
@@ -137,6 +138,15 @@ def test_the_official_evaluators_folder_goes_out_and_its_results_come_back(tmp_p
         run("tiny-sd3", out, results=[results], seed=7)
     with pytest.raises(ConfigError, match="give one file for MODEL, and with --base a second one"):
         run("tiny-sd3", out, results=[results], base="tiny-sd")
+
+
+@pytest.mark.parametrize("name", ["{}/results.csv", "out/{}_results.csv", "model-eval/{}/r.csv"])
+def test_results_that_are_called_by_the_other_model_are_refused(name):
+    files = {each: Path(name.format(each)) for each in ("model", "base")}
+    assert of_models(["model", "base"], list(files.values())) == files
+    with pytest.raises(ConfigError, match=r"the (first|second) file is that of .* and this is called by (base|model)"):
+        of_models(["model", "base"], [files["base"], files["model"]])
+    assert of_models(["model", "base"], [Path("base/a.csv"), Path("base/b.csv")])["base"] == Path("base/b.csv")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -92,6 +94,28 @@ def with_results(task: Task, folder: ResultsFolder, results: Path) -> list[Row]:
     for row in rows:
         row.scores, row.answers, row.error = found[row.id, row.k], [], ""
     return rows
+
+
+def of_models(names: Sequence[str], files: Sequence[Path]) -> dict[str, Path]:
+    """Results of each model, in the order in which both were given, unless the paths say another one.
+
+    Args:
+        names: of the models' folders, such as "model" and "base".
+        files: as many, of --results.
+
+    Raises:
+        ConfigError: a path holds the name of another model than its own.
+    """
+    words = [set(re.findall(r"[a-z]+", str(file).casefold())) for file in files]
+    own = [each - set[str]().union(*words[:k], *words[k + 1 :]) for k, each in enumerate(words)]
+    for k, name in enumerate(names):
+        other = next((each for each in names if each != name and each in own[k]), None)
+        if other is not None:
+            raise ConfigError(
+                f"--results {files[k]}: the {'first' if k == 0 else 'second'} file is that of {name}, and this is "
+                f"called by {other}; give that of MODEL first and that of --base second"
+            )
+    return dict(zip(names, files, strict=True))
 
 
 def fingerprint(results: Path) -> str:
