@@ -58,7 +58,7 @@ def lost_in(path: str, base: Path | None = None) -> Path | None:
         path: as it was given, such as `owner/name`.
         base: folder of a relative path; None: the working directory.
     """
-    first, slash, _ = path.partition("/")
+    first, slash, _ = os.path.normpath(path).partition("/")
     folder = Path(first) if base is None else base / first
     return folder if slash and first and folder.is_dir() else None
 

@@ -7,7 +7,6 @@ after the last one that is needed.
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -95,20 +94,25 @@ def missing_package(error: ModuleNotFoundError, where: str) -> ConfigError:
 # ---- lines
 
 
+def _raw(file: Path, where: str, newline: str = "\n") -> Iterator[str]:
+    """The lines of a file as they are read, never all of them at once; `newline` as of `open`.
+
+    The default is no splitlines, which also breaks at U+2028 and the like, and JSON strings may hold those.
+    """
+    try:
+        with file.open(encoding="utf-8-sig", newline=newline) as stream:
+            for number, line in enumerate(stream, 1):
+                if "\0" in line:
+                    raise ConfigError(f"{where}, line {number}: holds a NUL, so it is not text; save it as UTF-8")
+                yield line
+    except (OSError, UnicodeDecodeError):
+        read_text(file, where)  # it says what and where
+        raise
+
+
 def _lines(file: Path, where: str) -> Iterator[tuple[int, str]]:
     """(number, line) of every line that is not empty."""
-    # Not splitlines, which also breaks at U+2028 and the like, and JSON strings may hold those.
-    for number, line in enumerate(_text(file, where).split("\n"), 1):
-        if line.strip():
-            yield number, line.strip()
-
-
-def _text(file: Path, where: str) -> str:
-    text = read_text(file, where)
-    if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
-        raise ConfigError(f"{where}, line {line}: holds a NUL, so it is not text; save it as UTF-8")
-    return text
+    return ((number, line.strip()) for number, line in enumerate(_raw(file, where), 1) if line.strip())
 
 
 def _plain(file: Path, where: str, texts: Sequence[str]) -> Records:
@@ -124,7 +128,7 @@ def _jsonl(file: Path, where: str, texts: Sequence[str]) -> Records:
 
 
 def _json(file: Path, where: str, texts: Sequence[str]) -> Records:
-    result = _parsed(_text(file, where), where)
+    result = _parsed("".join(_raw(file, where)), where)
     if not isinstance(result, list):
         raise ConfigError(f"{where}: a .json of prompts is a list of strings or of records, this is {_short(result)}")
     for number, item in enumerate(result, 1):
@@ -153,8 +157,7 @@ def _separated(comma: str) -> Callable[[Path, str, Sequence[str]], Records]:
     quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
 
     def read(file: Path, where: str, texts: Sequence[str]) -> Records:
-        text = io.StringIO(_text(file, where), newline="")
-        rows = csv.reader(text, delimiter=comma, strict=True, quoting=quoting)
+        rows = csv.reader(_raw(file, where, ""), delimiter=comma, strict=True, quoting=quoting)
         header: list[str] = []
         column = ""
         try:

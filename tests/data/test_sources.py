@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,17 @@ def test_a_broken_jsonl_line_is_refused_with_its_number_in_the_file(put, picture
     message = refusal(put('{"prompt": "a", "image": "a.png"}\n\n' + line + '\n{"prompt": "c"}\n', "p.jsonl"))
     assert "line 3" in message
     assert reason in message
+
+
+@pytest.mark.parametrize(("name", "head"), [("p.txt", ""), ("p.csv", "prompt\n"), ("p.tsv", "prompt\n")])
+def test_a_long_list_is_read_no_further_than_is_asked_for_and_never_as_a_whole(put, name, head):
+    """A file of 16 MB; three of its prompts take no megabyte."""
+    source = put(head + "a long line of words\n" * 800_000, name)
+    tracemalloc.start()
+    assert len(load_prompts(source, "data.prompts", most=3)) == 3
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.csv"])
