@@ -27,6 +27,7 @@ def write(kind: str, name: str, folder: Path) -> str:
     Raises:
         ConfigError: a bad name, or there is such a file.
     """
+    import json
     import re
     import shlex
     import sys
@@ -50,14 +51,25 @@ def write(kind: str, name: str, folder: Path) -> str:
     text = Template((STARTING / f"{kind}{ending}.txt").read_text(encoding="ascii"))
     if iskeyword(title) or re.search(rf"\b{title}\b", text.template):  # a class Config would hide that of the options
         title = f"My{title}"
+    plain = re.fullmatch(r"[\w./~-]+", str(file))
+    place = str(file) if plain else json.dumps(str(file), ensure_ascii=False)  # as YAML reads it
+    options = {
+        "reward": f"rewards=[{{path: {place}}}]",
+        "method": f"algorithm={{path: {place}}}",
+        "sampler": f"rollout.sampler={{path: {place}}}",
+        "config": "",
+    }
+    checks = f'import flowrl; print(*flowrl.check({json.dumps(str(file), ensure_ascii=False)}), sep="\\n")'
+    words = {"name": name, "title": title, "file": shlex.quote(str(file)), "check": shlex.quote(checks)}
+    words["option"] = shlex.quote(options[kind])
     with writing(file):
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(text.substitute(name=name, title=title, file=file), encoding="utf-8")
-    shown, train = shlex.quote(str(file)), f"flowrl train {{}} name={name}"
+        file.write_text(text.substitute(words), encoding="utf-8")
     tries = {
-        "reward": (f"flowrl score --check {shown}", f'{train.format("quickstart")} "rewards=[{{path: {file}}}]"'),
-        "method": (f'{train.format("lab/flow_grpo")} "algorithm={{path: {file}}}"',),
-        "sampler": (f'{train.format("lab/flow_grpo")} "rollout.sampler={{path: {file}}}"',),
-        "config": (f"flowrl plan {shown}", f"flowrl train {shown}"),
+        "reward": ("flowrl score --check $file", "flowrl train quickstart name=$name $option"),
+        "method": ("flowrl train lab/flow_grpo name=$name $option",),
+        "sampler": ("flowrl train lab/flow_grpo name=$name $option",),
+        "config": ("flowrl plan $file", "flowrl train $file"),
     }
-    return "\n".join([f"{file} is written. Try it:", *(f"    {line}" for line in tries[kind])])
+    lines = [Template(line).substitute(words) for line in tries[kind]]
+    return "\n".join([f"{file} is written. Try it:", *(f"    {line}" for line in lines)])

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -257,7 +258,7 @@ class Client:
                 reasons = "; ".join(f"{url}: {text}" for url, text in said.items())
                 raise RewardError(
                     f"reward 'remote': no server answers ({reasons}); start one with "
-                    f"flowrl serve --reward {self.config.reward}"
+                    f"flowrl serve --reward {shlex.quote(self.config.reward)}"
                 )
             time.sleep(0.5)
         for url in set(said) - set(result):

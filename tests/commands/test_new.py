@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +14,7 @@ import flowrl
 from flowrl.commands.new import command, write
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError
+from flowrl.core.strict import overridden
 from flowrl.run.trainer import Trainer
 
 FEW = ("iterations=1", "rollout.prompts_per_iteration=2", "rollout.group_size=4", "data.max_eval_prompts=2")
@@ -50,6 +55,26 @@ def test_a_name_that_the_file_needs_itself_gives_another_class(kind, name, tmp_p
     text = (tmp_path / f"{name}.py").read_text(encoding="utf-8")
     assert f"class My{name.title().replace('_', '')}(flowrl." in text
     compile(text, name, "exec")
+
+
+@pytest.mark.parametrize("folder", ["plain", "of Mia, \u00fc: #1 $x {a}'s"])
+def test_the_commands_that_try_a_file_reach_it_wherever_it_lies(folder, tmp_path):
+    for kind, key in (("reward", "rewards"), ("method", "algorithm"), ("sampler", "rollout")):
+        printed = write(kind, "mine", tmp_path / folder / kind).splitlines()[1:]
+        file = str(tmp_path / folder / kind / "mine.py")
+        inside = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line.startswith("    flowrl")]
+        for line in (*printed, *inside):
+            *_, last = shlex.split(line, comments=True)
+            if "score --check" in line:
+                assert shlex.split(line, comments=True)[3] == file
+                continue
+            found = overridden({}, [last])[key]
+            found = found[0] if kind == "reward" else found.get("sampler", found)
+            assert found == {"path": file}
+        if kind != "reward":
+            (check,) = [line for line in Path(file).read_text(encoding="utf-8").splitlines() if "python -c" in line]
+            (call,) = re.findall(r"flowrl.check\((.*)\), sep=", shlex.split(check)[2])
+            assert ast.literal_eval(call) == file
 
 
 @pytest.mark.slow
