@@ -38,7 +38,7 @@ def command(file: File, tool: From = None, gpus: Gpus = None, out: Out = None, s
     import sys
 
     from flowrl.config.migration.engine import convert, recipe_text, shown
-    from flowrl.config.migration.tools import tool_of
+    from flowrl.config.migration.tools import TOOLS, tool_of
     from flowrl.core.errors import ConfigError
     from flowrl.core.files import write_atomically
 
@@ -50,7 +50,9 @@ def command(file: File, tool: From = None, gpus: Gpus = None, out: Out = None, s
     except ConfigError as error:
         if tool is not None:
             raise
-        raise ConfigError(f"{error} (read as {source.name}'s, by its ending; --from names another tool)") from None
+        raise ConfigError(
+            f"{error} (read as {source.name}'s, by its ending; --from names another tool of {', '.join(TOOLS)})"
+        ) from None
     left = sorted(draft.listed.items(), key=lambda item: not item[1].changes)
     for key, entry in left:
         what = "changes results" if entry.changes else "harmless"

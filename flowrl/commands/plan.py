@@ -28,6 +28,9 @@ def command(config: Config, overrides: Overrides = None) -> None:
     """Show what a run will do: options, batch geometry, steps, memory and compute. Uses no network."""
     import yaml
 
+    from flowrl.core.strict import read_early
+
+    read_early(config, overrides)
     with imports():
         from rich.console import Console
 

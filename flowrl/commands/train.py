@@ -49,8 +49,12 @@ def command(
     It runs alone, in N processes, or inside a torchrun group.
     Exit code 0: finished; 2: a fault in the input, nothing was trained; 1: a failure; 128 + n: saved after signal n.
     """
+    from flowrl.core.strict import read_early
+
     if backend is not None:
         os.environ["FLOWRL_BACKEND"] = backend
+    if not as_json:  # whose display tells the end, and needs the libraries for that
+        read_early(config, overrides)
     with showing(quiet, as_json) as display:
         if processes > 1 and "WORLD_SIZE" not in os.environ:
             flags = {"--resume": resume, "--accept-changes": accept, "--quiet": quiet, "--json": as_json}

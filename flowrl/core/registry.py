@@ -63,16 +63,28 @@ _HELPERS = {
 """Modules in the folders that are not components."""
 
 
+_SHORT = {"grpo": "flow_grpo", "dpo": "diffusion_dpo", "nft": "diffusion_nft"}
+"""Short name of a paper -> the component that is meant where there is one of that name."""
+
+
 def close_to(name: str, valid: Sequence[str], cutoff: float = 0.5) -> str | None:
     """The valid name most like this one, or whose words it abbreviates; None if there is none.
 
+    The case of letters says nothing.
+
     >>> close_to("lr", ["betas", "learning_rate"]), close_to("widht", ["width"]), close_to("x", ["y"])
     ('learning_rate', 'width', None)
+    >>> close_to("Flow_GRPO", ["flow_grpo", "dgpo"]), close_to("grpo", ["g2rpo", "flow_grpo"])
+    ('flow_grpo', 'flow_grpo')
     """
-    initials = {known for known in valid if "_" in known and name == "".join(word[:1] for word in known.split("_"))}
+    small = {known.lower(): known for known in valid}
+    name = name.lower()
+    if name in small or _SHORT.get(name) in small:
+        return small[name if name in small else _SHORT[name]]
+    initials = {known for known in small if "_" in known and name == "".join(word[:1] for word in known.split("_"))}
     # Of two names with these initials neither is taken.
-    result = initials if len(initials) == 1 else difflib.get_close_matches(name, valid, n=1, cutoff=cutoff)
-    return next(iter(result), None)
+    result = initials if len(initials) == 1 else difflib.get_close_matches(name, list(small), n=1, cutoff=cutoff)
+    return next((small[known] for known in result), None)
 
 
 def suggest(name: str, valid: Sequence[str]) -> str:

@@ -361,13 +361,23 @@ def find_config(path: str | Path) -> Path:
         return file
     shipped = assets.recipe_file(str(path))
     if shipped is None:
-        close = registry.suggest(str(path), assets.recipes())
+        beside = sorted(str(file.with_name(each.name)) for each in file.parent.glob("*.y*ml") if each.is_file())
+        close = registry.suggest(str(path), beside) or registry.suggest(str(path), assets.recipes())
         there = "is a folder without config.yaml, so no run" if file.is_dir() else "does not exist"
         raise ConfigError(
             f"configuration file {str(path)!r} {there}, nor does a recipe of this name come with flowrl; {close}"
             "`flowrl list recipes` names them"
         )
     return shipped
+
+
+def read_early(path: str | Path, words: Sequence[str] | None) -> None:
+    """Read the argument CONFIG and the words after it, before libraries are loaded that take seconds.
+
+    Raises:
+        ConfigError: there is no such file, it is no YAML, or a word is no key=value.
+    """
+    overridden(load_tree(path), list(words or ()))
 
 
 def read_text(file: Path, where: str) -> str:

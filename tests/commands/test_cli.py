@@ -129,3 +129,23 @@ def test_two_options_with_one_first_sentence_have_one_text():
     assert in_full("Samples of each prompt.") == "Samples of each prompt."
     with pytest.raises(ValueError, match="go on differently"):
         option("Samples of each prompt.", "Another text.")
+
+
+def test_a_fault_of_the_file_or_of_a_word_is_told_before_the_libraries_are_loaded(tmp_path):
+    """torch takes seconds. A file beside it of a like name is named."""
+    (tmp_path / "bad.yaml").write_text("model: {path: tiny-sd3\n", encoding="ascii")
+    (tmp_path / "Mine.yml").write_text("name: mine\n", encoding="ascii")
+    code = (
+        "import contextlib, io, sys\nfrom flowrl.cli import main\n"
+        "for name in ('train', 'plan'):\n"
+        "    for words in (['bad.yaml'], ['mine.yaml'], ['Mine.yml', 'iterations']):\n"
+        "        sys.argv, told = ['flowrl', name, *words], io.StringIO()\n"
+        "        with contextlib.redirect_stderr(told), contextlib.suppress(SystemExit):\n"
+        "            main()\n"
+        "        print('torch' in sys.modules, told.getvalue().replace('\\n', ' '))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = [line.partition(" ") for line in done.stdout.splitlines()]
+    assert [loaded for loaded, _, _ in found] == ["False"] * 6
+    for number, reason in enumerate(("not valid YAML", "did you mean 'Mine.yml'?", "'iterations'") * 2):
+        assert reason in found[number][2]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flowrl.config.migration import diffusion_dpo, flow_factory, flow_grpo, trl
 from flowrl.config.migration.table import Tool
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.registry import suggest
 
 TOOLS: dict[str, Tool] = {tool.name: tool for tool in (flow_grpo.TOOL, diffusion_dpo.TOOL, trl.TOOL, flow_factory.TOOL)}
@@ -28,5 +28,9 @@ def tool_of(file: str, name: str | None) -> Tool:
     path = file.rpartition(":")[0] if ".py:" in file else file
     guess = guesses.get(Path(path).suffix)
     if guess not in TOOLS:
-        raise ConfigError(f"{file}: its ending does not tell which tool wrote it; give --from, one of {known}")
+        raise ConfigError(
+            f"{file}: its ending does not tell which tool wrote it; give --from, one of {known}. Those of others, such "
+            "as SimpleTuner, OneTrainer or kohya's scripts, are not converted: for a configuration to start from",
+            remedies=[Remedy(command="flowrl new config mine")],
+        )
     return TOOLS[guess]

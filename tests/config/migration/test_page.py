@@ -96,6 +96,8 @@ def test_a_file_with_letters_beyond_ascii_gives_a_recipe_that_is_read_again(tmp_
 def test_a_file_taken_for_another_tools_by_its_ending_says_so(tmp_path, monkeypatch, capsys):
     (tmp_path / "ddpo.sh").write_text("accelerate launch examples/scripts/ddpo.py --sample_num_steps=50\n")
     assert run(monkeypatch, str(tmp_path / "ddpo.sh"), "--gpus", "1") == 2
-    assert "(read as diffusion_dpo's, by its ending; --from names another tool)" in capsys.readouterr().err
+    assert (
+        "(read as diffusion_dpo's, by its ending; --from names another tool of flow_grpo, " in capsys.readouterr().err
+    )
     assert run(monkeypatch, str(tmp_path / "ddpo.sh"), "--gpus", "1", "--from", "diffusion_dpo") == 2
     assert "by its ending" not in capsys.readouterr().err

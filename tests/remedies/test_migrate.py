@@ -1,0 +1,26 @@
+"""The remedies of `flowrl convert-config`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from flowrl.commands.new import command
+from flowrl.config.load import load_config, resolve
+from flowrl.config.migration.tools import tool_of
+from flowrl.core.errors import ConfigError
+from tests.remedies import follows
+
+
+@follows("flowrl/config/migration/tools.py:tool_of")
+def test_the_configuration_of_a_tool_that_is_not_converted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="kohya's scripts, are not converted") as caught:
+        tool_of("config.toml", None)
+    (remedy,) = caught.value.remedies
+    program, name, *words = shlex.split(remedy.command)
+    assert (program, name) == ("flowrl", "new")
+    command(*words, Path())
+    assert resolve(load_config("mine.yaml")).algorithm.name == "flow_grpo"
