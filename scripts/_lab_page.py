@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import t as student_t
 
+from flowrl.statistics.paired import TIE
+
 METRIC = "shapes_strict"
 MOTION = "shapes_motion_strict"
 SIZE = "jpeg_kb"
@@ -55,6 +57,8 @@ difference over the base's. Strict accuracy is not rewarded: its loss is the cos
 WINS = """\
 For methods that learn from preferences: of the held-out captions x seeds, the share where the tuned model's {what} has
 a higher partial score (`{partial}`) than the base's, among those that are not tied; 95 % bootstrap interval.
+The last columns say which scores a cell counted as ties, and how much the {what}s differ from the base's, in levels of
+255; a dash: the cell is older than that number.
 """
 MANY = 9
 """Evaluations on the way from which a recipe is in the race."""
@@ -221,6 +225,12 @@ def sizes(entries: list[Entry]) -> list[str]:
     return lines + [size_row(entry, seed, flat) for entry in entries for seed in entry.cells]
 
 
+def tie_of(result: dict[str, Any]) -> str:
+    """Which scores a win rate counted as ties: cells of before `eval.tie` have no margin, and counted equal ones."""
+    margin = result.get("margin") or TIE
+    return "equal" if margin <= TIE else f"at most {margin:.3g} apart"
+
+
 def wins(entries: list[Entry]) -> list[str]:
     """Lines on how often the tuned model wins, of recipes of one kind of model that learn from preferences."""
     rows = []
@@ -230,11 +240,13 @@ def wins(entries: list[Entry]) -> list[str]:
                 result = cell["summary"]["win_rate"][PARTIAL[entry.metric]]
                 rate = "-" if result["rate"] is None else percent(result | {"mean": result["rate"]})  # None: all tied
                 values = rate, result["n"], f"{100 * result['tie_rate']:.1f}"
-                rows.append(row(entry.name, seed, *values))
+                moved = cell["summary"].get("moved")
+                change = "-" if moved is None else f"{moved['levels']:.3g}"
+                rows.append(row(entry.name, seed, *values, tie_of(result), change))
     if not rows:
         return []
     what = "videos" if entries[0].moving else "images"
-    titles = table("recipe", "seed", "win rate, per cent", f"{what} not tied", "ties, per cent")
+    titles = table("recipe", "seed", "win rate, per cent", f"{what} not tied", "ties, per cent", "a tie", "change")
     return [WINS.format(what=what[:-1], partial=PARTIAL[entries[0].metric]), *titles, *rows]
 
 

@@ -282,6 +282,7 @@ def measured(folder: Path) -> dict[str, Any]:
         "tuned",
         "difference",
         "win_rate",
+        "moved",
         "implicit_accuracy",
     )
     # Where samples are given, none are drawn.

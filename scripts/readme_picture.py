@@ -68,6 +68,8 @@ def block(folder: Path) -> str:
         [
             "![base above tuned on the same captions and the same noise](assets/quickstart.png)",
             "",
+            "A green frame is strictly right: all asked objects in the asked relation, and no other. A red one is not.",
+            "",
             f"Strict accuracy on {count} held-out captions x 2 fixed seeds, {summary['iterations']} iterations of "
             f"`{method}`, {summary['seconds']:.0f} s in all on {facts['hardware']} ({facts['processes']} processes):",
             "",

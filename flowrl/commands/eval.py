@@ -276,21 +276,20 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
 
 
 def _against(base: Evaluation, tuned: Evaluation, parts: Parts, change: str) -> None:
-    """Print win rates against the run's base where both were evaluated alike, and `change`, how far the images are."""
-    from flowrl.evaluation.statistics import win_rate
-    from flowrl.run.report import format_win_rate
+    """Print base, paired difference and win rate where both were evaluated alike; then `change`, how far images are."""
+    from flowrl.evaluation.statistics import difference, summary, win_rate
+    from flowrl.run.report import format_estimate, format_win_rate
 
     cards = [] if parts.scorers.watched is None else [entry.reward.card for entry in parts.scorers.watched.distinct]
-    higher, tie = (
-        {name: card.prefers_more(name) for card in cards for name in card.outputs},
-        parts.evaluator.options.tie,
-    )
-    alike = False
+    higher = {name: card.prefers_more(name) for card in cards for name in card.outputs}
+    tie, on, alike = parts.evaluator.options.tie, parts.data.prompts.on, False
     for name in (name for name in tuned.scores if name in base.scores):
         if unlike := tuned.unlike(base, name):
             print(f"no win rate by {name}: the run's base was made with other values of: {', '.join(unlike)}")
         else:
             alike, found = True, win_rate(base, tuned, name, higher_is_better=higher[name], tie=tie)
-            print(format_win_rate(name, found, parts.data.prompts.on))
+            print(f"base{on} {name} {format_estimate(summary(base)[name])}")
+            print(f"paired difference{on} {format_estimate(difference(base, tuned)[name], signed=True)}")
+            print(format_win_rate(name, found, on))
     if alike:
         print(change)

@@ -83,7 +83,7 @@ class Report:
             base = self._of_base("base", self.session.eval_guidance)
             if self.metric is not None and base.prompts:
                 on = self.prompts.counted(len(base.prompts))
-                log.info("base: %s %s on %s", self.metric, _format(summary(base)[self.metric]), on)
+                log.info("base: %s %s on %s", self.metric, format_estimate(summary(base)[self.metric]), on)
         if kept:  # with other preview prompts than today's, perhaps
             self.session.preview_base()
         wanted = self.session.config.eval.best_guidance
@@ -212,12 +212,12 @@ def _log_verdict(
     """The lines of the end; `change` is the sentence on how much the images change."""
     if metric is not None and metric in result["difference"]:
         on = prompts.on
-        verdict.info("base%s  %s %s", on, metric, _format(result["base"][metric]))
+        verdict.info("base%s  %s %s", on, metric, format_estimate(result["base"][metric]))
         if best is not None:
-            rival = _format(result["base_best_guidance"][metric])
+            rival = format_estimate(result["base_best_guidance"][metric])
             verdict.info("base with its best CFG %g%s  %s %s", best.guidance_scale, on, metric, rival)
-        verdict.info("tuned%s %s %s", on, metric, _format(result["tuned"][metric]))
-        verdict.info("paired difference%s %s", on, _format(result["difference"][metric], signed=True))
+        verdict.info("tuned%s %s %s", on, metric, format_estimate(result["tuned"][metric]))
+        verdict.info("paired difference%s %s", on, format_estimate(result["difference"][metric], signed=True))
         verdict.info("%s", format_win_rate(metric, result["win_rate"][metric], on))
         verdict.info("%s", change)
         if prompts.name == "training prompts":
@@ -228,7 +228,7 @@ def _log_verdict(
 
 def format_accuracy(value: dict[str, float]) -> str:
     """The network's accuracy on held-out pairs, in words."""
-    return f"implicit accuracy on held-out pairs {_format(value)}"
+    return f"implicit accuracy on held-out pairs {format_estimate(value)}"
 
 
 def format_mean(prompts: RunPrompts, key: str, value: float) -> str:
@@ -248,7 +248,8 @@ def format_win_rate(metric: str, value: Mapping[str, Any], on: str = "") -> str:
     )
 
 
-def _format(value: dict[str, float], *, signed: bool = False) -> str:
+def format_estimate(value: dict[str, float], *, signed: bool = False) -> str:
+    """A mean with its interval and its number of prompts, in words."""
     sign = "+" if signed else ""
     return f"{value['mean']:{sign}.4f} ({format_interval(value, f'{sign}.4f')}, n = {value['n']})"
 

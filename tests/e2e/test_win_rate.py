@@ -29,3 +29,5 @@ def test_what_nobody_sees_is_no_win_in_training_and_in_eval(place: Path, capsys:
         command("runs/run", [f"eval.tie={tie}"])
         assert words in (printed := capsys.readouterr().out)
         assert moves in printed
+        assert f"base brightness {summary['base']['brightness']['mean']:.4f}" in printed
+        assert f"paired difference {summary['difference']['brightness']['mean']:+.4f}" in printed

@@ -126,6 +126,11 @@ def test_the_table_has_every_run_the_best_first_and_more_than_three_have_no_part
     assert "It is not finished: iteration 4 is in the place of the tuned model" in page.text("dd")
 
 
+def test_a_run_is_not_compared_with_itself(folders, tmp_path):
+    with pytest.raises(ConfigError, match="is named twice"):
+        build([folders[0], folders[1], folders[1] / ".." / folders[0].name], tmp_path)
+
+
 def test_differences_are_paired_and_those_of_chance_are_not_marked(folders, tmp_path):
     twin = make_run(tmp_path / "twin", 0.30, seed=5)
     shared = share([load_run(folder) for folder in [*folders, twin]])

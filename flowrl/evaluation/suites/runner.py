@@ -92,11 +92,6 @@ def fill(task: Task, folder: ResultsFolder, draw: Draw, judge: Judge | None, wor
     world.barrier()
 
 
-def rescored(task: Task, folder: ResultsFolder, judge: Judge) -> list[Row]:
-    """The rows of all samples, judged anew from their saved images; the folder stays as it is."""
-    return [row for unit in _units(task, judge, task.all()) for row in _judged(task, folder, judge, unit)]
-
-
 def rows_of(task: Task, folder: ResultsFolder) -> list[Row]:
     """One row for every sample of the task, in its order; without a score where there is no line."""
     known = folder.rows()
