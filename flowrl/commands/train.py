@@ -19,9 +19,10 @@ Resume = Annotated[
 Accept = Annotated[
     bool,
     option(
-        "Permission to resume after your files have changed.",
-        "Files of rewards, prompts and pairs. The run goes on with the new contents and evaluates the base again "
-        "(docs/files.md).",
+        "Permission to resume after your files, or the options that it names, have changed.",
+        "Files of rewards, prompts and pairs: the run goes on with the new contents and evaluates the base again. With "
+        "dotted keys after it, such as --accept-changes optim.learning_rate optim.learning_rate=1e-5, these options "
+        "may have another value, and files only with the word files (docs/files.md).",
         name="--accept-changes",
     ),
 ]
@@ -53,16 +54,23 @@ def command(
 
     if backend is not None:
         os.environ["FLOWRL_BACKEND"] = backend
+    words, keys = _split(overrides or [], accept)
     if not as_json:  # whose display tells the end, and needs the libraries for that
-        read_early(config, overrides)
+        read_early(config, words)
     with showing(quiet, as_json) as display:
         if processes > 1 and "WORLD_SIZE" not in os.environ:
             flags = {"--resume": resume, "--accept-changes": accept, "--quiet": quiet, "--json": as_json}
-            raise SystemExit(_launch(config, overrides or [], [k for k, on in flags.items() if on], processes))
-        display.result = _train(config, overrides, resume, accept)
+            on = [*keys, *(flag for flag, given in flags.items() if given)]
+            raise SystemExit(_launch(config, words, on, processes))
+        display.result = _train(config, words, resume, keys or accept)
 
 
-def _train(config: str, overrides: list[str] | None, resume: bool, accept: bool) -> dict[str, Any]:
+def _split(words: list[str], accept: bool) -> tuple[list[str], list[str]]:
+    """(overrides, what --accept-changes names): a word without a value is a key."""
+    return [word for word in words if not accept or "=" in word], [word for word in words if accept and "=" not in word]
+
+
+def _train(config: str, overrides: list[str], resume: bool, accept: bool | list[str]) -> dict[str, Any]:
     from flowrl.core.display import working
     from flowrl.core.errors import no_exit
 

@@ -60,7 +60,12 @@ class Record:
 
     inputs: tuple[Input, ...]
     changes: tuple[dict[str, Any], ...] = ()
-    """Accepted changes: {"iteration": after which one, "what": sentences}."""
+    """Accepted changes: {"iteration": after which one, "what": sentences}, of options with "options": true."""
+
+    def with_options(self, iteration: int, what: Sequence[str]) -> Record:
+        """The record with a change of options, which is noted once."""
+        change = {"iteration": iteration, "what": list(what), "options": True}
+        return self if not what or change in self.changes else Record(self.inputs, (*self.changes, change))
 
     def by_place(self) -> dict[tuple[str, str], Input]:
         return {one.place: one for one in self.inputs}

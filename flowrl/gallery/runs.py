@@ -236,8 +236,9 @@ def load_run(folder: Path, read: RowReader = read_rows, *, tolerant: bool = Fals
     record = contents.read(folder)
     for change in () if record is None else record.changes:
         what = "; ".join(change["what"])
+        of = "Options have other values" if change.get("options") else "Files have other contents"
         when = f"since iteration {change['iteration']}"
-        problems.append(f"Files have other contents {when}; earlier points of the curves are of the old ones: {what}")
+        problems.append(f"{of} {when}; earlier points of the curves are of the old ones: {what}")
     files = sorted((folder / "eval").glob("*.json"))
     evaluations: list[Evaluation] = []
     grown: list[Tree] = []

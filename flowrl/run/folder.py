@@ -33,26 +33,11 @@ from flowrl.core.files import (
     write_atomically,
     writing,
 )
-from flowrl.core.strict import Options
 from flowrl.core.versions import versions
 from flowrl.evaluation import previews
 from flowrl.evaluation.held_out import splits
 from flowrl.run import checkpoint, inputs
-
-# Other batches of the same samples, with the same noise: for a run that was short of memory.
-BATCHES = (
-    *("rollout.batch_size", "optim.batch_size", "eval.batch_size", "model.gradient_checkpointing"),
-    *("model.memory.vae_slicing", "model.memory.group_offload"),
-)
-# A resumed run may be longer, save more often, be in another folder or on other processes, have another guard
-# or other trackers, or accept more broken images; anything else would make it another run.
-_MAY_CHANGE = (
-    *("iterations", "checkpoint", "guard", "name", "output", "model.shard", "data.text_cache"),
-    "data.pairs.records.max_broken",
-    "eval.preview_prompts",  # drawn and never scored
-    "trackers",
-    *BATCHES,
-)
+from flowrl.run.changes import MAY_CHANGE, Accepted, differences
 
 
 class MetricsFile:
@@ -79,6 +64,9 @@ class MetricsFile:
         """Drop rows past a checkpoint."""
         kept = [row for row in self.rows() if row["iteration"] <= iteration]
         write_atomically(self.file, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+NOTHING = Accepted()
 
 
 def _locked(descriptor: int) -> bool:
@@ -143,13 +131,13 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
-    def begin(self, resolved: Resolved, resume: bool, accept: bool = False) -> int:
+    def begin(self, resolved: Resolved, resume: bool, accept: Accepted = NOTHING) -> int:
         """Prepare the folder and return the finished iteration to resume after; 0: the start.
 
         Args:
             resolved: the configuration.
             resume: an existing run is resumed; otherwise it is refused.
-            accept: accept changed contents of the user's files.
+            accept: the changes that are accepted.
 
         Raises:
             ConfigError: the folder holds a run, or one with another configuration or other contents of files.
@@ -159,20 +147,18 @@ class RunFolder:
         # An evaluation is a part of a run too: that of the base comes before the first row.
         started = bool(saved or self.metrics.rows() or any((self.path / "eval").glob("*.json")))
         now = inputs.collect(resolved)
-        record = contents.read(self.path) if started else None
+        record, agreed = contents.read(self.path) if started else None, list[str]()
+        accept.require_acceptable(tree)
         if file.is_file() and started:
             # Older run folders have paths relative to the working directory.
             old = as_it_was(yaml.safe_load(file.read_text(encoding="utf-8")))
             old, same = located(RunConfig, old, Origin(Path.cwd())), copy.deepcopy(tree)
             # Without a split the share has no effect.
-            may_change = _MAY_CHANGE if splits(resolved) else (*_MAY_CHANGE, "data.eval_share")
+            may_change = MAY_CHANGE if splits(resolved) else (*MAY_CHANGE, "data.eval_share")
             inputs.alike(old, same, record, now)
             changed = differences(old, same, may_change)
-            if changed:
-                raise ConfigError(
-                    f"the run folder {self.path} holds a run with another configuration: {'; '.join(changed)}. "
-                    "Choose another name, or use the old values to resume it"
-                )
+            accept.require(self.path, changed, tree)
+            agreed = accept.agreed(changed)
             if not resume:
                 raise ConfigError(
                     f"the run folder {self.path} already holds this run; add --resume to go on, or choose another name"
@@ -180,7 +166,7 @@ class RunFolder:
         start = saved[-1] if resume and saved else 0
         if started and record is None:
             contents.say("%s has no %s: the earlier contents of its files are not known", self.path, contents.FILE)
-        inputs.update(self.path, record, now, start, accept)
+        inputs.update(self.path, record, now, start, accept.files, agreed)
         write_atomically(file, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
         return start
 
@@ -209,21 +195,6 @@ class RunFolder:
 
     def write_json(self, name: str, value: Any) -> None:
         write_atomically(self.path / name, json.dumps(json_ready(value), indent=1) + "\n")
-
-
-def differences(old: Options, new: Options, may_change: Sequence[str] = _MAY_CHANGE, prefix: str = "") -> list[str]:
-    """Values that differ in two trees, as "key was 1, now 2"; those in `may_change` are left out."""
-    result = []
-    for key in sorted(set(old) | set(new)):
-        place = f"{prefix}{key}"
-        a, b = old.get(key), new.get(key)
-        if a == b or place in may_change:
-            continue
-        if isinstance(a, dict) and isinstance(b, dict):
-            result += differences(a, b, may_change, f"{place}.")
-        else:
-            result.append(f"{place} was {a!r}, now {b!r}")
-    return result
 
 
 def commit() -> str:

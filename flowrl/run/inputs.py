@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from flowrl.config.resolved import Resolved
+from flowrl.core import contents
 from flowrl.core.assets import embedded_prompts
 from flowrl.core.contents import COPIES, FILE, Input, Kind, Record, file_of, fingerprint, require_same, say
 from flowrl.core.files import write_atomically
@@ -173,17 +174,20 @@ def _put(tree: Any, key: str, value: Any) -> None:
         node[last] = value
 
 
-def update(run: Path, record: Record | None, now: Sequence[Input], iteration: int, accept: bool) -> None:
+def update(
+    run: Path, record: Record | None, now: Sequence[Input], iteration: int, accept: bool, agreed: Sequence[str] = ()
+) -> None:
     """Update the run folder's record: new inputs, moved ones, and accepted changes.
+
+    `agreed` are sentences about options with another value, which are accepted already.
 
     Raises:
         ConfigError: contents differ and the change is not accepted.
     """
     if record is None:
-        write(run, Record(tuple(now)))
-        return
+        record, now = Record(tuple(now)), ()
     changed = require_same(run, record, now, accept=accept)
-    for line in changed:
+    for line in (*changed, *agreed):
         say("accepted after iteration %d: %s", iteration, line)
     fresh = {one.place: one for one in now}
     kept = []
@@ -191,7 +195,14 @@ def update(run: Path, record: Record | None, now: Sequence[Input], iteration: in
         new = fresh.pop(old.place, old)
         kept.append(replace(old, path=new.path) if new.sha256 == old.sha256 else new)
     changes = ({"iteration": iteration, "what": changed},) if changed else ()
-    write(run, Record((*kept, *fresh.values()), (*record.changes, *changes)))
+    write(run, Record((*kept, *fresh.values()), (*record.changes, *changes)).with_options(iteration, agreed))
+
+
+def note(run: Path, iteration: int, what: Sequence[str]) -> None:
+    """Record what else changed after an iteration, for the report."""
+    record = contents.read(run)
+    if record is not None:
+        write(run, record.with_options(iteration, what))
 
 
 def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[Sequence[str]]) -> dict[str, str]:

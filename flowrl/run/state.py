@@ -16,10 +16,11 @@ from flowrl.core.display import working
 from flowrl.core.errors import ConfigError, Elsewhere, UnwritableCheckpoint
 from flowrl.core.files import writing
 from flowrl.core.versions import versions
-from flowrl.run import checkpoint, handover
+from flowrl.run import checkpoint, handover, inputs
 from flowrl.run.background import Background
+from flowrl.run.changes import BATCHES, differences
 from flowrl.run.checkpoint import Checkpoint
-from flowrl.run.folder import BATCHES, RunFolder, differences
+from flowrl.run.folder import RunFolder
 from flowrl.run.session import Session
 from flowrl.training.sharding import Rows, rows
 from flowrl.training.world import ALONE, World
@@ -168,7 +169,10 @@ class Saver:
         world.barrier()
         log.info("resumed after iteration %d", iteration)
         mend_adapter(session, folder.path)
-        for text in _unlike(state, session):
+        stretched = _stretched(state, session)
+        if world.main and stretched:
+            inputs.note(folder.path, iteration, stretched)
+        for text in (*_unlike(state, session), *stretched):
             log.warning("%s", text)
 
 
@@ -179,13 +183,29 @@ def _unlike(state: dict[str, Any], session: Session) -> list[str]:
         result.append(
             f"{state['processes']} processes before, {size} now: the result is right but not bitwise the same"
         )
-    other = [text for text in differences(state["config"], session.resolved.tree(), ()) if text.startswith(BATCHES)]
+    found = differences(state["config"], session.resolved.tree(), ())
+    other = [text for key, text in found.items() if key.startswith(BATCHES)]
     if other:
         result.append(f"{'; '.join(other)}: the result is right but not bitwise the same")
     changed = {k: v for k, v in state["versions"].items() if versions().get(k) != v}
     if changed:
         result.append(f"other versions than before ({changed}): the result may differ in the last digits")
     return result
+
+
+def _stretched(state: dict[str, Any], session: Session) -> list[str]:
+    """The jump of a learning rate whose schedule has another length than in the earlier call, in words."""
+    optimizer, optim = session.optimizer, session.config.optim
+    before, now = state["config"]["iterations"], session.config.iterations
+    if before == now or optim.schedule == "constant" or not optimizer.updates:
+        return []
+    then = {key: state["config"]["optim"][key] for key in ("learning_rate", "warmup_updates", "schedule")}
+    last = replace(optim, **then).rate(optimizer.updates - 1, optimizer.total_updates * before // now)
+    return [
+        f"iterations was {before}, now {now}, and optim.schedule={optim.schedule} spans all of them: the learning rate "
+        f"was {last:.3g} in the last update and is {optimizer.learning_rate():.3g} in the next one; --accept-changes "
+        "takes optim.learning_rate and optim.schedule (docs/configuration.md)"
+    ]
 
 
 def _size(tensors: dict[str, Tensor]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from flowrl.evaluation.results import Evaluation
 from flowrl.planning.checkpointing import decided
 from flowrl.planning.out_of_memory import explaining
 from flowrl.run import checkpoint, handover, telling
+from flowrl.run.changes import Accepted
 from flowrl.run.ending import Ending
 from flowrl.run.folder import RunFolder, provenance
 from flowrl.run.guarding import Guarding, refuse_guarded
@@ -43,12 +45,13 @@ class Trainer:
 
     # ---- set-up
 
-    def fit(self, resume: bool = False, accept_changes: bool = False) -> dict[str, Any]:
+    def fit(self, resume: bool = False, accept_changes: bool | Sequence[str] = False) -> dict[str, Any]:
         """Train to the last iteration.
 
         Args:
             resume: an existing run is resumed; otherwise it is refused.
-            accept_changes: accept other contents of the user's files than the run was started with.
+            accept_changes: True accepts other contents of the user's files than the run was started with; a list
+                accepts other values of the options that it names by dotted keys, and "files" in it the contents.
 
         Raises:
             ConfigError: something the user can mend; finished iterations are saved.
@@ -56,15 +59,16 @@ class Trainer:
             Exited: code of the run called `sys.exit`.
             Exception: any other failure; the last finished iteration is saved, unless it was the update that failed.
         """
+        accept = Accepted.of(accept_changes)
         self.world, self.folder = self._join(), RunFolder(self.config.folder)
         self.desk = Desk(self.folder.path, self.world, self.signals)
         try:
-            start = self.world.agree(lambda: self._open_folder(resume, accept_changes))[0]
+            start = self.world.agree(lambda: self._open_folder(resume, accept))[0]
             set_up_logging(self.folder.path / "train.log", main=self.world.main, rank=self.world.rank)
             if resume and not start:
                 log.info("nothing to resume in %s: starting from the beginning", self.folder.path)
             with self.signals.listening():
-                return self._train(start, accept_changes)
+                return self._train(start, accept.files)
         finally:
             self.desk.close()
             self.folder.unlock()
@@ -76,7 +80,7 @@ class Trainer:
             determinism.prepare()
         return join()
 
-    def _open_folder(self, resume: bool, accept: bool) -> int:
+    def _open_folder(self, resume: bool, accept: Accepted) -> int:
         """The finished iteration to resume after; only the first process touches the folder."""
         self.trackers = Trackers(self.config, self.resolved.tree(), self.folder, main=self.world.main)
         if not self.world.main:

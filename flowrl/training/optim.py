@@ -101,6 +101,18 @@ class OptimConfig:
                 "fixed (docs/configuration.md); leave them out, or use name=adamw"
             )
 
+    def rate(self, updates: int, total: int) -> float:
+        """Learning rate of the update after so many of `total` ones."""
+        base, warmup = self.learning_rate, self.warmup_updates
+        if updates < warmup:
+            return base * (updates + 1) / warmup
+        progress = min((updates - warmup) / max(total - warmup, 1), 1.0)
+        if self.schedule == "linear":
+            return base * (1 - progress)
+        if self.schedule == "cosine":
+            return base * 0.5 * (1 + math.cos(math.pi * progress))
+        return base
+
     @property
     def settings(self) -> optimizers.Settings:
         """The options of the optimizer itself."""
@@ -156,15 +168,7 @@ class Optimizer:
 
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
-        base, warmup = self.config.learning_rate, self.config.warmup_updates
-        if self.updates < warmup:
-            return base * (self.updates + 1) / warmup
-        progress = min((self.updates - warmup) / max(self.total_updates - warmup, 1), 1.0)
-        if self.config.schedule == "linear":
-            return base * (1 - progress)
-        if self.config.schedule == "cosine":
-            return base * 0.5 * (1 + math.cos(math.pi * progress))
-        return base
+        return self.config.rate(self.updates, self.total_updates)
 
     def zero_grad(self) -> None:
         for p in (*self.parameters, *self.weights.parameters.values()):

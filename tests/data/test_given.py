@@ -24,7 +24,7 @@ from flowrl.core.types import SampleId
 from flowrl.data.given_samples import Given, Look, Slot, latents_of, slot_of
 from flowrl.data.options import PairsConfig
 from flowrl.data.preferences import PreferenceOptions
-from flowrl.run.folder import differences
+from flowrl.run.changes import differences
 from flowrl.run.given_collector import PairCollector
 from tests.toys import ToyAdapter
 
@@ -238,10 +238,10 @@ def test_the_share_that_may_be_broken_does_not_make_another_set_or_another_run(f
     one, two = (given(folder, records=option) for option in options)
     two.source.load_state_dict(one.source.state_dict())
     trees = [to_tree(PairsConfig(path="x", records=option)) for option in options]
-    assert differences({"data": {"pairs": trees[0]}}, {"data": {"pairs": trees[1]}}) == []
+    assert differences({"data": {"pairs": trees[0]}}, {"data": {"pairs": trees[1]}}) == {}
     other = to_tree(PairsConfig(path="x", records=PreferenceOptions(chosen="good")))
-    (found,) = differences({"data": {"pairs": trees[0]}}, {"data": {"pairs": other}})
-    assert found == "data.pairs.records.chosen was 'chosen', now 'good'"
+    found = differences({"data": {"pairs": trees[0]}}, {"data": {"pairs": other}})
+    assert found["data.pairs.records.chosen"] == "data.pairs.records.chosen was 'chosen', now 'good'"
 
 
 def test_a_record_that_has_gone_masks_its_slot(folder):

@@ -6,7 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,12 +58,12 @@ def inside(folder: Path) -> Iterator[None]:
         yield
 
 
-def train(*overrides: str, resume: bool = False) -> dict:
-    """Train in this process."""
+def train(*overrides: str, resume: bool = False, accept: Sequence[str] = ()) -> dict:
+    """Train in this process; `accept`: what `--accept-changes` names."""
     from flowrl.config.load import load_config, resolve
     from flowrl.run.trainer import Trainer
 
-    return Trainer(resolve(load_config("run.yaml", list(overrides)))).fit(resume=resume)
+    return Trainer(resolve(load_config("run.yaml", list(overrides)))).fit(resume=resume, accept_changes=accept)
 
 
 def start(*words: str) -> subprocess.Popen:

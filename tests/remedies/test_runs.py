@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flowrl.core.errors import ConfigError
 from flowrl.run import handover
@@ -34,3 +35,18 @@ def test_torn_noise_distributions_are_written_again_by_the_command(
     assert code == 0, printed
     assert file.read_bytes() == whole
     assert learned_noise(Path("runs/run")) is not None
+
+
+@follows("flowrl/run/changes.py:Accepted.require", "flowrl/run/changes.py:Accepted.require#2")
+def test_a_run_at_another_rate_goes_on_with_the_old_one_or_accepts_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    words = ("data.max_eval_prompts=1", "rollout.num_inference_steps=2")
+    train("iterations=1", *words)
+    with pytest.raises(ConfigError) as caught:
+        train("iterations=1", *words, "optim.learning_rate=1e-05", "eval.every=1")
+    old, accepts = (remedy.command for remedy in caught.value.remedies)
+    for command_line, rate in ((old, 1e-3), (accepts, 1e-5)):
+        code, printed = command(monkeypatch, capsys, *shlex.split(command_line)[1:])
+        assert code == 0, printed
+        assert yaml.safe_load(Path("runs/run/config.yaml").read_text())["optim"]["learning_rate"] == rate

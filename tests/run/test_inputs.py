@@ -16,6 +16,7 @@ from flowrl.core import contents
 from flowrl.core.errors import ConfigError
 from flowrl.data.prompts import Prompt
 from flowrl.run import inputs
+from flowrl.run.changes import Accepted
 from flowrl.run.folder import RunFolder
 
 SCORE = (
@@ -59,7 +60,7 @@ def read(*words: str, config: str = "run.yaml") -> Resolved:
 
 def begin(resolved: Resolved, *, resume: bool = True, accept: bool = False) -> RunFolder:
     folder = RunFolder(resolved.run.folder)
-    folder.begin(resolved, resume, accept)
+    folder.begin(resolved, resume, Accepted(files=accept))
     return folder
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import write_atomically, writing
-from flowrl.run.folder import differences
+from flowrl.run.changes import differences
 
 FORMAT = "flowrl-pairs-1"
 HEADER, LINES, IMAGES = "pairs.json", "pairs.jsonl", "pictures"
@@ -72,8 +72,8 @@ class PairFolder:
         changed = differences(record["made_with"], self.made_with, ())
         if changed:
             raise ConfigError(
-                f"--out {self.path}: it holds pairs that were made otherwise: {'; '.join(changed)}. Choose another "
-                "folder, or the old values to go on"
+                f"--out {self.path}: it holds pairs that were made otherwise: {'; '.join(changed.values())}. Choose "
+                "another folder, or the old values to go on"
             )
         self.done = Done(**record["done"])
         size = lines.stat().st_size if lines.is_file() else 0
