@@ -165,14 +165,15 @@ def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> 
             f"IMAGES={str(images)!r}: {what}; give one with images or videos ({', '.join(sorted(_SUFFIXES))})"
         )
     _name_left_out(files, [file for file in result if file not in set(files)])
+    held = [str(media.read_note(file).get("prompt", "")) for file in files]
     if prompts is None:
-        samples = [(file, str(media.read_note(file).get("prompt", "")), {}) for file in files]
+        samples = [(file, text, {}) for file, text in zip(files, held, strict=True)]
         unknown = sum(not text for _, text, _ in samples)
         if unknown:
             _warn(f"{unknown} of {len(files)} files hold no prompt; a reward that reads it needs --prompts")
     else:
         records = _records_of(prompts)
-        rows, how = matched([file.name for file in files], records, f"--prompts {prompts}")
+        rows, how = matched([file.name for file in files], records, f"--prompts {prompts}", held)
         _warn(f"--prompts: {how}")
         samples = [(file, *records[row]) for file, row in zip(files, rows, strict=True)]
     samples = [_with_rate(*sample) for sample in samples]

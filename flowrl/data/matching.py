@@ -45,25 +45,32 @@ class _Key:
         """How plainly it names files, 0 first."""
         return 0 if self.name in NAMING else 3 if self.numbers else 2 if self.name == _PROMPT else 1
 
+    def holds(self, rows: Sequence[int]) -> bool:
+        """Whether each file has one of the records that name it."""
+        return all(row in self.rows.get(file, ()) for file, row in enumerate(rows))
+
     @property
     def means_files(self) -> bool:
         """Whether even one hit under it is no accident."""
         return not self.numbers or ["", *re.findall(r"[A-Z]?[a-z]+|[A-Z]+", self.name)][-1].lower() in _NUMBERING
 
 
-def matched(names: Sequence[str], records: Sequence[Record], where: str) -> tuple[list[int], str]:
+def matched(
+    names: Sequence[str], records: Sequence[Record], where: str, held: Sequence[str] = ()
+) -> tuple[list[int], str]:
     """(the record's number of each file, how they were matched in words).
 
     Args:
         names: of the files, in `natural` order.
         records: of the list.
         where: the option and its value, for messages.
+        held: the prompts that the files hold, "" for one without; empty: none does.
 
     Raises:
         ConfigError: a key names some of the files only, two keys or records contradict each other, or the files could
             go by place in more than one way.
     """
-    keys = _keys(names, records)
+    keys = _keys(_Files(names, held), records)
     whole = [key for key in keys if len(key.rows) == len(names) and _doubled(key, records) is None]
     placed = list(range(len(names))) if len(names) == len(records) else None
     best = min((key.rank for key in whole if key.means_files), default=None)
@@ -76,9 +83,10 @@ def matched(names: Sequence[str], records: Sequence[Record], where: str) -> tupl
                 raise _refused(
                     where, f"{names[differs]!r} has one record by {first.name!r} and another by {other.name!r}"
                 )
-        by = "the prompts in their names" if first.name == _PROMPT else repr(first.name)
+        by = "the prompts in them or their names" if first.name == _PROMPT else repr(first.name)
         return rows, f"{len(names)} files matched with {len(records)} records by {by}"
-    _refuse_partial(keys, names, records, where)
+    if placed is None or not any(key.name == _PROMPT and key.holds(placed) for key in keys):
+        _refuse_partial(keys, names, records, where)
     for key in whole:  # numbers under a key of any name
         if placed is None or any(records[key.rows[file][0]] != records[file] for file in placed):
             raise _refused(where, f"{key.name!r} numbers the files in another order than theirs")
@@ -121,9 +129,8 @@ def _doubled(key: _Key, records: Sequence[Record]) -> int | None:
     return next((f for f, rows in key.rows.items() if any(records[row] != records[rows[0]] for row in rows)), None)
 
 
-def _keys(names: Sequence[str], records: Sequence[Record]) -> list[_Key]:
+def _keys(files: _Files, records: Sequence[Record]) -> list[_Key]:
     """Keys that name at least one file."""
-    files = _Files(names)
     rows: dict[str, dict[int, list[int]]] = {}
     words: set[str] = set()
     for number, (text, metadata) in enumerate(records):
@@ -151,9 +158,9 @@ def _values(metadata: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class _Files:
-    """Files by their names, stems, numbers and words."""
+    """Files by their names, stems and numbers, and by the words of their names and of the prompts that they hold."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], held: Sequence[str]) -> None:
         self.exact: dict[str, list[int]] = {}
         self.stems: dict[str, list[int]] = {}
         self.numbers: dict[int, list[int]] = {}
@@ -165,7 +172,8 @@ class _Files:
             digits = re.findall(r"\d+", stem)
             if len(digits) == 1:
                 self.numbers.setdefault(int(digits[0]), []).append(file)
-            for words in {_words(stem), _words(re.sub(r"[-_ ]+\d+$", "", stem))}:
+            called = {_words(stem), _words(re.sub(r"[-_ ]+\d+$", "", stem))}
+            for words in {_words(held[file])} if held and held[file] else called:
                 self.words.setdefault(words, []).append(file)
 
     def named(self, value: Any) -> tuple[list[int], bool]:

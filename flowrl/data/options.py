@@ -52,8 +52,9 @@ class DataConfig:
 
     prompts: Annotated[str | None, PROMPTS] = None
     """Training prompts: a .txt (one a line), a .jsonl, a .json list, a .csv, .tsv or .parquet (further columns are
-    metadata), `hf:PATH` or `hf:PATH:SPLIT` for a data set (hub id or folder), `shapes:train`, or
-    `shapes:motion-train` for videos. Null: none, with pairs alone."""
+    metadata for the rewards; those that others sample by, such as `seed`, are named in a warning), `hf:PATH` or
+    `hf:PATH:SPLIT` for a data set (hub id or folder), `shapes:train`, or `shapes:motion-train` for videos. Null: none,
+    with pairs alone."""
     eval_prompts: Annotated[str | None, PROMPTS] = None
     """Held-out prompts, same forms; null: `eval_share` of the training prompts, or none with pairs."""
     eval_share: float = _EVAL_SHARE

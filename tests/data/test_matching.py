@@ -74,7 +74,7 @@ def test_prompts_that_are_names_match_their_files(names):
     files = [names.format(text) for text in ("a blue cat, asleep", "a_b", "says _STOP_")]
     rows, how = matched(files, [(text, {}) for text in texts], "--prompts p")
     assert rows == [0, 2, 1]
-    assert "by the prompts in their names" in how
+    assert "by the prompts in them or their names" in how
 
 
 def test_several_samples_of_a_record_are_its_files():
@@ -116,6 +116,20 @@ def test_a_plain_name_goes_before_a_number_and_names_of_the_other_kind_of_umlaut
     records = [("x", {"id": 0, "image": "1.png"}), ("y", {"id": 1, "image": "0.png"})]
     assert matched(["0.png", "1.png"], records, "p")[0] == [1, 0]
     assert matched(["u\u0308.png", "z.png"], [("x", {"f": "z.png"}), ("y", {"f": "\u00fc.png"})], "p")[0] == [1, 0]
+
+
+def test_files_that_hold_their_prompts_have_the_records_of_those():
+    """As those of `flowrl sample`, two a prompt, and a list in another order."""
+    names = [f"0000{prompt}-{k}-0123abcd.png" for prompt in range(2) for k in range(2)]
+    records: list[tuple[str, dict[str, Any]]] = [("a dog", {"n": 1}), ("a cat", {"n": 2})]
+    rows, how = matched(names, records, "p", ["a cat", "a cat", "a dog", "a dog"])
+    assert rows == [1, 1, 0, 0]
+    assert "by the prompts in them" in how
+    same: list[tuple[str, dict[str, Any]]] = [("a cat", {"n": 1}), ("a cat", {"n": 2}), ("a dog", {"n": 3})]
+    assert matched(names[:3], same, "p", ["a cat", "a cat", "a dog"])[0] == [0, 1, 2], "a list with a prompt twice"
+    with pytest.raises(ConfigError, match="two records name the same file"):
+        matched(names[:3], same, "p", ["a cat", "a dog", "a dog"])
+    assert matched(names[:2], [("ein Hund", {}), ("eine Katze", {})], "p", ["a dog", "a cat"])[0] == [0, 1]
 
 
 def test_counts_are_no_names():
