@@ -23,6 +23,8 @@ Record = tuple[str, dict[str, Any]]
 """(prompt, metadata)."""
 NAMING = ("image", "video", "file", "file_name")
 """Keys under which a record is said to name its file; they go before all others."""
+_SAYING = (*NAMING, "image_path", "image_name", "img", "video_path", "video_name", "file_path", "filename", "path")
+"""Keys whose texts name a file, even if it is none of these."""
 _PROMPT = "prompt"
 _REFERENCES = "images"
 """Key of the images that a prompt edits, whose names may be those of other files."""
@@ -119,7 +121,7 @@ def _refuse_partial(keys: Sequence[_Key], names: Sequence[str], records: Sequenc
             where, f"no record has the file {lacking[0]!r} under {key.name!r} ({len(lacking)} of {len(names)} lack one)"
         )
     for _, metadata in records:
-        name = next((name for name in NAMING if isinstance(metadata.get(name), str)), None)
+        name = next((name for name in _SAYING if isinstance(metadata.get(name), str)), None)
         if name is not None:
             raise _refused(where, f"no record has the file {names[0]!r}; {name!r} is {metadata[name][:60]!r}")
 

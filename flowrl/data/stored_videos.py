@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowrl.core import media
+from flowrl.core import media, mp4
 from flowrl.core.errors import ConfigError
 from flowrl.core.natural import natural
 
@@ -111,10 +111,13 @@ def frames_of(source: Path) -> list[Image]:
     """
     if not source.is_dir():
         return media.read_frames(source)
-    frames = [media.open_image(file) for file in frame_files(source)]
-    sizes = {frame.size for frame in frames}
-    if len(sizes) > 1:
-        raise ValueError(f"its frames have {len(sizes)} sizes, such as {sorted(sizes)[:2]}; make them equal")
+    files, frames = frame_files(source), list["Image"]()
+    for file in files:
+        mp4.require_room(len(files), *media.size(file))
+        frames.append(media.open_image(file))
+        sizes = {frames[0].size, frames[-1].size}
+        if len(sizes) > 1:
+            raise ValueError(f"its frames have several sizes, such as {sorted(sizes)}; make them equal")
     return frames
 
 

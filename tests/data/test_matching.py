@@ -98,6 +98,7 @@ def test_a_list_that_says_nothing_goes_by_place_where_the_names_have_one_order()
         (["B.png", "a.png"], [("x", {}), ("y", {})], "two orders"),
         (["a.png", "b.png"], [("x", {"image_path": "b.png"}), ("y", {})], "no record has the file 'a.png' under"),
         (["a.png", "b.png"], [("x", {"image": "c.png"}), ("y", {"image": "d.png"})], "no record has .* is 'c.png'"),
+        (["a.png", "b.png"], [("x", {"image_path": "c.png"}), ("y", {})], "no record has .*'image_path' is 'c.png'"),
         (["a.png", "b.png"], [("x", {"of": "b"}), ("y", {"of": "b"})], "two records name the same file, 'b.png'"),
         (["0.png", "1.png"], [("x", {"id": 1}), ("y", {"id": 2})], "no record has the file '0.png' under 'id'"),
         (["0.png", "1.png"], [("x", {"n": 1}), ("y", {"n": 0})], "'n' numbers the files in another order"),

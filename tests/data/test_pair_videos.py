@@ -201,11 +201,14 @@ def test_the_check_reads_every_video_and_names_what_differs(tmp_path, capsys):
     assert "1 records with an image that cannot be read" in capsys.readouterr().out
 
 
-def test_a_broken_frame_masks_its_pair_and_frames_of_two_sizes_are_refused(tmp_path):
+def test_a_broken_frame_masks_its_pair_and_frames_of_two_sizes_or_too_many_are_refused(tmp_path, monkeypatch):
     source = write(tmp_path, (put(tmp_path, "a", video(1)), put(tmp_path, "b", video(2))))
     found = load(source)
     Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(tmp_path / "b" / "frame-9.png")
     rejected = found.read(0).rejected
     assert rejected is not None
-    with pytest.raises(Exception, match=r"its frames have 2 sizes, such as \[\(9, 9\), \(16, 16\)\]; make them equal"):
+    with pytest.raises(Exception, match=r"several sizes, such as \[\(9, 9\), \(16, 16\)\]; make them equal"):
         rejected.frames(FRAMES)
+    monkeypatch.setattr("flowrl.core.mp4.MOST_BYTES", 3 * 16 * 16 * (FRAMES - 1))
+    with pytest.raises(Exception, match=f"it has {FRAMES} frames of 16 x 16 pixels, more than"):
+        found.read(0).chosen.frames(FRAMES)
