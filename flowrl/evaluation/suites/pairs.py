@@ -206,7 +206,10 @@ def _judged(
 ) -> Iterator[PairRow]:
     base, tuned = ([folders[name].read(*one) for one in batch] for name in ("base", "model"))
     found = judge(base, tuned, [item for item, _ in batch])
-    columns = [values.tolist() for values in (found.base_first, found.tuned_first, found.tuned, found.biased)]
+    # Of two images that are equal in 8 bits none wins, whatever a judge answers that answers differently each time.
+    alike = torch.tensor([torch.equal(one, other) for one, other in zip(base, tuned, strict=True)])
+    wins = torch.where(alike & ~found.tuned.isnan(), 0.5, found.tuned)
+    columns = [values.tolist() for values in (found.base_first, found.tuned_first, wins, found.biased)]
     for (item, k), first, second, tuned_wins, biased in zip(batch, *columns, strict=True):
         reason = (judge.reason or "the judge gave no answer") if math.isnan(tuned_wins) else ""
         numbers = [None if math.isnan(value) else value for value in (first, second, tuned_wins, biased)]

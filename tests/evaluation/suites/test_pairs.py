@@ -121,6 +121,21 @@ class Flaky:
         return judge_pairs(brighter, base, tuned, [item.text for item in items], [{}] * len(items))
 
 
+def test_equal_images_tie_whatever_a_judge_answers(tmp_path):
+    """It says in both orders that the tuned image is better, of other images and of the same."""
+
+    class Partial(Flaky):
+        def __call__(self, base: Any, tuned: Any, items: Any) -> Preferences:
+            return Preferences(torch.full((len(items),), 0.1).double(), torch.full((len(items),), 0.9).double())
+
+    judge: Any = Partial(0)
+    folders = filled(tmp_path)
+    for k in range(SAMPLES):
+        folders["model"].image(ITEMS[1], k).write_bytes(folders["base"].image(ITEMS[1], k).read_bytes())
+    rows = pairs.compare_folders(task(ITEMS[:2]), folders, judge, tmp_path)
+    assert [row.preference for row in rows] == [1.0, 1.0, 0.5, 0.5]
+
+
 def test_a_judge_that_goes_away_keeps_its_lines_and_the_same_call_goes_on(tmp_path):
     folders, judge = filled(tmp_path), Flaky(away=3)
     with pytest.raises(RewardFailure, match=rf"failed on {PATIENCE} pairs in a row \(no server\).*same command again"):
