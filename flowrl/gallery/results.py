@@ -261,7 +261,7 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
 def win_rate(run: Run, metric: Metric) -> tuple[str, str] | None:
     """(tone, sentence) about the share of prompts and seeds whose tuned image beats the base's; None: not known."""
     result = _block(run, "win_rate").get(metric.name)
-    if not isinstance(result, dict):
+    if not isinstance(result, dict) or not (result.get("n") or result.get("ties")):
         return None
     found = moved.of_run(run)
     rule, change = moved.rule(result, run.noun), moved.sentence(found, moved.trained(run.config))

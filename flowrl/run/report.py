@@ -240,6 +240,8 @@ def format_mean(prompts: RunPrompts, key: str, value: float) -> str:
 def format_win_rate(metric: str, value: Mapping[str, Any], on: str = "") -> str:
     """A win rate and its rule in words; `on` names its prompts unless they are held out."""
     rule = moved.rule(value)
+    if not value["n"] + value["ties"]:
+        return f"win rate{on} by {metric}: none, no image has a score in both evaluations"
     if not value["n"]:
         return f"win rate{on} by {metric}: none, since all {value['ties']} images are tied ({rule})"
     return (

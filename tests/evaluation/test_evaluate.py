@@ -343,6 +343,9 @@ def test_nothing_but_ties_has_no_rate():
     found = win_rate(record("base", a=[[1.0]]), record("tuned", a=[[1.0]]), "a")
     assert (found["n"], found["ties"], found["tie_rate"]) == (0, 1, 1.0)
     assert np.isnan(found["rate"])
+    assert "all 1 images are tied" in format_win_rate("a", found)
+    unscored = win_rate(record("base", a=[[1.0]]), record("tuned", a=[[NAN]]), "a")
+    assert "no image has a score in both" in format_win_rate("a", unscored)
 
 
 def test_an_evaluation_without_rewards_keeps_its_seeds_and_what_is_preferred(tmp_path):
