@@ -167,9 +167,23 @@ class RewardFailure(RewardError):
 
 
 class Diverged(Fault, RuntimeError):
-    """The model makes numbers that are not finite; the message says since when, and which option to lower."""
+    """The model makes numbers that are not finite; the message says since when, and what to do."""
 
     status = "diverged"
+    option = ""
+    """Option of which a resumed run needs another value; "": none would do."""
+
+
+class Overshot(Diverged):
+    """It does so since an update: the run needs an earlier state and a lower learning rate."""
+
+    option = "optim.learning_rate"
+
+
+class DecoderOverflow(Diverged):
+    """Only the decoder does so: the trained weights are sound."""
+
+    option = "model.vae_precision"
 
 
 class ParityError(Fault, RuntimeError):

@@ -15,7 +15,7 @@ from flowrl.config.resolved import Resolved
 from flowrl.core.console import log
 from flowrl.core.contents import Input, set_of
 from flowrl.core.display import working
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Diverged
 from flowrl.core.rng import derive
 from flowrl.core.types import Condition, Identity
 from flowrl.data.given_samples import Given, require_encoder
@@ -217,7 +217,7 @@ def sampling_of(resolved: Resolved, adapter: ModelAdapter, texts: Texts, world: 
     )
 
 
-def _advice(resolved: Resolved, learner: Learner, **known: bool) -> str:
+def _advice(resolved: Resolved, learner: Learner, **known: bool) -> tuple[type[Diverged], str]:
     return remedy(resolved.model.config, resolved.run.optim, learner.grad_norm, **known)
 
 

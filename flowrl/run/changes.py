@@ -34,6 +34,7 @@ MAY_CHANGE = (
 )
 ACCEPTABLE = (
     *("optim.learning_rate", "optim.schedule", "optim.warmup_updates", "optim.weight_decay", "optim.max_grad_norm"),
+    "model.vae_precision",  # of the decoder, which is not trained
     *("algorithm.clip_range", "algorithm.kl.coef", "algorithm.advantages.clip"),
     *("eval.every", "eval.save_images", "eval.samples_per_prompt", "eval.num_inference_steps", "eval.guidance_scale"),
 )
@@ -123,7 +124,7 @@ def accepting(command: str, values: Mapping[str, object]) -> str:
     words = [word for word in shlex.split(command) if word.partition("=")[0] not in values]
     words += [] if ACCEPT in words else [ACCEPT]
     for key, value in values.items():
-        words += [key, f"{key}={json.dumps(value)}"]
+        words += [key, f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
     return shlex.join(words)
 
 

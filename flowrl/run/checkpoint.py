@@ -77,6 +77,19 @@ def retain(folder: Path, iteration: int, why: str) -> None:
     write_atomically(folder / KEPT, json.dumps({str(key): entries[key] for key in sorted(entries)}, indent=1) + "\n")
 
 
+def set_aside(folder: Path, first: int) -> list[int]:
+    """Rename the checkpoints of an iteration and of later ones to `diverged-...`, which no run reads; their iterations.
+
+    Their weights make samples that are not finite, so a run that goes on from them ends there again.
+    """
+    found = [iteration for iteration in available(folder) if iteration >= first]
+    for iteration in found:
+        target = folder / f"diverged-{iteration:06d}"
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(path_of(folder, iteration), target)
+    return found
+
+
 def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE, spared: Collection[int] = ()) -> Path:
     """Write a checkpoint and drop all but the newest `keep`, those that are kept in any case, and the `spared` ones.
 

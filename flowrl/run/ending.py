@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-
-import torch
+import math
 
 from flowrl.core.console import journal, log, verdict
-from flowrl.core.errors import Abandoned, Fault, described, exited
+from flowrl.core.errors import Abandoned, Diverged, Fault, Overshot, Remedy, described, exited
 from flowrl.core.status import ENDED, SUMMARY
+from flowrl.run import checkpoint
+from flowrl.run.changes import accepting
 from flowrl.run.folder import RunFolder
 from flowrl.run.launch import ask_for_time, command_line
+from flowrl.run.session import Session
 from flowrl.run.state import Clock, Saver, is_split
+from flowrl.training.optim import OptimConfig
 from flowrl.training.signals import Signals
 from flowrl.training.world import World
+
+_USUAL_RATE = OptimConfig().learning_rate
+"""Highest learning rate that is advised after a divergence."""
 
 
 def resuming() -> str:
@@ -55,6 +61,8 @@ class Ending:
             note = self._rescue(last, self._shared(error))
         except Exception as second:  # the first failure is the one to report
             note = f"the end of iteration {self.iteration} could not be saved: {second}"
+        if isinstance(last, Diverged) and last.option and self.saver is not None:
+            last.remedies = (self._other_value(self.saver.session, last.option),)
         self._report(last, note)
         return last
 
@@ -82,15 +90,13 @@ class Ending:
             if not agreed:
                 ask_for_time()
             saver.settle(alone=not agreed)
+        if isinstance(error, Overshot) and saver is not None:
+            return self._set_aside(saver)
         if saver is None or done <= self.start or saver.attempted == done:
             return ""
         session = saver.session
         if not session.between_updates:
             return f"iteration {done + 1} failed in its update: the last checkpoint is the newest state"
-        diverged = isinstance(error, Fault) and error.status == "diverged"
-        values = session.weights.values.values()
-        if diverged and agreed and self.world.any(not all(bool(torch.isfinite(value).all()) for value in values)):
-            return f"the weights after iteration {done} are not finite and were not saved"
         if agreed:
             saver.save()
         elif self.world.main and not is_split(session):
@@ -99,6 +105,23 @@ class Ending:
         else:
             return ""
         return f"iteration {done} is saved"
+
+    def _set_aside(self, saver: Saver) -> str:
+        """Set aside the checkpoints of weights that overshot, so that a resumed run begins before them; a note."""
+        done, session = self.iteration, saver.session
+        # Updates with a bad gradient moved nothing: the weights are those before the first of them.
+        back = math.ceil(session.parts.learner.bad_updates / session.config.optim.updates_per_iteration)
+        bad = checkpoint.set_aside(self.folder.checkpoints, min(done, done + 1 - back)) if self.world.main else []
+        aside = f"; the checkpoints of {', '.join(map(str, bad))} are set aside as diverged-..." if bad else ""
+        left = checkpoint.available(self.folder.checkpoints)
+        before = f"iteration {left[-1]}" if left else "the start"
+        return f"the weights after iteration {done} are not saved{aside}; a resumed run goes on from {before}"
+
+    def _other_value(self, session: Session, option: str) -> Remedy:
+        """The command that resumes with another value of the option that a divergence names."""
+        rate = min(session.config.optim.learning_rate / 10, _USUAL_RATE)
+        value = f"{rate:.1g}" if option == Overshot.option else "float32"
+        return Remedy(command=accepting(resuming(), {option: value}))
 
     def _shared(self, error: BaseException) -> bool:
         """True if all processes end with an error, or with its cause."""
@@ -117,15 +140,16 @@ class Ending:
         if note:
             log.info("%s", note)
         status = error.status if isinstance(error, Fault) else Fault.status
+        command = error.remedies[0].command if isinstance(error, Diverged) and error.remedies else resuming()
         if self.iteration:
             planned = self.planned
-            verdict.info("%s after iteration %d of %d; go on with: %s", status, self.iteration, planned, resuming())
+            verdict.info("%s after iteration %d of %d; go on with: %s", status, self.iteration, planned, command)
         try:
-            self._write(status, text, note)
+            self._write(status, text, note, command)
         except OSError as full:
             log.warning("%s cannot be written: %s", self.folder.path / SUMMARY, full)
 
-    def _write(self, status: str, reason: str, note: str) -> None:
+    def _write(self, status: str, reason: str, note: str, command: str = "") -> None:
         """Add to `summary.json` how and where the run ended, and the command that resumes it."""
         try:
             known = json.loads((self.folder.path / SUMMARY).read_text(encoding="utf-8"))
@@ -134,6 +158,6 @@ class Ending:
         known = known if isinstance(known, dict) else {}
         if known.get("status") in ENDED:
             return  # the failure came after the end
-        ended = {"status": status, "reason": reason, "iterations": self.iteration, "command": resuming()}
+        ended = {"status": status, "reason": reason, "iterations": self.iteration, "command": command or resuming()}
         ended |= {"saved": note} if note else {}
         self.folder.write_json(SUMMARY, known | ended | {"seconds": round(self.clock.seconds, 1)})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.console import log
-from flowrl.core.errors import Diverged
+from flowrl.core.errors import DecoderOverflow, Diverged, Overshot
 from flowrl.models.base import ModelConfig
 from flowrl.training.optim import OptimConfig
 
@@ -43,14 +43,15 @@ class Health:
     def diverged(self) -> bool:
         return self.spoiled > TOO_MANY * self.count
 
-    def require_finite(self, when: str, remedy: Callable[..., str], *, trained: bool) -> None:
+    def require_finite(self, when: str, remedy: Callable[..., tuple[type[Diverged], str]], *, trained: bool) -> None:
         """Warn of a few samples that are not finite, which have no score.
 
         Raises:
             Diverged: most of them are not.
         """
         if self.diverged:
-            raise Diverged(f"{self.message(when)}: {remedy(trained=trained, in_decoder=self.in_decoder)}")
+            kind, advice = remedy(trained=trained, in_decoder=self.in_decoder)
+            raise kind(f"{self.message(when)}: {advice}")
         if self.spoiled:
             log.warning("%s; they have no score", self.message(when))
 
@@ -71,8 +72,10 @@ def _odd(values: Tensor) -> Tensor:
     return ~values.detach().sum(dim=tuple(range(1, values.ndim)), dtype=torch.float32).isfinite()
 
 
-def remedy(model: ModelConfig, optim: OptimConfig, grad_norm: float | None, *, trained: bool, in_decoder: bool) -> str:
-    """The state of the training, and what to change.
+def remedy(
+    model: ModelConfig, optim: OptimConfig, grad_norm: float | None, *, trained: bool, in_decoder: bool
+) -> tuple[type[Diverged], str]:
+    """The failure that it is, and the state of the training with what to change.
 
     Args:
         model: the run's `model`.
@@ -82,18 +85,18 @@ def remedy(model: ModelConfig, optim: OptimConfig, grad_norm: float | None, *, t
         in_decoder: the latents are finite, the images are not.
     """
     if in_decoder and (model.vae_precision == "float16" or not trained):
-        return (
+        return DecoderOverflow if trained else Diverged, (
             f"the latents are finite, so the decoder overflows: model.vae_precision is {model.vae_precision}; set "
-            "tf32, float32 or bfloat16, or another model.vae"
+            "tf32, float32 or bfloat16" + ("" if trained else ", or another model.vae")
         )
     if not trained:
-        return (
+        return Diverged, (
             f"nothing was trained yet, so the model itself makes them: model.dtype is {model.dtype}, set bfloat16 or "
             "float32, or lower rollout.guidance_scale"
         )
     rate, limit = optim.learning_rate, optim.max_grad_norm
     norm = "" if grad_norm is None else f"the gradient norm was {grad_norm:.3g} in the last update, "
-    return (
+    return Overshot, (
         f"{norm}optim.learning_rate is {rate:g}, optim.max_grad_norm {'null' if limit is None else f'{limit:g}'}; "
-        "lower one of them and start again under another name"
+        "lower the rate, from a state before that"
     )

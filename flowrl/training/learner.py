@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.display import Progress
-from flowrl.core.errors import Diverged
+from flowrl.core.errors import Overshot
 from flowrl.core.tensors import floats
 from flowrl.credit.advantages import Advantages
 from flowrl.rollout.trajectories import Rollout
@@ -100,9 +100,9 @@ class Learner:
         self.grad_norm = report.grad_norm
         self.bad_updates = self.bad_updates + 1 if report.skipped else 0
         if self.bad_updates >= _MAX_BAD_UPDATES and scale == 1.0:
-            raise Diverged(
+            raise Overshot(
                 f"{self.bad_updates} updates in a row had a gradient whose norm is {self.grad_norm}; "
-                f"lower optim.learning_rate (now {self.context.optim.learning_rate:g})"
+                f"lower optim.learning_rate (now {self.context.optim.learning_rate:g}), from a state before that"
             )
         sums.add("grad/norm", report.grad_norm if math.isfinite(report.grad_norm) else 0.0)
         sums.add("optim/learning_rate", report.learning_rate)

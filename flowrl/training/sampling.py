@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.eight_bits import Album, EightBitImages
-from flowrl.core.errors import Abandoned
+from flowrl.core.errors import Abandoned, Diverged
 from flowrl.core.types import Condition, SampleId
 from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts
@@ -43,7 +43,7 @@ class Sampling:
     """The network is split over the processes, so every forward is a step of all of them together."""
     learned: LearnedNoise | None = None
     """Distributions that the initial noise is drawn from; None: the standard one."""
-    remedy: Callable[..., str] = lambda **known: "lower optim.learning_rate"
+    remedy: Callable[..., tuple[type[Diverged], str]] = lambda **known: (Diverged, "lower optim.learning_rate")
     """`divergence.remedy` of the run, which lacks `trained` and `in_decoder`."""
 
     @property

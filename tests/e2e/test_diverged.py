@@ -18,7 +18,8 @@ def test_a_run_whose_weights_overflow_says_since_when_and_what_to_lower(place, m
     code, printed = command(monkeypatch, capsys, "train", "run.yaml", *SHORT, *WILD)
     assert code == 1, printed
     assert "in iteration 2 (8 of 8 samples): the gradient norm was" in printed
-    assert "optim.learning_rate is 1e+30, optim.max_grad_norm null; lower one of them" in printed
+    assert "optim.learning_rate is 1e+30, optim.max_grad_norm null; lower the rate, from a state before that" in printed
+    assert "a resumed run goes on from the start" in printed
     assert "Traceback" not in printed
     assert "reward 'brightness'" not in printed
 
@@ -53,6 +54,6 @@ def test_two_processes_end_together_with_the_reason_of_the_second(place):
     code, printed = finish(start("train", "run.yaml", "--processes", "2", *options))
     assert code == 1, printed
     assert "4 of 4 samples could not be scored" in printed
-    assert "SystemExit: 0 (mine.py:5)" in printed
+    assert "SystemExit: 0 (mine.py:6)" in printed
     assert printed.count("flowrl: ") == 1
     assert "Traceback" not in printed

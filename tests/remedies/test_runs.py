@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.e2e.test_find import FIND
 from tests.remedies import follows
 
 
+@pytest.mark.slow
 @follows("flowrl/run/export.py:learned_noise")
 def test_torn_noise_distributions_are_written_again_by_the_command(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
@@ -37,6 +39,7 @@ def test_torn_noise_distributions_are_written_again_by_the_command(
     assert learned_noise(Path("runs/run")) is not None
 
 
+@pytest.mark.slow
 @follows("flowrl/run/changes.py:Accepted.require", "flowrl/run/changes.py:Accepted.require#2")
 def test_a_run_at_another_rate_goes_on_with_the_old_one_or_accepts_it(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
@@ -50,3 +53,28 @@ def test_a_run_at_another_rate_goes_on_with_the_old_one_or_accepts_it(
         code, printed = command(monkeypatch, capsys, *shlex.split(command_line)[1:])
         assert code == 0, printed
         assert yaml.safe_load(Path("runs/run/config.yaml").read_text())["optim"]["learning_rate"] == rate
+
+
+@follows("flowrl/run/ending.py:Ending._other_value")
+def test_a_run_that_diverged_finishes_by_the_command_that_it_gives(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The first update at 1e30 ends iteration 2 with finite weights, whose checkpoint would only end the run again."""
+    words = ("data.max_eval_prompts=1", "rollout.num_inference_steps=2", "optim.updates_per_iteration=1")
+    train("iterations=1", *words)
+    wild = ("optim.learning_rate=1e30", "optim.max_grad_norm=null")
+    keys = ("--resume", "--accept-changes", "optim.learning_rate", "optim.max_grad_norm")
+    code, printed = command(monkeypatch, capsys, "train", "run.yaml", "iterations=3", *words, *wild, *keys)
+    assert code == 1, printed
+    assert "in iteration 3 (8 of 8 samples): the gradient norm was" in printed
+    assert [entry.name for entry in sorted(Path("runs/run/checkpoints").iterdir())] == [
+        "diverged-000002",
+        "iteration-000001",
+    ]
+    told = json.loads(Path("runs/run/summary.json").read_text())
+    assert told["status"] == "diverged"
+    assert told["command"] in printed
+    code, printed = command(monkeypatch, capsys, *shlex.split(told["command"])[1:])
+    assert code == 0, printed
+    rows = [json.loads(line) for line in Path("runs/run/metrics.jsonl").read_text().splitlines()]
+    assert [row["optim/learning_rate"] for row in rows] == [1e-3, 3e-4, 3e-4]

@@ -59,6 +59,20 @@ def test_a_run_goes_on_at_another_rate_on_purpose_and_says_so(place):
 
 
 @pytest.mark.slow
+def test_evaluations_of_another_setting_have_a_base_of_their_own(place):
+    """Accepted options that change scores: the base is evaluated again by the untouched weights."""
+    words = (*SMALL, "optim.updates_per_iteration=1", "optim.schedule=constant")
+    train("iterations=1", *words)
+    other = ("model.vae_precision=float32", "eval.samples_per_prompt=2")
+    keys = [word.partition("=")[0] for word in other]
+    train("iterations=2", *words, *other, resume=True, accept=keys)
+    train("name=whole", "iterations=1", *words, *other)
+    files = [Path(f"runs/{name}/eval/base.json").read_text() for name in ("run", "whole")]
+    assert files[0] == files[1]
+    assert rates("run") == [4e-4, 4e-4]
+
+
+@pytest.mark.slow
 def test_the_moments_of_a_run_at_another_rate_are_those_of_its_checkpoint(place):
     """Adam's moments do not hold the rate: the update after a change is the old direction at the new length."""
     from safetensors.torch import load_file

@@ -10,7 +10,7 @@ import torch
 
 from flowrl.config.load import load_config
 from flowrl.config.schema import EvalConfig
-from flowrl.core.errors import Diverged
+from flowrl.core.errors import Diverged, Overshot
 from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.models.base import ModelConfig
 from flowrl.scoring.scorer import Scorer
@@ -46,8 +46,8 @@ def blamed(images, prompts, metadata):
     return brightness(images, prompts, metadata)
 
 
-def advice(**known: bool) -> str:
-    return f"lower the rate {known}"
+def advice(**known: bool) -> tuple[type[Diverged], str]:
+    return Diverged, f"lower the rate {known}"
 
 
 def rolled_out(adapter, overlap: bool):
@@ -113,8 +113,9 @@ def test_an_evaluation_with_a_few_of_them_has_no_score_for_these(tmp_path):
 )
 def test_the_remedy_names_options_with_their_values(config, expected):
     run, model = load_config("configs/quickstart.yaml", ["optim.learning_rate=0.5"]), ModelConfig(path="x")
-    found = remedy(model, run.optim, 1234.5, trained=config == "trained", in_decoder=config == "decoder")
+    kind, found = remedy(model, run.optim, 1234.5, trained=config == "trained", in_decoder=config == "decoder")
     assert expected in found
+    assert kind is (Overshot if config == "trained" else Diverged)
     assert ("1.23e+03" in found and "0.5" in found) == (config == "trained")
 
 

@@ -70,7 +70,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 try:
                     train(f"name={name}", *SHORT, *FAULTS[fault])
                 except Exception as error:  # the one that diverges
-                    assert type(error).__name__ == "Diverged", error  # noqa: PT017
+                    assert type(error).__name__ == "Overshot", error  # noqa: PT017
             made[fault] = place / "runs" / name
         return made[fault]
 
