@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowrl.commands._arguments import Config, Overrides
-from flowrl.core.startup import imports
+from flowrl.core.startup import imports, read_early
 from flowrl.core.units import operations, size
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ PROCESSES = (1, 2, 8)
 def command(config: Config, overrides: Overrides = None) -> None:
     """Show what a run will do: options, batch geometry, steps, memory and compute. Uses no network."""
     import yaml
-
-    from flowrl.core.strict import read_early
 
     read_early(config, overrides)
     with imports():

@@ -6,7 +6,7 @@ import os
 from typing import Annotated, Any, Literal
 
 from flowrl.commands._arguments import AsJson, Config, Overrides, Processes, Quiet, option, showing
-from flowrl.core.startup import imports
+from flowrl.core.startup import imports, read_early
 
 Resume = Annotated[
     bool,
@@ -50,8 +50,6 @@ def command(
     It runs alone, in N processes, or inside a torchrun group.
     Exit code 0: finished; 2: a fault in the input, nothing was trained; 1: a failure; 128 + n: saved after signal n.
     """
-    from flowrl.core.strict import read_early
-
     if backend is not None:
         os.environ["FLOWRL_BACKEND"] = backend
     words, keys = _split(overrides or [], accept)

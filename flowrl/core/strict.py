@@ -371,15 +371,6 @@ def find_config(path: str | Path) -> Path:
     return shipped
 
 
-def read_early(path: str | Path, words: Sequence[str] | None) -> None:
-    """Read the argument CONFIG and the words after it, before libraries are loaded that take seconds.
-
-    Raises:
-        ConfigError: there is no such file, it is no YAML, or a word is no key=value.
-    """
-    overridden(load_tree(path), list(words or ()))
-
-
 def read_text(file: Path, where: str) -> str:
     """The text of a file, without a byte-order mark.
 
