@@ -25,8 +25,13 @@ Out = Annotated[
 
 def command(runs: Runs, accept: Accept = False, out: Out = None) -> None:
     """Build the HTML report of one run, or of several side by side. It opens from disk."""
+    from flowrl.core.errors import ConfigError
     from flowrl.core.files import out_folder
     from flowrl.gallery import build
     from flowrl.gallery.places import PAGE
 
+    folders = [folder.resolve() for folder in runs]
+    twice = next((run for run, folder in zip(runs, folders, strict=True) if folders.count(folder) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"RUN {twice} is named twice: a run would be compared with itself; name each run once")
     print(build(runs, None if out is None else out_folder(out, PAGE), accept))

@@ -50,10 +50,6 @@ def build(run_folders: Sequence[Path], out: Path | None = None, accept_changes: 
     """
     if not run_folders:
         raise ConfigError("run_folders is empty; name at least one run folder, such as runs/quickstart")
-    folders = [Path(folder).resolve() for folder in run_folders]
-    twice = next((given for given in run_folders if folders.count(Path(given).resolve()) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"RUN {twice} is named twice: a run would be compared with itself; name each run once")
     runs = [load_run(Path(folder)) for folder in run_folders]
     changed = require_comparable([run.folder for run in runs], accept=accept_changes)
     output = page_folder([run.folder for run in runs], out) / PAGE

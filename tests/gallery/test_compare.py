@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from flowrl.commands.gallery import command
 from flowrl.core import media
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import json_ready
@@ -128,7 +129,7 @@ def test_the_table_has_every_run_the_best_first_and_more_than_three_have_no_part
 
 def test_a_run_is_not_compared_with_itself(folders, tmp_path):
     with pytest.raises(ConfigError, match="is named twice"):
-        build([folders[0], folders[1], folders[1] / ".." / folders[0].name], tmp_path)
+        command([folders[0], folders[1], folders[1] / ".." / folders[0].name], out=tmp_path)
 
 
 def test_differences_are_paired_and_those_of_chance_are_not_marked(folders, tmp_path):
