@@ -32,7 +32,7 @@ from flowrl.run.assembly import Parts
 from flowrl.run.people import Asking, People
 from flowrl.scoring.overlap import Ahead
 from flowrl.scoring.scorer import Scorer, Scores
-from flowrl.training.dead_groups import DeadGroups
+from flowrl.training.dead_groups import DeadGroups, largest, spread
 from flowrl.training.determinism import strict
 from flowrl.training.divergence import Health
 from flowrl.training.image_std import group_image_std
@@ -262,11 +262,12 @@ class Collector:
         for name, table in rollout.raw.items():
             scored = table[table.isfinite()]
             row[f"reward/{name}_mean"] = float(scored.mean()) if len(scored) else math.nan
-        row["reward/group_std"] = float(total.std(dim=1, correction=0).mean())
+        row["reward/group_std"] = spread(total)
         row["reward/masked"] = int((~credit.valid).sum())
         counted = self.world.gather(self.scorer.take_counts())
         row |= {f"reward/{name}": sum(part[name] for part in counted) for name in counted[0]}
         row["advantage/dead_group_share"] = float(credit.dead.float().mean())
+        row["advantage/largest"] = largest(credit)
         entries = self.dead_groups.entries
         shares = variance_shares(rollout.rewards, self.weights, credit.valid) if len(entries) > 1 else None
         for entry, share in zip(entries, shares or (), strict=False):

@@ -1,4 +1,5 @@
-"""Warnings of iterations whose groups are all dead, from which nothing is learned: ever less often, with the cause."""
+"""Warnings of iterations from which nothing is learned, ever less often, with the cause: all groups are dead, or the
+credit is that of rewards of far too small a scale."""
 
 from __future__ import annotations
 
@@ -10,28 +11,47 @@ from torch import Tensor
 from flowrl.credit.advantages import Advantages
 from flowrl.rollout.trajectories import Rollout
 from flowrl.scoring.weighted import WeightedReward
+from flowrl.statistics.scales import FAINT, scale_up
 
 _SAME_PX = 1e-6
 """Mean std of pixels inside a group, below which its images are the same."""
 
 
 class DeadGroups:
-    """Counts dead iterations in a row; `entries` are the trained rewards in the order of a rollout's rewards."""
+    """Counts dead and faint iterations in a row; `entries` are the trained rewards in the order of a rollout's."""
 
     def __init__(self, entries: Sequence[WeightedReward]) -> None:
-        self.entries, self.in_a_row = tuple(entries), 0
+        self.entries, self.in_a_row, self.faint_in_a_row = tuple(entries), 0, 0
 
     def warning(self, rollout: Rollout, credit: Advantages) -> str | None:
-        """A warning at the first, second, fourth, eighth ... dead iteration in a row; else None."""
-        if not bool(credit.dead.all()):
-            self.in_a_row = 0
+        """A warning at the first, second, fourth, eighth ... dead, or faint, iteration in a row; else None."""
+        dead = bool(credit.dead.all())
+        faint = not dead and largest(credit) < FAINT
+        self.in_a_row, self.faint_in_a_row = (self.in_a_row + 1) * dead, (self.faint_in_a_row + 1) * faint
+        count = self.in_a_row or self.faint_in_a_row
+        if not count or count & (count - 1):
             return None
-        self.in_a_row += 1
-        if self.in_a_row & (self.in_a_row - 1):
-            return None
-        times = "" if self.in_a_row == 1 else f", for {self.in_a_row} iterations in a row"
+        times = "" if count == 1 else f", for {count} iterations in a row"
+        if faint:
+            return self._faint(rollout, largest(credit), times)
         what = "the only group" if len(credit.dead) == 1 else f"all {len(credit.dead)} groups"
         return f"{what} of this iteration dead{times}, so that nothing is learned from it: {self._why(rollout, credit)}"
+
+    def _faint(self, rollout: Rollout, most: float, times: str) -> str:
+        """What is said of rewards of a small scale."""
+        told = []
+        for place, (entry, values) in enumerate(zip(self.entries, rollout.rewards, strict=True)):
+            std = spread(values) or spread(values.reshape(1, -1))  # groups of one are compared with the others
+            if entry.weight and std > 0:
+                factor = entry.transform()[0] * scale_up(std)
+                told.append(
+                    f"reward {entry.name!r} differs by {std:.2g} (rewards.{place}.scale={factor:g} makes that 1)"
+                )
+        return (
+            f"the advantages of this iteration{times} are {most:.2g} or less, where 1 is usual, so that next to "
+            "nothing is learned from it: the scale of the rewards is too small, and not the learning rate; inside a "
+            f"group {' and '.join(told)}"
+        )
 
     def _why(self, rollout: Rollout, credit: Advantages) -> str:
         size, most = rollout.rewards.shape[2], int(credit.valid.sum(dim=1).max())
@@ -65,6 +85,18 @@ def _cause(entry: WeightedReward, values: Tensor, rollout: Rollout) -> str:
     if len(result) < 2:
         return f"{name} seems constant, with {result.item():g} for every image; does it use them?"
     return f"{name} gives all images of a prompt one value: it uses the prompt alone, or is too coarse"
+
+
+def largest(credit: Advantages) -> float:
+    """Largest size of a credit: about 1 where rewards are divided by their std."""
+    values = credit.values if credit.steps is None else credit.steps
+    return float(values.nan_to_num(0.0).abs().max()) if values.numel() else 0.0
+
+
+def spread(values: Tensor) -> float:
+    """Std inside a group of [P, G], mean over the groups; in float64, since float32 has no square of 1e-23."""
+    groups = [row[row.isfinite()].double() for row in values]
+    return float(torch.stack([row.std(correction=0) for row in groups if len(row)] or [torch.zeros(())]).mean())
 
 
 def _differs(table: Tensor) -> bool:

@@ -19,6 +19,9 @@ from flowrl.training.metrics import Sums
 from flowrl.training.optim import Optimizer
 
 _MAX_BAD_UPDATES = 5
+_LOST = 1e-20
+"""Loss whose gradient float32 may not hold: its smallest number is 1e-45, and a gradient's value is a small part of
+the loss."""
 
 
 class Learner:
@@ -94,8 +97,9 @@ class Learner:
         if not report.skipped:
             means = dict(zip(names, means, strict=True))
             self.method.after_update(self.optimizer.updates, self.networks.weights, means)
-        # Where all credit is exactly 0 (nodes of a tree that are all equal), so are the loss and its gradient.
-        if report.grad_norm == 0 and loss != 0 and self.optimizer.updates == 1:
+        # Where all credit is exactly 0 (nodes of a tree that are all equal), so are the loss and its gradient. That of
+        # a credit next to 0 is lost in float32, and `dead_groups` has told of the rewards' scale.
+        if report.grad_norm == 0 and abs(loss) > _LOST and self.optimizer.updates == 1:
             raise RuntimeError("no trainable parameter got a gradient: the loss does not reach the weights")
         self.grad_norm = report.grad_norm
         self.bad_updates = self.bad_updates + 1 if report.skipped else 0

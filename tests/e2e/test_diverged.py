@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -40,6 +43,24 @@ def test_a_constant_reward_is_told_of_and_training_goes_on(place, monkeypatch, c
     assert code == 0, printed
     assert printed.count("groups of this iteration dead") == 2, "at the first and the second of three"
     assert "'same' seems constant, with 0.5" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["1e-12", "1e-30"])
+def test_rewards_of_a_small_scale_are_told_of_and_training_goes_on(place, monkeypatch, capsys, size):
+    """The gradient of the second is 0 in float32, which is no fault of the loss."""
+    (place / "small.py").write_text(
+        f"def score(images, prompts, metadata):\n    return images.double().mean(dim=(1, 2, 3)) * {size}\n"
+    )
+    code, printed = command(monkeypatch, capsys, "train", "run.yaml", *SHORT, "rewards=[{path: small.py}]")
+    assert code == 0, printed
+    assert printed.count("the scale of the rewards is too small, and not the learning rate") == 2, "of three"
+    assert "(rewards.0.scale=1e+" in printed
+    assert "likely cause: The scale of the rewards is too small" in printed
+    assert "optim.learning_rate" not in printed
+    row = json.loads(Path("runs/run/metrics.jsonl").read_text().splitlines()[0])
+    assert 0 < row["reward/group_std"] < float(size), "float32 has no square of 1e-30"
+    assert row["advantage/largest"] == pytest.approx(row["reward/group_std"] / 1e-4, rel=5)
 
 
 @pytest.mark.slow

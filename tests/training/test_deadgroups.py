@@ -69,6 +69,25 @@ def test_pictures_that_are_alike_and_a_clip_that_flattens_are_not_the_rewards_fa
     assert "the other rewards cancel that" in warning([[0.25, 0.5]], entry("a"), entry("b", weight=-1.0))
 
 
+@pytest.mark.parametrize(
+    ("size", "std", "scale"),
+    [(1e-6, None, ""), (1e-9, "5e-10", "1e+09"), (1e-30, "5e-31", "1e+30"), (1e-40, "5e-41", "1e+30")],
+)
+def test_rewards_of_a_small_scale_are_named_with_the_factor_that_mends_it(size, std, scale):
+    """Two scores 0 and s have the std s / 2, and advantages of (s / 2) / (s / 2 + 1e-4)."""
+    table = [[0.0, size], [size, 0.0]]
+    if std is None:
+        assert look(table) is None, "5e-3, as of scores that differ by rounding at 20"
+        return
+    text = warning(table)
+    assert f"'mine' differs by {std} (rewards.0.scale={scale} makes that 1)" in text
+    assert f"advantages of this iteration are {size / 2 / 1e-4:.2g} or less" in text
+    assert "not the learning rate" in text
+    assert look(table, entry(scale=float(scale))) is None or size < 1e-30, "following it"
+    watcher = DeadGroups([entry()])
+    assert [number for number in range(1, 9) if look(table, watcher=watcher)] == [1, 2, 4, 8]
+
+
 def test_a_reward_that_is_only_looked_at_is_not_named():
     text = warning([[0.5, 0.5]], entry("a"), entry("b", weight=0.0))
     assert "'a'" in text

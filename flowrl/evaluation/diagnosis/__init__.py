@@ -45,6 +45,7 @@ class Check:
 CHECKS = (
     Check("dead groups", 1.0, updates.dead_groups),
     Check("reward saturated", 0.95, rewards.reward_saturated),
+    Check("reward scale", 0.95, rewards.reward_scale),
     Check("gradient vanishes", 0.9, updates.gradient_vanishes),
     Check("weights hardly move", 0.85, updates.weights_hardly_move),
     Check("reward is noise", 0.85, rewards.reward_noise),

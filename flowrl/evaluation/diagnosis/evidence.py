@@ -12,6 +12,7 @@ import numpy as np
 from flowrl.gallery import moved
 from flowrl.gallery.runs import Evaluation, Run, number
 from flowrl.statistics import paired
+from flowrl.statistics.scales import FAINT
 
 TREND_ROWS = 8
 """Fewest iterations for a trend: quarters of two."""
@@ -120,6 +121,17 @@ class Evidence:
         """Whether some group of some iteration had something to teach; True where groups are not compared."""
         dead = self.run.curve("advantage/dead_group_share")[1]
         return not len(dead) or bool((dead < 1).any())
+
+    @cached_property
+    def faint(self) -> float:
+        """Largest credit of a typical live iteration if the rewards' scale is too small for it to teach; else 0.
+
+        A run of an earlier version, without the column, has 0.
+        """
+        known = self.run.curve("advantage/largest")[1]
+        known = known[np.isfinite(known) & (known > 0)]
+        typical = float(np.median(known)) if len(known) else 0.0
+        return typical if typical < FAINT else 0.0
 
     def quarters(self, key: str) -> tuple[float, float]:
         """Medians of a column over the first and the last quarter of the run."""

@@ -9,6 +9,7 @@ import numpy as np
 from flowrl.evaluation.diagnosis.evidence import Change, Evidence, Lacking, Number, Seen, text
 from flowrl.statistics.intervals import NORMAL
 from flowrl.statistics.paired import group_means, prompt_means
+from flowrl.statistics.scales import FAINT, scale_up
 
 ALONE = 0.95
 """Share of the variance inside groups that one of several rewards makes: the others then move the order of two samples
@@ -66,6 +67,27 @@ def reward_saturated(seen: Evidence) -> Seen | None:
         "model, so there is little to compare.",
         Number(f"share of equal {seen.metric}", share, SATURATED),
         Change("rewards", "one with values in between; or data.prompts that the model solves now and then"),
+    )
+
+
+def reward_scale(seen: Evidence) -> Seen | None:
+    """Rewards whose differences are so small that the credit is next to nothing, whatever the learning rate."""
+    seen.column("advantage/largest", 1)
+    if not seen.faint:
+        return None
+    stds = seen.column("reward/group_std", 1)
+    std = float(np.median(stds[stds > 0])) if (stds > 0).any() else 0.0
+    live = [(i, entry) for i, entry in enumerate(seen.option("rewards") or []) if entry.get("weight", 1.0)]
+    larger = f"{scale_up(std):g} times as large" if std else "larger by powers of ten"
+    change = Change("rewards", f"scores that are {larger}, by the scale of each")
+    if len(live) == 1 and std:
+        change = Change(f"rewards.{live[0][0]}.scale", f"{(live[0][1].get('scale') or 1.0) * scale_up(std):g}")
+    return Seen(
+        1.0,
+        f"The scale of the rewards is too small: inside a group they differ by {text(std)} (std), and the largest "
+        f"advantage of an iteration is {text(seen.faint)}, where 1 is usual. Another learning rate does not mend that.",
+        Number("advantage/largest", seen.faint, FAINT),
+        change,
     )
 
 

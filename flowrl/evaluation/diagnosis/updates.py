@@ -58,7 +58,7 @@ def dead_groups(seen: Evidence) -> Seen | None:
 def clip_never(seen: Evidence) -> Seen | None:
     """A policy that stays so close to itself within an iteration that the clip is never met."""
     clipped, kl = seen.column("policy/clip_fraction"), seen.column("policy/approx_kl")
-    if seen.trains_noise or seen.updates < 2 or clipped.any() or seen.moved:
+    if seen.trains_noise or seen.updates < 2 or clipped.any() or seen.moved or seen.faint:
         return None  # one update an iteration: the ratio is 1 whatever the policy does
     clip = float(seen.option("algorithm.clip_range")) if seen.has("algorithm.clip_range") else SMALLEST_CLIP
     log_ratio = math.sqrt(2 * float(np.median(kl)))
@@ -150,7 +150,7 @@ def gradient_vanishes(seen: Evidence) -> Seen | None:
         dead = seen.run.curve("advantage/dead_group_share")[1]
         norm = norm[dead < 1] if len(dead) == len(norm) else norm
     skipped = float(seen.column("optim/skipped").mean()) if "optim/skipped" in seen.columns else 0.0
-    if len(norm) < 2 or seen.moved or skipped > SKIPPED:
+    if len(norm) < 2 or seen.moved or skipped > SKIPPED or seen.faint:
         return None  # weights that are not finite any more have other gradients
     typical = float(np.median(norm))
     if typical >= eps:
@@ -210,7 +210,7 @@ def weights_hardly_move(seen: Evidence) -> Seen | None:
     """Images of the trained model that are those of the base."""
     if not seen.run.rows:
         raise Lacking("metrics.jsonl has no row")
-    if seen.moved or not seen.live:
+    if seen.moved or not seen.live or seen.faint:
         return None
     found = moved.of_run(seen.run)
     if found is None:

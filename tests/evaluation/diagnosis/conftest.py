@@ -101,6 +101,8 @@ class Simulated:
         log_ratio = self.rng.normal(0, 3e-4, size=(n, 64))
         self.columns = {
             "reward/total_mean": 0.4 + 0.1 * done + self.rng.normal(0, 0.03, n),
+            "reward/group_std": np.full(n, 0.1),
+            "advantage/largest": self.rng.normal(2, 0.1, n),
             "advantage/dead_group_share": self.rng.binomial(8, 0.05, n) / 8,
             "policy/ratio_mean": np.exp(log_ratio).mean(axis=1),
             "policy/approx_kl": (log_ratio**2).mean(axis=1) / 2,
@@ -134,6 +136,11 @@ class Simulated:
         self.after = image + 0.3 * image.std() + self.rng.normal(0, 0.05, size=image.shape)
         self.images = self.rng.uniform(0, 255, size=(8, 16, 16))
         self.tuned_images = np.clip(self.images + self.rng.normal(0, 10, size=self.images.shape), 0, 255)
+
+    def learns_nothing(self) -> Simulated:
+        """The same with the trained model's scores and images as the base's."""
+        self.after, self.tuned_images = self.before, self.images
+        return self
 
     def write(self) -> Path:
         """Write the folder, and return it."""

@@ -21,7 +21,7 @@ TRAINED = {
     "no learning rate": ["weights hardly move", "clip never acts", "evaluation unlike training"],
     "tight clip": ["clip always acts"],
     "huge learning rate": ["gradient explodes"],
-    "minute reward": ["gradient vanishes"],
+    "minute reward": ["reward scale"],
     "long prompts": ["text too long"],
     "two aims": ["scorers disagree"],
     "uneven rewards": ["one reward decides"],
@@ -29,7 +29,7 @@ TRAINED = {
     "three prompts": ["too few samples"],
     "sleeping reward": ["one slow phase"],
 }
-SIMULATED = ("kl runs away", "ratio below one", "learning rate schedule ended", "blur")
+SIMULATED = ("gradient vanishes", "kl runs away", "ratio below one", "learning rate schedule ended", "blur")
 
 
 # ---- trained runs
@@ -93,6 +93,32 @@ def test_a_kl_that_feeds_itself_runs_away_and_one_that_grows_as_the_cube_does_no
     assert "kl runs away" in findings(simulated.write())
     simulated.columns["policy/kl_reference"] = 1e-4 * done**3
     assert findings(simulated.write()) == {}
+
+
+@pytest.mark.parametrize(
+    ("std", "largest", "scale", "option"),
+    [
+        (5e-11, 5e-7, None, "rewards.0.scale: 1e+10"),
+        (1e-21, 1e-17, 10.0, "rewards.0.scale: 1e+22"),
+        (1e-29, 1e-25, None, "rewards.0.scale: 1e+29"),
+        (0.1, 2e-3, None, ""),
+    ],
+)
+def test_rewards_of_a_small_scale_are_named_and_not_the_learning_rate(
+    simulated: Simulated, std, largest, scale, option
+):
+    """A std s gives advantages of s / (s + 1e-4)."""
+    simulated.learns_nothing().columns["reward/group_std"][:] = std
+    simulated.columns["advantage/largest"][:] = largest
+    simulated.columns["grad/norm"][:] = 1e-12
+    simulated.config["rewards"][0]["scale"] = scale
+    found = diagnosis(simulated.write()).findings
+    if option:
+        assert (found[0].name, found[0].advice) == ("reward scale", option)
+        assert not any("learning_rate" in finding.advice for finding in found)
+        assert "scale of the rewards is too small" in cause(load_run(simulated.folder))[0]
+    else:
+        assert {"gradient vanishes", "weights hardly move"} <= {finding.name for finding in found}
 
 
 def test_a_ratio_below_one_is_a_drift_past_the_clip_and_not_chance(simulated: Simulated):
