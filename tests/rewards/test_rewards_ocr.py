@@ -5,6 +5,9 @@ import importlib.util
 import itertools
 import sys
 from concurrent.futures.process import BrokenProcessPool
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,10 +103,42 @@ def test_of_a_video_every_fourth_frame_is_read_and_those_that_read_something_cou
     torch.testing.assert_close(values, torch.tensor([0.95, 0.0, torch.nan, 1.0]), equal_nan=True)
 
 
-@pytest.mark.parametrize("package", ["rapidocr_onnxruntime", "rapidfuzz"])
+class Scripted:
+    """The interface of the package rapidocr, 3.10: a line for bright images, None for dark ones."""
+
+    def __init__(self, params):
+        self.params = params
+
+    def __call__(self, pixels):
+        assert pixels.flags.c_contiguous
+        blue, _, red = pixels[0, 0]
+        return SimpleNamespace(txts=("Hello", "Wörld") if red > blue else None)
+
+
+@pytest.fixture
+def successor(monkeypatch):
+    """rapidocr in place of rapidocr_onnxruntime."""
+    module: Any = ModuleType("rapidocr")
+    module.RapidOCR, module.__spec__ = Scripted, ModuleSpec("rapidocr", None)
+    monkeypatch.setitem(sys.modules, "rapidocr", module)
+    monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
+    monkeypatch.setattr(ocr, "version", lambda name: {"rapidocr": "3.10.0"}[name])
+
+
+@pytest.mark.usefixtures("successor")
+def test_the_successor_reads_where_it_alone_is_installed_and_its_scores_are_kept_apart():
+    reward = ocr.build(Config())
+    assert reward.card.version == "1, rapidocr 3.10.0"
+    images = torch.zeros(2, 3, 4, 4)
+    images[0, 0] = 1.0
+    assert scored(reward, images, ['"Hello W\u00f6rld"'] * 2).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("package", [("rapidocr_onnxruntime", "rapidocr"), ("rapidfuzz",), ("onnxruntime",)])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(RewardError, match=r'pip install "flowrl\[ocr\]"'):
+    for name in package:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(RewardError, match=rf'\({package[-1]}\); run pip install "flowrl\[ocr\]"'):
         ocr.build(Config())
 
 
@@ -121,7 +156,15 @@ def tensors(numbers) -> tuple[torch.Tensor, list[str]]:
     return pixels.permute(0, 3, 1, 2).float() / 255, [f'"{text}"' for _, text in drawn]
 
 
-@needs_rapidocr
+@pytest.fixture(params=["rapidocr_onnxruntime", "rapidocr"])
+def reader(request, monkeypatch):
+    """Each real package in turn."""
+    pytest.importorskip(request.param, reason='a reader of the extra ocr: pip install "flowrl[ocr]"')
+    if request.param == "rapidocr":
+        monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
+
+
+@pytest.mark.usefixtures("reader")
 def test_rendered_words_are_read_and_no_other_text_is_seen_in_them():
     reward = ocr.build(Config(allow_extra_text=False, detection_side=384))
     images, prompts = tensors(range(20))
