@@ -66,3 +66,21 @@ def test_every_finding_has_one_heading_below_a_symptom():
         check.name for check in CHECKS
     )
     assert "\n## " in text.split("\n### ")[0]
+
+
+def test_the_slurm_script_and_the_pages_give_a_signalled_run_the_time_to_save(monkeypatch):
+    """torchrun kills 30 s after a signal; it must wait longer, and less long than Slurm waits for the job."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    page, scaling = ((ROOT / "docs" / name).read_text() for name in ("tutorials/cluster.md", "scaling.md"))
+    script = page.split('title="train.sbatch"')[1].split("```")[0]
+    (before_end,) = map(int, re.findall(r"--signal=TERM@(\d+)", script))
+    ((variable, seconds),) = re.findall(r"export (TORCH_ELASTIC_\w+)=(\d+)", script)
+    usual = LaunchConfig(1, 1, 1).shutdown_timeout
+    monkeypatch.setenv(variable, seconds)
+    assert LaunchConfig(1, 1, 1).shutdown_timeout == int(seconds)
+    assert usual is not None
+    assert usual < int(seconds) < before_end
+    assert all(f"{number} seconds" in page for number in (usual, int(seconds), before_end))
+    assert f"{variable}={seconds}" in scaling
+    assert f"{usual} seconds" in scaling
