@@ -192,6 +192,7 @@ def _draw(
     from flowrl.core.display import Progress
     from flowrl.core.eight_bits import eight_bit
     from flowrl.core.errors import ConfigError
+    from flowrl.models.whole import require_finite
 
     bar = Progress(len(records) * count, "sampling", show=True)
     for i, record in enumerate(records):
@@ -206,6 +207,7 @@ def _draw(
                 drawn = pipeline(prompt=record.text, **arguments)[0][0]
             except ValueError as error:  # how pipelines refuse what they are called with
                 raise ConfigError(f"{type(pipeline).__name__}: {error}") from error
+            require_finite(pipeline, drawn[None], [record.text])
             note = provenance(made, record.text, record.images, seed + k)
             frames = len(drawn) if drawn.ndim == 4 else 1
             video.require(pipeline, frames)

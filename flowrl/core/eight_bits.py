@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core import digests
+from flowrl.core.errors import Diverged
 
 _TOP = 255
 """The level of white."""
@@ -17,11 +18,20 @@ _TOP = 255
 def eight_bit(values: Tensor) -> Tensor:
     """Values in [0, 1] of any shape as uint8, each the nearest of 256 levels; uint8 is given back as it is.
 
+    Raises:
+        Diverged: NaN or inf, which has no level: no file is written of it. Whoever knows a reason says it before.
+
     >>> eight_bit(torch.tensor([0.0, 0.5, 0.999, 1.1])).tolist()
     [0, 128, 255, 255]
     """
     if values.dtype == torch.uint8:
         return values
+    if not bool(values.isfinite().all()):
+        raise Diverged(f"an image of {list(values.shape)} values holds NaN or inf, and is not written")
+    return _rounded(values)
+
+
+def _rounded(values: Tensor) -> Tensor:
     # In place on the product: an image of a video model is large.
     return (values.detach().float() * _TOP).round_().clamp_(0, _TOP).byte()
 
@@ -99,7 +109,7 @@ class Album:
         part = self._images[self.done : self.done + len(images)]
         if len(part) < len(images):
             raise ValueError(f"{self.done + len(images)} images came, and {self.count} were to come")
-        part.levels.copy_(eight_bit(images))
+        part.levels.copy_(images if images.dtype == torch.uint8 else _rounded(images))
         part.finite.copy_(finite)
         self.done += len(images)
         return part

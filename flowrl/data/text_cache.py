@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from flowrl.core.errors import ModelError
 from flowrl.core.media import open_image
 from flowrl.core.types import Condition, Identity
 from flowrl.data.prompts import Prompt, identity
 from flowrl.data.text_files import TextFiles
 from flowrl.models.base import ModelAdapter
+from flowrl.models.whole import spoiled_weights
 
 BATCH = 64
 """Prompts that are encoded together."""
@@ -95,9 +98,22 @@ def batches(prompts: Sequence[str | Prompt], batch_size: int = BATCH) -> list[li
 
 
 def encoded(adapter: ModelAdapter, prompts: Sequence[Identity]) -> Condition:
-    """Conditions of prompts, on the adapter's device."""
+    """Conditions of prompts, on the adapter's device.
+
+    Raises:
+        ModelError: they are not finite, and neither are weights of the model.
+    """
     texts = [text for text, _ in prompts]
-    if not any(files for _, files in prompts):
-        return adapter.encode(texts)
     encode: Any = adapter.encode  # with images, for adapters that declare image_limits
-    return encode(texts, [[open_image(file) for file in files] for _, files in prompts])
+    images = [[open_image(file) for file in files] for _, files in prompts]
+    result: Condition = encode(texts, images) if any(files for _, files in prompts) else encode(texts)
+    # Now: the text encoders may be freed before an image shows it.
+    if adapter.pipeline is not None and not all(map(_is_finite, result.tensors.values())):
+        spoiled = spoiled_weights(adapter.pipeline.components.items())
+        if spoiled is not None:
+            raise ModelError(f"the embeddings of the prompts are NaN or inf: {spoiled}")
+    return result
+
+
+def _is_finite(entry: Tensor | list[Tensor]) -> bool:
+    return all(bool(value.isfinite().all()) for value in (entry if isinstance(entry, list) else [entry]))

@@ -165,7 +165,7 @@ class Evaluator:
     def _rest(self, beside: Beside, health: Health, iteration: int) -> list[tuple[list[SampleId], Scores]]:
         """The scores that are due at the end, if most samples are finite."""
         when = f"after iteration {iteration}" if iteration else "before any update"
-        health.require_finite(when, self.sampling.remedy, trained=iteration > 0)
+        self.sampling.require_finite(health, when, trained=iteration > 0)
         return beside.rest()
 
     def _first(self, setting: Setting) -> int:
@@ -236,6 +236,6 @@ class Evaluator:
         if folder is None:
             return
         count, rate, form = self.options.save_images, self.sampling.adapter.fps, self.options.videos
-        for i, image in zip(ids, images.levels, strict=True):
-            if count is None or i.slot < count:
+        for i, image, finite in zip(ids, images.levels, images.finite.tolist(), strict=True):
+            if finite and (count is None or i.slot < count):
                 media.write(image, folder / f"{i.slot:05d}-{i.sample}", fps=rate, form=form)

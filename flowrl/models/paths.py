@@ -98,8 +98,11 @@ def loading(key: str, path: str) -> Iterator[None]:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
     from safetensors import SafetensorError
 
+    from flowrl.models.whole import whole_weights
+
     try:
-        yield
+        with whole_weights():
+            yield
     except ModelError:
         raise
     except (HfHubHTTPError, OSError, ValueError, SafetensorError) as error:

@@ -136,7 +136,7 @@ class Drawing:
                     raise Abandoned
                 part = drawn.samples.x0[start : start + self.wanted.batch_size]
                 self._decode(part, drawn.cond, drawn.rows[start:])
-        self.health.require_finite(f"in {self.wanted.when}", self.sampling.remedy, trained=self.wanted.trained)
+        self.sampling.require_finite(self.health, f"in {self.wanted.when}", trained=self.wanted.trained)
         with self.timer.phase("reward"):
             images = self.decoding.whole()
             if self.wanted.asking is not None:

@@ -33,9 +33,11 @@ from flowrl.models.classes import pipeline_class
 from flowrl.models.generic.options import rate_of
 from flowrl.models.lora_formats.families import BY_PIPELINE
 from flowrl.models.lora_formats.places import Family
+from flowrl.models.lora_formats.reading import read_finite
 from flowrl.models.lora_formats.writing import Layout, renamed
 from flowrl.models.lora_kinds import LABELS
 from flowrl.models.weights import component_names, lora_file, lora_places, order_header, read_lora
+from flowrl.models.whole import whole_weights
 from flowrl.rollout.learned_noise import FILE, LearnedNoise
 from flowrl.run.card import try_card
 from flowrl.run.handover import outdated, renew
@@ -283,7 +285,7 @@ def _with_update(model: Any, saved: Path | None, *, merge: bool) -> Any:
     if not lora_file(saved).is_file():
         for name, network in components.items():
             assert isinstance(network, ModelMixin)
-            with _reading(saved / name):
+            with _reading(saved / name), whole_weights():
                 setattr(pipeline, name, type(network).from_pretrained(saved / name, dtype=dtype))
         return adapter
     # Not load_lora_weights: it warns that there is nothing for the text encoders, and not every pipeline has it.
@@ -291,6 +293,7 @@ def _with_update(model: Any, saved: Path | None, *, merge: bool) -> Any:
         assert isinstance(network, PeftAdapterMixin)
         with _reading(lora_file(place)):
             network.load_lora_adapter(place, prefix=name, weight_name=lora_file(place).name)
+        read_finite(lora_file(place), f"the LoRA {lora_file(place)}")
         if merge:
             network.fuse_lora()
             network.unload_lora()

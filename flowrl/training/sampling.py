@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from flowrl.core.eight_bits import Album, EightBitImages
-from flowrl.core.errors import Abandoned, Diverged
+from flowrl.core.errors import Abandoned, Diverged, ModelError
 from flowrl.core.types import Condition, SampleId
 from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models.base import ModelAdapter, decoded
+from flowrl.models.whole import spoiled_weights
 from flowrl.rollout.learned_noise import LearnedNoise
 from flowrl.rollout.loop import RunOptions, batches, run
 from flowrl.rollout.noise import Noise
@@ -53,6 +54,19 @@ class Sampling:
     @property
     def sampler(self) -> Sampler:
         return self.policy.sampler
+
+    def require_finite(self, health: Health, when: str, *, trained: bool) -> None:
+        """Warn of a few samples that are not finite; errors as of `Health.require_finite`.
+
+        Raises:
+            ModelError: most are not, nothing was trained, and the model's own weights are not finite.
+        """
+        if health.diverged and not trained:
+            pipeline = self.adapter.pipeline
+            parts = {"network": self.adapter.network} if pipeline is None else pipeline.components
+            if (spoiled := spoiled_weights(parts.items())) is not None:
+                raise ModelError(f"{health.message(when)}: {spoiled}")
+        health.require_finite(when, self.remedy, trained=trained)
 
     def path_scale(self, plan: StepPlan) -> Tensor:
         """`density_scale` of every step of a plan, [K]."""

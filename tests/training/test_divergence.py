@@ -81,13 +81,13 @@ def test_a_few_samples_are_masked_and_the_others_keep_their_scores(latents, over
     assert torch.isfinite(whole.scores.raw["mine"]).all()
 
 
-def evaluator(adapter, folder: Path, *, scored: bool = True) -> Evaluator:
+def evaluator(adapter, folder: Path, *, scored: bool = True, save_images: int = 0) -> Evaluator:
     return Evaluator(
         sampling=sampling_of(adapter, PROMPTS, remedy=advice),
         scorer=Scorer([entry(blamed)]) if scored else None,
         folder=folder,
         prompts=tuple(PROMPTS),
-        options=EvalConfig(samples_per_prompt=2, batch_size=2, save_images=0),
+        options=EvalConfig(samples_per_prompt=2, batch_size=2, save_images=save_images),
         seed=0,
     )
 
@@ -102,9 +102,10 @@ def test_an_evaluation_ends_without_scores_and_without_a_reward_too(tmp_path, sc
     assert not (tmp_path / "eval" / "tuned.json").exists()
 
 
-def test_an_evaluation_with_a_few_of_them_has_no_score_for_these(tmp_path):
-    found = evaluator(Spoiled(NAN, 1), tmp_path)(Setting("tuned", 4, 1.0, 2))
+def test_an_evaluation_with_a_few_of_them_has_no_score_and_no_file_for_these(tmp_path):
+    found = evaluator(Spoiled(NAN, 1), tmp_path, save_images=2)(Setting("tuned", 4, 1.0, 2))
     assert np.isnan(found.scores["mine"]).tolist() == [[False, True]] * 3
+    assert sorted(file.name for file in tmp_path.rglob("*.png")) == ["00000-0.png", "00001-0.png"]
 
 
 @pytest.mark.parametrize(

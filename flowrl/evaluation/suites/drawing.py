@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suites.base import Item
+from flowrl.models.whole import require_finite
 
 
 def seed_of(base_seed: int, item_id: str, k: int) -> int:
@@ -46,10 +47,11 @@ class Drawing:
             raise ConfigError(f"{kind} needs an image to begin with; a suite needs a model that takes a text alone")
 
     def __call__(self, samples: Sequence[tuple[Item, int]]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 on the CPU, of samples; NaN where the model made NaN.
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 on the CPU, of samples.
 
         Raises:
             ConfigError: the pipeline refuses its arguments, or makes videos for a suite of images, or the reverse.
+            ModelError: an image with NaN.
         """
         generators = [torch.Generator().manual_seed(seed_of(self.base_seed, item.id, k)) for item, k in samples]
         # Arguments that a pipeline wants once for each prompt.
@@ -75,4 +77,5 @@ class Drawing:
                 f"{type(self.pipeline).__name__} made {list(images.shape)} of {len(samples)} prompts; this suite is "
                 f"for models of {kind}, one for each prompt (flowrl list suites)"
             )
+        require_finite(self.pipeline, images, [item.text for item, _ in samples])
         return images.detach().float().cpu()

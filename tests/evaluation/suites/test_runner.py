@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowrl.core import media
-from flowrl.core.errors import ConfigError, RewardFailure
+from flowrl.core.errors import ConfigError, ModelError, RewardFailure
 from flowrl.evaluation.suites import base
 from flowrl.evaluation.suites.base import Judgement
 from flowrl.evaluation.suites.drawing import Drawing, seed_of
@@ -224,5 +224,14 @@ def test_a_model_without_a_prompt_or_with_nan_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="Unconditional takes no prompt"):
         Drawing(Unconditional(), {}).require_text_to_image()
-    with pytest.raises(ConfigError, match="NaN for the prompt 'a photo of a bench'"):
-        fill(task(ITEMS[:1]), begun(tmp_path), lambda samples: torch.full((len(samples), 3, 8, 8), torch.nan), None)
+
+    class Diverged:
+        def __init__(self) -> None:
+            self.components: dict[str, object] = {}
+
+        def __call__(self, prompt, generator, output_type, return_dict):
+            return [torch.full((len(prompt), 3, 8, 8), torch.nan)]
+
+    with pytest.raises(ModelError, match="NaN for the prompt 'a photo of a bench': its weights are finite"):
+        fill(task(ITEMS[:1]), begun(tmp_path), Drawing(Diverged(), {}), None)
+    assert not [*tmp_path.rglob("*.png")]
