@@ -45,6 +45,7 @@ _HELPERS = {
         "random",
         "savings",
         "weights",
+        "whole",
     ),
     *(
         "comparison",
