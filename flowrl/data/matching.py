@@ -166,6 +166,7 @@ class _Files:
         self.exact: dict[str, list[int]] = {}
         self.stems: dict[str, list[int]] = {}
         self.numbers: dict[int, list[int]] = {}
+        self.samples: dict[int, list[int]] = {}
         self.words: dict[str, list[int]] = {}
         for file, name in enumerate(names):
             stem = PurePosixPath(name).stem
@@ -174,6 +175,8 @@ class _Files:
             digits = re.findall(r"\d+", stem)
             if len(digits) == 1:
                 self.numbers.setdefault(int(digits[0]), []).append(file)
+            elif re.fullmatch(r"\D*\d+[-_ ]\d+", stem):  # the prompt's number and the sample's
+                self.samples.setdefault(int(digits[0]), []).append(file)
             called = {_words(stem), _words(re.sub(r"[-_ ]+\d+$", "", stem))}
             for words in {_words(held[file])} if held and held[file] else called:
                 self.words.setdefault(words, []).append(file)
@@ -190,8 +193,10 @@ class _Files:
             if found := self.stems.get(_folded(name)):
                 return found, name.isdecimal() and name == last
         number = _number(value)
-        found = [] if number is None else self.numbers.get(number, [])
-        return (found if len(found) == 1 else []), True
+        if number is None:
+            return [], True
+        found = self.numbers.get(number, [])
+        return (found if len(found) == 1 else self.samples.get(number, [])), True
 
     def called(self, text: str) -> list[int]:
         """Files that are called by a prompt, perhaps with the number of a sample after it."""

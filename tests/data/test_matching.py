@@ -79,6 +79,8 @@ def test_prompts_that_are_names_match_their_files(names):
 
 def test_several_samples_of_a_record_are_its_files():
     assert matched(["cat-0.png", "cat-1.png", "dog-0.png"], [("dog", {}), ("cat", {})], "p")[0] == [1, 1, 0]
+    numbered: list[tuple[str, dict[str, Any]]] = [(f"p{n}", {"index": str(n)}) for n in (10, 9, 11)]
+    assert matched(["9_0.png", "9_1.png", "10_0.png", "11_0.png"], numbered, "p")[0] == [1, 1, 0, 2]
     records = [("x", {"files": ["b.png", "c.png"]}), ("y", {"files": ["a.png"]})]
     assert matched(["a.png", "b.png", "c.png"], records, "p")[0] == [1, 0, 0]
 
