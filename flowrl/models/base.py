@@ -281,6 +281,14 @@ def autocast(device: torch.device, dtype: torch.dtype, wanted: bool) -> Abstract
     return torch.autocast(device.type, dtype=dtype) if wanted and dtype != torch.float32 else nullcontext()
 
 
+def opaque(images: Tensor) -> Tensor:
+    """Decoded images [B, 4, H, W] with their transparency, over white, [B, 3, H, W]; all others as they are."""
+    if images.ndim != 4 or images.shape[1] != 4:
+        return images
+    colours, alpha = images.split([3, 1], dim=1)
+    return colours * alpha + 1 - alpha
+
+
 def decoded(adapter: ModelAdapter, latents: Tensor, cond: Condition, rows: Tensor) -> Tensor:
     """Images of clean latents [B, ...]; `rows` [B] are their conditions in `cond`, for adapters that need them."""
     return adapter.decode(latents, cond.index(rows)) if adapter.decodes_with_cond else adapter.decode(latents)

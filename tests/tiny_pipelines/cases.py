@@ -76,6 +76,9 @@ CASES: dict[str, Case] = {
     "aura_flow": Case(IMAGES["aura_flow"], _TOKENS, ((16, 16), (24, 16))),
     "flux_2": Case(IMAGES["flux_2"], _LAYERS),
     "flux_2_klein": Case(IMAGES["flux_2_klein"], _LAYERS),
+    "qwen_image_2_1": Case(IMAGES["qwen_image_2_1"], sizes=((32, 32), (64, 32)), batches=(1,)),
+    "krea_2": Case(IMAGES["krea_2"], {"max_sequence_length": 16}, free=0.0),
+    "ovis_image": Case(IMAGES["ovis_image"], {"max_sequence_length": 16}),
     "pixart_sigma": Case(IMAGES["pixart_sigma"], _TOKENS),
     "sana_video": Case(
         VIDEOS["sana_video"],

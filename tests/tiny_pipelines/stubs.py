@@ -71,6 +71,28 @@ class Seeing(Encoder):
         return Output(hidden_states=tuple(state + seen[:, None] for state in text["hidden_states"]))
 
 
+class Normed(Encoder):
+    """An encoder whose last norm its pipeline looks for; it has none."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.model = nn.Module()
+        self.model.norm = nn.Identity()
+
+
+class Reading:
+    """Processor for `Normed`: a word tokenizer whose system message is one token."""
+
+    def __init__(self) -> None:
+        self.tokenizer = words(special=("<|image_pad|>",))
+
+    def __call__(self, text: list[str], **options: Any) -> Any:
+        return self.tokenizer(text, **options)
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> list[list[int]]:
+        return [[0]]
+
+
 class Looking:
     """Processor for `Seeing`: one image for each text, as for Qwen's, or several for one text."""
 

@@ -17,7 +17,7 @@ from flowrl.models._memory import require_native, require_own_guidance, require_
 from flowrl.models._native import NO_ENCODERS
 from flowrl.models._schedulers import Distilled, FinalAlpha, refuse_cfg, rising, schedule_of
 from flowrl.models._vae import arithmetic, vae_dtype
-from flowrl.models.base import ModelAdapter, ModelConfig, autocast, network_config, torch_dtype
+from flowrl.models.base import ModelAdapter, ModelConfig, autocast, network_config, opaque, torch_dtype
 from flowrl.models.generic.encoding import SHORT, Calls, Template, learn, one_by_one, without_warnings
 from flowrl.models.generic.entrance import PROBE_STEPS, Entrance
 from flowrl.models.generic.families import FAMILIES
@@ -379,7 +379,7 @@ class Generic(ModelAdapter):
         output = visit.output[0] if isinstance(visit.output, tuple) else visit.output
         if not torch.is_tensor(output) or len(output) != len(latents):
             raise ModelError(f"{self.kind} decodes to {type(output).__name__}, not to one image or video per sample")
-        images = output.float().clamp(0, 1)
+        images = opaque(output.float().clamp(0, 1))
         images = images[:, 0] if images.ndim == 5 and self.num_frames == 1 else images
         return images.contiguous() if self.config.memory.vae_channels_last else images
 

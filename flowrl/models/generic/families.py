@@ -97,7 +97,16 @@ FAMILIES: dict[str, Family] = {
     "Flux2Pipeline": Family(guidance="embedded", patch=2, channel_axis=2, **_REFERENCES),
     "Flux2KleinPipeline": Family(guidance="cfg", patch=2, channel_axis=2, **_REFERENCES),
     "ChromaPipeline": Family(guidance="cfg", patch=2, channel_axis=2),
+    "Krea2Pipeline": Family(free_at=0.0, patch=2, channel_axis=2),
+    "OvisImagePipeline": Family(patch=2, channel_axis=2),
     "QwenImagePipeline": Family(guidance="true_cfg", patch=2, channel_axis=2, dead=_LAST_TEXT),
+    # Sides in multiples of two tokens, and no maps: its latents have no grid of their own here.
+    "QwenImage21Pipeline": Family(
+        guidance="true_cfg",
+        patch=2,
+        singly="in a batch the padding of the shorter prompts moves the image's positions",
+        note="images with transparency are laid over white",
+    ),
     "QwenImageEditPipeline": Family(
         guidance="true_cfg",
         patch=2,
