@@ -9,7 +9,7 @@ import traceback
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from flowrl.core.startup import own_process
 from flowrl.core.subprocesses import watch_launcher
@@ -44,8 +44,20 @@ COMMANDS = tuple(PAGES)
 GROUPS = ("bench",)
 """Commands with sub-commands."""
 
+
+class Group(TyperGroup):
+    """A group whose `--help` has the whole first sentence of each command."""
+
+    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:
+        """Write the commands in their order."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(limit=500)) for name, each in commands if each])
+
+
 app = typer.Typer(
     name="flowrl",
+    cls=Group,
     help="Align diffusion and flow-matching generators with rewards.",
     epilog=f"Start: {PAGES['train']}, your own reward in ten minutes. In full: {REFERENCE}",
     no_args_is_help=True,
@@ -102,7 +114,7 @@ def _register() -> None:
         if name in GROUPS:
             for below in module.app.registered_commands:
                 below.cls, below.epilog = Command, epilog
-            app.add_typer(module.app, name=name, epilog=epilog)
+            app.add_typer(module.app, cls=Group, name=name, epilog=epilog)
         else:
             app.command(name=name, cls=Command, epilog=epilog)(module.command)
 

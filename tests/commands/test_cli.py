@@ -85,12 +85,12 @@ def test_a_failure_shows_its_traceback_on_debug_alone(monkeypatch, capsys, tmp_p
 
 
 SCREEN = 40
-LONG = {"": 32, "sample": 30, "eval": 40}
+LONG = {"": 32, "bench": 31, "sample": 30, "eval": 40}
 """Help texts of more than 24 lines, with their number of lines."""
 
 
-def help_of(words: list[str], monkeypatch, capsys) -> list[str]:
-    monkeypatch.setenv("COLUMNS", "100")
+def help_of(words: list[str], monkeypatch, capsys, columns: int = 100) -> list[str]:
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "argv", ["flowrl", *words, "--help"])
     with pytest.raises(SystemExit) as caught:
         main()
@@ -108,6 +108,12 @@ def test_a_help_text_fits_a_screen_of_100_columns(name, monkeypatch, capsys):
     assert REFERENCE in end, "and the one with the whole texts"
     assert (Path(__file__).parents[2] / page).is_file()
     assert name or not [line for line in lines[1:] if line.endswith("...")]
+
+
+@pytest.mark.parametrize("group", ["", "bench"])
+def test_the_list_of_commands_has_whole_sentences_in_a_narrow_terminal(group, monkeypatch, capsys):
+    lines = help_of([group] if group else [], monkeypatch, capsys, 80)
+    assert not [line for line in lines[1:] if line.endswith("...")]
 
 
 @pytest.mark.parametrize("below", sorted(vars(typer.main.get_command(bench.app))["commands"]))
