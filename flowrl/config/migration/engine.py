@@ -130,7 +130,10 @@ class Draft:
         found = next((root / path for root in (*roots, Path.cwd()) if (root / path).exists()), None)
         if found is None or os.path.isabs(path):
             return None if found is None else path
-        return os.path.relpath(found, self.folder.resolve())
+        # Removing "link/.." from a path changes its meaning.
+        plain = Path(os.path.abspath(found))
+        same = plain.exists() and plain.samefile(found)
+        return os.path.relpath(plain if same else found.resolve(), self.folder.resolve())
 
     def put_place(self, option: str, *keys: str) -> None:
         """Write an option that is a path, or a name where there is no such path, from the first of its keys."""

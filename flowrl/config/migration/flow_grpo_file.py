@@ -39,7 +39,11 @@ def read(place: str) -> Source:
     if not isinstance(config, Node):
         raise ConfigError(f"{file}: {name} returns no ConfigDict; name a function that returns the configuration")
     values, left = {}, {}
-    for key, (assigned, value) in flat(config).items():
+    try:
+        found = flat(config)
+    except RecursionError:
+        raise ConfigError(f"{file}: the configuration of {name} holds itself; correct it in the file") from None
+    for key, (assigned, value) in found.items():
         default = KEYS[key].default if key in KEYS else None
         changed = key not in KEYS or not _same(value, default)
         (values if assigned or changed else left)[key] = value

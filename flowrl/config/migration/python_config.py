@@ -10,13 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flowrl.config.migration.python_values import DICTS, FUNCTIONS, OPERATIONS, Function, Node, signature
+from flowrl.config.migration.python_values import DICTS, FUNCTIONS, OPERATIONS, Function, Node, nests, signature
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import read_text
 
 _LARGEST = 10**18
 _LONGEST = 10_000
 _DEEPEST = 20
+_NESTED = 5
+"""Levels of lists and dictionaries in a value."""
 _MOST = 10_000
 """Calls and rounds of loops of a file."""
 _REMEDY = "the file is read and never executed; write the value itself"
@@ -192,11 +194,11 @@ class Reader:
             case ast.Subscript(value=holder, slice=key):
                 return self._member(node, self._value(holder, names), self._value(key, names))
             case ast.Tuple(elts=parts):
-                return tuple(self._value(part, names) for part in parts)
+                return self._computed(node, lambda: tuple(self._value(part, names) for part in parts))
             case ast.List(elts=parts):
-                return [self._value(part, names) for part in parts]
+                return self._computed(node, lambda: [self._value(part, names) for part in parts])
             case ast.Dict(keys=keys, values=values):
-                return self._dictionary(node, keys, values, names)
+                return self._computed(node, lambda: self._dictionary(node, keys, values, names))
             case ast.BinOp(left=left, op=op, right=right):
                 return self._operate(node, op, self._value(left, names), self._value(right, names))
             case ast.UnaryOp(op=op, operand=operand):
@@ -271,8 +273,12 @@ class Reader:
     def _computed(self, node: ast.AST, compute: Callable[[], Any]) -> Any:
         try:
             result = compute()
+        except ConfigError:
+            raise
         except (ArithmeticError, TypeError, ValueError) as error:
             raise self._refused(node, f"{ast.unparse(node)!r}: {error}") from None
+        if nests(result, _NESTED):
+            raise self._refused(node, f"{ast.unparse(node)!r} is nested too deeply")
         if isinstance(result, int | float) and not abs(result) <= _LARGEST:
             raise self._refused(node, f"{ast.unparse(node)!r} is too large")
         if isinstance(result, str | list | tuple) and len(result) > _LONGEST:

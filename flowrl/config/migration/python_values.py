@@ -96,6 +96,15 @@ def signature(given: ast.arguments, default: Callable[[ast.expr], Any]) -> inspe
     return inspect.Signature(parts)
 
 
+def nests(value: Any, levels: int) -> bool:
+    """Whether lists and dictionaries are nested in more levels."""
+    if not isinstance(value, list | tuple | dict) or isinstance(value, Node):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    # One look at each part, however often it occurs.
+    return levels == 0 or any(nests(each, levels - 1) for each in {id(each): each for each in parts}.values())
+
+
 def flat(tree: Node, prefix: str = "") -> dict[str, tuple[bool, Any]]:
     """Dotted key -> (whether it was assigned, its value); plain dicts are values."""
     result: dict[str, tuple[bool, Any]] = {}

@@ -203,6 +203,15 @@ def test_functions_of_the_file_are_followed_with_their_arguments(tmp_path):
         read(str(own))
 
 
+def test_a_configuration_that_holds_itself_is_refused(tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def one():\n    config = ConfigDict()\n    config.x = config\n    return config\n", encoding="ascii"
+    )
+    with pytest.raises(ConfigError, match="the configuration of one holds itself"):
+        read(f"{own}:one")
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -307,6 +316,8 @@ HEAD = "import os\ndef one():\n    config = ml_collections.ConfigDict()\n"
         ("    config.x = missing.y\n", "line 4: 'missing' cannot be read"),
         ("    config.x = config.y\n", "line 4: config.y is not set"),
         ("    config.x = {[1]: 2}\n", "line 4: .*a key must be a text or a number"),
+        ("    a = 1\n    while True:\n        a = [a, a]\n", "line 6: .*is nested too deeply"),
+        ("    a = 1\n    while True:\n        a = dict(b=a)\n", "line 6: .*is nested too deeply"),
         ("    assert 1 > 2\n", "line 4: its own check fails: 1 > 2"),
         ("    config.x = \n", "not valid Python"),
     ],
