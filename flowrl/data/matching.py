@@ -98,13 +98,14 @@ def matched(
         text, number = sorted(names), sorted(names, key=natural)
         differs = next((k for k, name in enumerate(text) if name != number[k]), None)
         shown = "capitals" if differs is None else f"{number[differs]!r} or {text[differs]!r} is number {differs + 1}"
-        raise _refused(where, f"nothing in it names a file, and the files have two orders ({shown})")
+        raise _refused(where, f"nothing in it names a file, and the files have two orders ({shown}); rename them, or")
     return placed, f"{len(names)} files matched with {len(records)} records by place, from {names[0]} to {names[-1]}"
 
 
 def _refused(where: str, why: str) -> ConfigError:
+    after = "" if why.endswith(" or") else ";"
     return ConfigError(
-        f"{where}: {why}; give records (.jsonl or a table) with the name of each one's file under 'image'"
+        f"{where}: {why}{after} give records (.jsonl or a table) with the name of each one's file under 'image'"
     )
 
 
