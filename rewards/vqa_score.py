@@ -59,8 +59,8 @@ class Config(Backend):
 def wording(family: str) -> str:
     """The question of t2v_metrics for a family of judges, by `model_type` or by the name of a served model.
 
-    LLaVA 1.5 and 1.6, as CLIP-FlanT5 in the paper: "yes or no"; LLaVA-OneVision and Llama 3.2: "this image"; Qwen-VL,
-    InternVL, Gemma 3, GPT and all that it does not know: "Yes or No".
+    LLaVA 1.5 and 1.6 and Gemini, as CLIP-FlanT5 in the paper: "yes or no"; LLaVA-OneVision and Llama 3.2: "this image";
+    Qwen-VL, InternVL, Gemma 3, GPT and all that it does not know: "Yes or No".
 
     >>> wording("llava_next")
     'Does this figure show "{}"? Please answer yes or no.'
