@@ -104,7 +104,9 @@ def how(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
 
 def snippet(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
     """Python code that loads the files and samples once, to run in their folder."""
-    imports, path = base.loaded()
+    # The merged folder is the whole model, and `judged.load` knows the assets by name.
+    own = layout == "merged" or (layout == "kohya" and _is_read_here(base, layout))
+    imports, path = ([], json.dumps(base.path)) if own and base.is_asset else base.loaded()
     lines, extra = list[str](), dict[str, str]()
     dtype = facts.at("model", "dtype")
     options = f", dtype=torch.{dtype}" if dtype in ("bfloat16", "float16") else ""
@@ -114,7 +116,6 @@ def snippet(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
         lines.append(f"pipe = {base.loads}.from_pretrained({path}{options})")
     elif layout == "kohya":
         imports.append("from flowrl.run import judged")
-        path = path if not base.is_asset else json.dumps(base.path)
         lines.append(f"pipe = judged.load({path}, loras=[{json.dumps(_one(folder))}]).pipeline")
     elif layout == "merged":
         imports.append("from diffusers import DiffusionPipeline")

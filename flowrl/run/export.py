@@ -3,7 +3,7 @@
 diffusers   pytorch_lora_weights.safetensors with its alpha: `pipe.load_lora_weights(DIR)`
 kohya       `lora_unet_` names, `lora_down`, `lora_up`, `alpha` per module of the original network: sd-scripts, ComfyUI
 comfyui     `diffusion_model.` names of the original network, with `alpha`: ComfyUI
-merged      a whole pipeline folder with the update added to its weights: `from_pretrained(DIR)`
+merged      a whole pipeline folder with the update added to its weights, in `model.dtype`: `from_pretrained(DIR)`
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _export(run: Path, layout: Format, out: Path) -> Path:
         pipeline = _with_update(model, saved, merge=True).pipeline
         with _whole(out) as part:
             pipeline.save_pretrained(part)
-            _forget_origin(part)
+            _settle(part)
         return out
     if not file.is_file():
         raise ConfigError(f"{str(run)!r} trained full weights: there is no LoRA to export; use --format merged")
@@ -132,13 +132,28 @@ def _whole(out: Path) -> Iterator[Path]:
         raise
 
 
-def _forget_origin(folder: Path) -> None:
-    """Take the folders that parts were loaded from out of a pipeline's JSON files; a hub id stays."""
+def _settle(folder: Path) -> None:
+    """Take the folders that parts were loaded from out of a pipeline's JSON files; a hub id stays.
+
+    And let a plain `from_pretrained` load every part in float32: transformers follows the type in its configuration,
+    diffusers does not, and text encoders in half precision do not fit a denoiser in float32.
+    """
     for file in folder.rglob("*.json"):
         values = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(values, dict) and os.path.isabs(str(values.get("_name_or_path", ""))):
-            values["_name_or_path"] = ""
-            file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if not isinstance(values, dict):
+            continue
+        settled = _in_float32(values)
+        if os.path.isabs(str(values.get("_name_or_path", ""))):
+            settled["_name_or_path"] = ""
+        if settled != values:
+            file.write_text(json.dumps(settled, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _in_float32(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings with float32 for a type in half precision, those of parts too."""
+    result = {key: _in_float32(value) if isinstance(value, dict) else value for key, value in values.items()}
+    named = {key for key in ("dtype", "torch_dtype") if result.get(key) in ("bfloat16", "float16")}
+    return result | dict.fromkeys(named, "float32")
 
 
 def _component(family: Family | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,6 +172,9 @@ def called(text: str, folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch)
     from torchvision.transforms.functional import pil_to_tensor
 
     code = text.split("```python\n")[1].split("```")[0]
+    parts = [node for node in ast.walk(ast.parse(code)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = [name.name for node in parts for name in node.names]
+    assert all(len(re.findall(rf"\b{name}\b", code)) > 1 for name in names), f"imported and not used: {code}"
     place = folder / base.name
     if not place.exists():
         place.symlink_to(base)
@@ -203,6 +207,19 @@ def test_the_code_of_a_lora_samples_with_it_in_every_layout(run, base, layout, t
     torch.manual_seed(0)
     expected = reference(run)
     assert (image.int() - expected.int()).abs().max() <= 2
+
+
+@pytest.mark.parametrize("layout", ["merged", "kohya", "diffusers"])
+def test_the_code_for_an_asset_imports_flowrl_where_nothing_else_has_the_base(layout, tmp_path, monkeypatch):
+    from flowrl.models import sd3
+
+    model = sd3.build(sd3.Config(path="tiny-sd3", max_sequence_length=tiny.TOKENS))
+    run = finish(write_run(tmp_path / "run", Path("tiny-sd3"), tiny.LORA))
+    tiny.lora(model, noise=0.1).save(run / "adapter", type(model.pipeline))
+    export(run, layout, tmp_path / "out")
+    _, text = read(tmp_path / "out" / "README.md")
+    called(text, tmp_path / "out", run, monkeypatch)
+    assert ("flowrl" in text.split("```python\n")[1].split("```")[0]) == (layout != "merged")
 
 
 def reference(run: Path) -> Tensor:

@@ -111,6 +111,29 @@ def test_the_merged_pipeline_gives_the_trained_function(base, tmp_path, settings
     assert json.loads((folder / "model_index.json").read_text())["text_encoder_3"] == ["transformers", "T5EncoderModel"]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_merged_pipeline_in_half_precision_runs_as_the_page_loads_it(base, tmp_path, dtype):
+    """Without a type in float32, with the type that the files have; each weight is the rounded sum."""
+    run, half = write_run(tmp_path / "run", base, tiny.LORA, dtype=dtype), getattr(torch, dtype)
+    folder = export(run, "merged", tmp_path / "out")
+    expected, plain = trained()[0].network, load_file(base / "transformer" / "diffusion_pytorch_model.safetensors")
+    key = "transformer_blocks.0.attn.to_q"
+    layer: Any = expected.get_submodule(key)
+    for options, found in (({}, torch.float32), ({"dtype": half}, half)):
+        pipe = StableDiffusion3Pipeline.from_pretrained(folder, **options)
+        pipe.set_progress_bar_config(disable=True)
+        parts = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+        assert {part.dtype for part in parts} == {found}
+        call: Any = {"num_inference_steps": 1, "height": 32, "width": 32, "output_type": "pt"}
+        assert pipe("a red circle", max_sequence_length=tiny.TOKENS, **call).images.isfinite().all()
+        # Two roundings: of the frozen weight, and of the sum.
+        right = plain[f"{key}.weight"].to(half).float() + layer.get_delta_weight("default")
+        merged = pipe.transformer.get_parameter(f"{key}.weight").float()
+        assert_close(merged, right, rtol=torch.finfo(half).eps, atol=float(right.abs().max()) * torch.finfo(half).eps)
+    with safe_open(folder / "transformer" / "diffusion_pytorch_model.safetensors", "pt") as source:
+        assert source.get_tensor(f"{key}.weight").dtype == half
+
+
 # ---- kohya
 
 
