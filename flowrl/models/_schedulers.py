@@ -21,6 +21,13 @@ _VP_PREDICTIONS: dict[str, PredictionType] = {"epsilon": "eps", "v_prediction": 
 _OWN_SIGMAS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
 
 
+_JUMPING = {
+    "FlowMapEulerDiscreteScheduler": "from a time to another one that the network is told (AnyFlow)",
+    "PiflowScheduler": "which holds the whole segment (Kandinsky 6, distilled)",
+}
+"""Schedulers of networks that predict no velocity -> what they predict, in words."""
+
+
 @dataclass(frozen=True, slots=True)
 class Path:
     """The noise process of a scheduler."""
@@ -47,6 +54,12 @@ def path_of(scheduler: Any) -> Path:
         if predicted != "flow_prediction":
             raise ModelError(f"{kind.__name__} with flow sigmas must have prediction_type='flow_prediction'")
         return Path(FlowProcess(), "velocity")
+    if kind.__name__ in _JUMPING:
+        raise ModelError(
+            f"{kind.__name__} jumps over a part of the path by one prediction, {_JUMPING[kind.__name__]}: neither a "
+            "velocity nor the noise, which flowrl trains, and no other scheduler makes one of it; a checkpoint that "
+            "was not distilled so can be trained"
+        )
     if kind.__name__.startswith("FlowMatch"):
         raise ModelError(
             f"{kind.__name__} is no plain grid of flow steps; load the pipeline with FlowMatchEulerDiscreteScheduler"

@@ -10,8 +10,10 @@ import torch
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 from diffusers.schedulers.scheduling_euler_discrete import EulerDiscreteScheduler
+from diffusers.schedulers.scheduling_flow_map_euler_discrete import FlowMapEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_lcm import LCMScheduler
+from diffusers.schedulers.scheduling_piflow import PiflowScheduler
 from diffusers.schedulers.scheduling_pndm import PNDMScheduler
 from torch.testing import assert_close
 
@@ -182,6 +184,13 @@ def test_what_a_vp_schedulers_class_decides_by_itself_is_kept(kind, spacing, to_
     assert (made.config.timestep_spacing, made.config.set_alpha_to_one) == (spacing, to_one)
     assert torch.equal(made.betas, own.betas)
     assert not made.config.clip_sample
+
+
+@pytest.mark.parametrize("kind", [FlowMapEulerDiscreteScheduler, PiflowScheduler])
+def test_a_network_that_jumps_is_not_sent_to_another_scheduler(kind):
+    with pytest.raises(ModelError, match=rf"{kind.__name__} jumps over .*no other scheduler") as caught:
+        path_of(kind())
+    assert "load the pipeline with" not in str(caught.value)
 
 
 def test_the_log_names_the_grid_that_takes_the_place_of_karras_sigmas(caplog):
