@@ -37,6 +37,7 @@ ACCEPTABLE = (
     "model.vae_precision",  # of the decoder, which is not trained
     *("algorithm.clip_range", "algorithm.kl.coef", "algorithm.advantages.clip"),
     *("eval.every", "eval.save_images", "eval.samples_per_prompt", "eval.num_inference_steps", "eval.guidance_scale"),
+    "eval.tie",
 )
 """Options that a resumed run may have another value of on purpose, from its next update or evaluation on."""
 _REASONS = {

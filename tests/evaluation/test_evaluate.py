@@ -210,10 +210,12 @@ def test_the_scores_of_a_prompt_depend_neither_on_the_batch_size_nor_on_later_pr
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_processes_share_out_the_prompts_and_find_the_same_scores(tmp_path, size):
     whole = call(evaluator(tmp_path, ToyAdapter())).scores["light"]
-    parts = [call(evaluator(tmp_path, ToyAdapter(), world=OneOf(r, size, CPU))).scores["light"] for r in range(size)]
-    scored = ~np.isnan(np.stack(parts))
-    assert (scored.sum(axis=0) == 1).all()
-    np.testing.assert_allclose(np.nansum(np.stack(parts), axis=0), whole, rtol=0, atol=2e-6)
+    found = [call(evaluator(tmp_path, ToyAdapter(), world=OneOf(r, size, CPU))) for r in range(size)]
+    parts = np.stack([each.scores["light"] for each in found])
+    assert ((~np.isnan(parts)).sum(axis=0) == 1).all()
+    np.testing.assert_allclose(np.nansum(parts, axis=0), whole, rtol=0, atol=2e-6)
+    for each, part in zip(found, parts, strict=True):
+        np.testing.assert_array_equal(each.digests != "", ~np.isnan(part))
 
 
 def test_scores_belong_to_their_prompts_and_their_metadata(tmp_path):
