@@ -22,6 +22,7 @@ from flowrl.core.strict import Options, UnknownKey, config_class, validate
 from flowrl.core.subprocesses import require_patience
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.scoring.cache import Folder, Memory, ScoreCache
+from flowrl.scoring.one_call import one_output, require_three_arguments
 from flowrl.scoring.scorer import doubled_output
 from flowrl.scoring.surroundings import MEND, Conduct, kept
 from flowrl.scoring.time_limits import TimeLimit
@@ -191,6 +192,7 @@ class RewardPlan:
             RewardError: its outputs, or who judges, are not as declared; or people have a `timeout`.
         """
         reward = self._component()
+        require_three_arguments(reward.score, self.name)
         if not self.entry.overlap:
             alone = dataclasses.replace(reward.card, overlap=False, overlap_on_gpu=False)
             reward = dataclasses.replace(reward, card=alone)
@@ -218,7 +220,8 @@ class RewardPlan:
         if hasattr(self.module, "build"):
             return self._built()
         assert self.card is not None  # a bare function has one
-        return Reward(score=self.module.score, card=self.card, compare=getattr(self.module, "compare", None))
+        score = self.module.score if "CARD" in vars(self.module) else one_output(self.module.score)
+        return Reward(score=score, card=self.card, compare=getattr(self.module, "compare", None))
 
     def _built(self) -> Reward:
         conduct = Conduct()

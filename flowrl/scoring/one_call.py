@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.core.errors import RewardError
-from flowrl.reward import REASONS, unscored
+from flowrl.reward import REASONS, Images, ScoreFunction, unscored
 from flowrl.scoring.surroundings import Batch, Conduct, Handed, kept
 from flowrl.scoring.weighted import WeightedReward
 
@@ -50,7 +53,7 @@ def score_once(entry: WeightedReward, batch: Batch, conduct: Conduct | None = No
     if set(named) != set(card.outputs):
         raise RewardError(
             f"reward {entry.name!r} declares the outputs {list(card.outputs)} but returned {list(named)}; "
-            f"name them all in the Card of its build(config)"
+            f"name them all in its card, outputs={tuple(named)}"
         )
     checked: dict[str, Tensor] = {}
     for name in card.outputs:
@@ -79,3 +82,33 @@ def score_once(entry: WeightedReward, batch: Batch, conduct: Conduct | None = No
             )
         checked[name] = torch.where(tensor.isfinite(), tensor, torch.nan)
     return checked
+
+
+def one_output(score: ScoreFunction) -> ScoreFunction:
+    """A function without a card, whose scores may stand under any one name."""
+
+    def unnamed(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor | Mapping[str, Tensor]:
+        result = score(images, prompts, metadata)
+        return next(iter(result.values())) if isinstance(result, Mapping) and len(result) == 1 else result
+
+    return functools.update_wrapper(unnamed, score)
+
+
+def require_three_arguments(score: ScoreFunction, name: str) -> None:
+    """Refuse a function that cannot be called as rewards are, by its own line.
+
+    Raises:
+        RewardError: it takes other arguments.
+    """
+    try:
+        signature = inspect.signature(score)
+    except (TypeError, ValueError):  # of C, or of a callable that hides it
+        return
+    try:
+        signature.bind([], [], [])
+    except TypeError as error:
+        code = inspect.unwrap(score).__code__ if inspect.isfunction(score) else None
+        where = "" if code is None else f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
+        raise RewardError(
+            f"reward {name!r}: score{signature}{where} must take (images, prompts, metadata): {error}"
+        ) from None

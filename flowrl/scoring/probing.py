@@ -72,7 +72,7 @@ def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapte
     for entry in scorer.entries if len(tried) == len(scorer.distinct) else ():
         if entry.training_value(joined).isnan().all():
             log.warning(
-                "reward %r returned NaN for all of a probe batch of noise, %s: every sample that it cannot score "
+                "reward %r has no score for any of a probe batch of noise, %s: every sample that it cannot score "
                 "is masked, and the run stops where that is more than half of them",
                 entry.name,
                 _given(batch),

@@ -196,6 +196,10 @@ class Scorer:
             RewardFailure: more than `max_failed_share` of the samples failed.
         """
         values = torch.stack([entry.training_value(joined) for entry in self.entries])
+        beyond = [entry.name for entry, row in zip(self.entries, values, strict=True) if row.isinf().any()]
+        if beyond:  # the raw ones are finite, so scale, offset or a share has made it so
+            errors = [*errors, f"training values of {beyond[0]!r} are beyond float32; lower its scale"]
+            values = torch.where(values.isinf(), torch.nan, values)
         weights = torch.tensor([entry.weight for entry in self.entries], dtype=torch.float32)
         self._abort(values, weights, errors)
         return Scores(raw=joined, values=values, weights=weights, failures=int(values.isnan().any(dim=0).sum()))

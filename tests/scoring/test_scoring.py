@@ -349,6 +349,29 @@ def test_options_out_of_range_are_refused(tmp_path, options, words):
         plan(tmp_path, **options)
 
 
+def test_a_function_without_a_card_may_name_its_one_output_and_several_need_a_card(tmp_path):
+    assert of(plan(tmp_path, "return {'scores': [0.5] * len(prompts)}")).raw["mine"].tolist() == [0.5] * 4
+    two = plan(tmp_path, "return {'a': [0.5] * len(prompts), 'b': [0.0] * len(prompts)}")
+    with pytest.raises(RewardError, match=r"in its card, outputs=\('a', 'b'\)"):
+        of(two)
+
+
+@pytest.mark.parametrize("arguments", ["images, prompts", "", "images, prompts, metadata, more"])
+def test_a_function_that_takes_other_arguments_is_named_by_its_own_line(tmp_path, arguments):
+    file = tmp_path / "mine.py"
+    file.write_text(f"# mine\n\n\ndef score({arguments}):\n    return 0\n")
+    with pytest.raises(
+        RewardError, match=rf"score\({arguments}\) \(mine\.py:4\) must take \(images, prompts, metadata\)"
+    ):
+        reward_plan({"path": str(file)}, "rewards.0").build()
+
+
+def test_training_values_beyond_float32_are_none_and_the_scale_is_named(tmp_path):
+    scorer = Scorer([plan(tmp_path, "return [1e10] * len(prompts)", scale=1e30).build()])
+    with pytest.raises(RewardError, match=r"4 of 4 .*training values of 'mine' are beyond float32; lower its scale"):
+        scorer.score(GREY, [""] * 4, [{}] * 4)
+
+
 def test_the_fingerprint_follows_a_users_source_and_a_rewards_options(tmp_path):
     def of(made) -> str:
         return made.fingerprint(made.build().reward.card)
