@@ -161,7 +161,7 @@ def _launch(options: Options) -> int:
     require_devices(options.making.processes)
     folder = RunFolder(options.folder, "--out")
     descriptor = folder.lock()
-    os.environ["FLOWRL_LOCKED"] = "1"
+    os.environ["FLOWRL_LOCKED"] = str(descriptor)
     try:
         return launch(sys.argv[1:], options.making.processes, pass_fds=[descriptor], warn=print)
     finally:

@@ -118,7 +118,7 @@ def _launch(out: Path, processes: int) -> int:
     require_devices(processes)
     folder = RunFolder(out, "--out")
     descriptor = folder.lock()
-    os.environ["FLOWRL_LOCKED"] = "1"
+    os.environ["FLOWRL_LOCKED"] = str(descriptor)
     try:
         return launch(sys.argv[1:], processes, pass_fds=[descriptor], warn=print)
     finally:

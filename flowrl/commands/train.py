@@ -101,7 +101,7 @@ def _launch(config: str, overrides: list[str], flags: list[str], processes: int)
     folder = RunFolder(resolved.run.folder)
     descriptor = folder.lock()
     open_desk(folder.path)
-    os.environ["FLOWRL_LOCKED"] = "1"
+    os.environ["FLOWRL_LOCKED"] = str(descriptor)
     try:
         arguments = ["train", config, *overrides, *flags]
         # The workers inherit the lock: it is held until the last of them has ended.

@@ -128,6 +128,12 @@ class WriteError(Fault, OSError):
     of_one_process = True
 
 
+class Moved(Fault, OSError):
+    """The run folder was moved or deleted while the run was under way."""
+
+    of_one_process = True
+
+
 class UploadError(Fault, RuntimeError):
     """Files that could not be sent to a hub; they are kept on this disk."""
 

@@ -6,7 +6,7 @@ import json
 import math
 
 from flowrl.core.console import journal, log, verdict
-from flowrl.core.errors import Abandoned, Diverged, Fault, Overshot, Remedy, described, exited
+from flowrl.core.errors import Abandoned, Diverged, Fault, Moved, Overshot, Remedy, described, exited
 from flowrl.core.status import ENDED, SUMMARY
 from flowrl.run import checkpoint
 from flowrl.run.changes import accepting
@@ -59,6 +59,8 @@ class Ending:
         last = exited(error) if isinstance(error, SystemExit) else error
         try:
             note = self._rescue(last, self._shared(error))
+        except Moved:  # as the first failure says
+            note = ""
         except Exception as second:  # the first failure is the one to report
             note = f"the end of iteration {self.iteration} could not be saved: {second}"
         if isinstance(last, Diverged) and last.option and self.saver is not None:
@@ -140,6 +142,8 @@ class Ending:
         if note:
             log.info("%s", note)
         status = error.status if isinstance(error, Fault) else Fault.status
+        if isinstance(error, Moved):  # nothing is written there any more, and the message says how to go on
+            return
         command = error.remedies[0].command if isinstance(error, Diverged) and error.remedies else resuming()
         if self.iteration:
             planned = self.planned

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from flowrl.config.schema import RunConfig
 from flowrl.core import contents
 from flowrl.core.contents import Input
 from flowrl.core.display import working
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Moved, Remedy
 from flowrl.core.files import (
     damaged,
     evaluation_remedy,
@@ -33,6 +34,7 @@ from flowrl.core.files import (
     write_atomically,
     writing,
 )
+from flowrl.core.status import LOCK
 from flowrl.core.versions import versions
 from flowrl.evaluation import previews
 from flowrl.evaluation.held_out import splits
@@ -69,6 +71,15 @@ class MetricsFile:
 NOTHING = Accepted()
 
 
+def _present(descriptor: int) -> Path | None:
+    """The folder of an open lock now; None: it is deleted, or the system does not say."""
+    try:
+        file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+    except OSError:  # not Linux
+        return None
+    return file.parent if file.is_file() else None
+
+
 def _locked(descriptor: int) -> bool:
     """Whether the lock of a file could be taken."""
     try:
@@ -95,7 +106,7 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             probe = self.path / ".writable"
             probe.write_text("")
             probe.unlink()
@@ -117,6 +128,34 @@ class RunFolder:
                     f"the run folder {self.path} is in use by another process; wait for it, or choose another name"
                 )
             time.sleep(0.1)
+
+    def inherit(self, descriptor: int) -> None:
+        """Take over the lock that the launcher of this process holds (`FLOWRL_LOCKED`)."""
+        self._lock = os.dup(descriptor)
+
+    def require_own(self) -> None:
+        """Look whether the folder at this path is still the locked one; nothing to look at without a lock.
+
+        Raises:
+            Moved: it was moved, deleted or replaced.
+        """
+        if self._lock is None:
+            return
+        own = os.fstat(self._lock)
+        try:
+            here = os.stat(self.path / LOCK)
+        except OSError:
+            here = None
+        if here is not None and (here.st_dev, here.st_ino) == (own.st_dev, own.st_ino):
+            return
+        now = _present(self._lock)
+        where = "deleted" if now is None else f"moved to {now}"
+        resumes = now is not None and self.key == "output"
+        raise Moved(
+            f"the folder {self.path} was {where} while it was being written, so nothing more is written there; "
+            + ("what it held is gone" if now is None else "what it holds is safe"),
+            remedies=[Remedy(command=f"flowrl train {shlex.quote(str(now))} --resume")] if resumes else [],
+        )
 
     def try_lock(self) -> bool:
         """Lock the folder if it can be written and no other process has locked it."""
@@ -193,7 +232,18 @@ class RunFolder:
                 file.unlink()
         previews.forget_after(self.path, iteration)
 
+    def add_row(self, row: dict[str, Any]) -> None:
+        """Append a row to `metrics.jsonl`.
+
+        Raises:
+            Moved: this is no longer the run's folder.
+            WriteError: the disk is full or not writable.
+        """
+        self.require_own()
+        self.metrics.append(row)
+
     def write_json(self, name: str, value: Any) -> None:
+        self.require_own()
         write_atomically(self.path / name, json.dumps(json_ready(value), indent=1) + "\n")
 
 

@@ -132,6 +132,7 @@ class Report:
 
     def finish(self, before: Before) -> dict[str, Any]:
         """Evaluate the result, write the summary and the report, and log the verdict."""
+        self.session.world.together(self.folder.require_own)
         session, tuned = self.session, self._saved("tuned", self.session.eval_guidance)
         if tuned is None or tuned.iteration != session.iteration:
             tuned = session.evaluate("tuned")

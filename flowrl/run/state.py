@@ -77,6 +77,7 @@ class Saver:
     def _save(self, *, alone: bool, wait: bool) -> None:
         session, iteration = self.session, self.session.iteration
         self.attempted = iteration
+        _first(session, self.folder.require_own, alone=alone)
         tensors, plain = session.state()
         plain |= {
             "due": self.due,

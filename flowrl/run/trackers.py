@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from flowrl.config.schema import RunConfig
 from flowrl.config.trackers import Entry, require
 from flowrl.core import media
 from flowrl.core.console import journal, log
-from flowrl.core.errors import described
+from flowrl.core.errors import Moved, described
 from flowrl.core.files import json_ready, read_object
 from flowrl.core.strict import Options
 from flowrl.evaluation.results import Evaluation
@@ -76,7 +77,7 @@ class Marks:
         return self._known.setdefault(name, Mark(self.folder.path.name, tracker_runs.new_id(name)))
 
     def write(self) -> None:
-        with self._lock:
+        with self._lock, suppress(Moved):  # which ends the run by itself
             self.folder.write_json(FILE, {name: asdict(mark) for name, mark in self._known.items()})
 
 

@@ -85,10 +85,12 @@ class Trainer:
         self.trackers = Trackers(self.config, self.resolved.tree(), self.folder, main=self.world.main)
         if not self.world.main:
             return 0
-        launched = "FLOWRL_LOCKED" in os.environ
-        if not launched:
+        launched = os.environ.get("FLOWRL_LOCKED")
+        if launched is None:
             self.folder.lock()
-        self.desk.open(launched=launched)
+        else:
+            self.folder.inherit(int(launched))
+        self.desk.open(launched=launched is not None)
         checkpoint.remove_leftovers(self.folder.path)
         if resume:
             refuse_guarded(self.folder.path, self.config.guard)
@@ -190,6 +192,7 @@ class Trainer:
     def _record(self, row: dict[str, Any]) -> None:
         """Evaluate if that is due, and write the row of the finished iteration."""
         config, iteration, saver = self.config, self.session.iteration, self.saver
+        self.world.together(self.folder.require_own)  # before an evaluation makes a folder at this path
         saver.due = row  # a checkpoint from here on records that this is unfinished
         if config.eval.every and iteration % config.eval.every == 0 and iteration < config.iterations:
             result = self.session.evaluate(f"iteration-{iteration:06d}", limit=config.eval.periodic_prompts)
@@ -198,7 +201,7 @@ class Trainer:
                 row["eval/implicit_accuracy"] = result.agreement.mean()
             self.guard.look(result, row)
         if self.world.main:
-            self.folder.metrics.append(row)
+            self.folder.add_row(row)
             self.trackers.add(row)
             log.info("%s", row_line(row, config.iterations, self.session.parts.data.prompts))
             display.iteration_done(row)

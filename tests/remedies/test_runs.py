@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Moved
+from flowrl.core.rows import repeatable
 from flowrl.run import handover
 from flowrl.run.export import learned_noise
+from flowrl.run.session import Session
 from tests.e2e.conftest import place as place
 from tests.e2e.conftest import train
 from tests.e2e.test_bad_input import command
@@ -78,3 +80,31 @@ def test_a_run_that_diverged_finishes_by_the_command_that_it_gives(
     assert code == 0, printed
     rows = [json.loads(line) for line in Path("runs/run/metrics.jsonl").read_text().splitlines()]
     assert [row["optim/learning_rate"] for row in rows] == [1e-3, 3e-4, 3e-4]
+
+
+@pytest.mark.slow
+@follows("flowrl/run/folder.py:RunFolder.require_own")
+def test_a_run_whose_folder_is_moved_stops_and_goes_on_where_it_is(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The folder is moved while iteration 2 is trained, and its rows are those of the run that nothing disturbed."""
+    words = ("iterations=3", "eval.every=2", "data.max_eval_prompts=1", "rollout.num_inference_steps=2")
+    train("name=whole", *words)
+    step = Session.step
+
+    def moved(self: Session, iteration: int) -> dict:
+        if iteration == 2:
+            Path("runs/run").rename("runs/other")
+        return step(self, iteration)
+
+    monkeypatch.setattr(Session, "step", moved)
+    with pytest.raises(Moved, match=r"runs/run was moved to .*runs/other") as caught:
+        train(*words)
+    monkeypatch.setattr(Session, "step", step)
+    assert not Path("runs/run").exists(), "nothing is made again without its lock"
+    (remedy,) = caught.value.remedies
+    code, printed = command(monkeypatch, capsys, *shlex.split(remedy.command)[1:])
+    assert code == 0, printed
+    texts = [Path(f"runs/{name}/metrics.jsonl").read_text().splitlines() for name in ("whole", "other")]
+    whole, other = ([repeatable(json.loads(row)) for row in rows] for rows in texts)
+    assert other == whole

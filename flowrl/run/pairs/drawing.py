@@ -259,6 +259,10 @@ def make(resolved: Resolved, wanted: Wanted, out: Path) -> Done:
 
 
 def _begin(folder: PairFolder, lock: RunFolder) -> Done:
-    if "FLOWRL_LOCKED" not in os.environ:
+    launched = os.environ.get("FLOWRL_LOCKED")
+    if launched is None:
         lock.lock()
+    else:
+        lock.inherit(int(launched))
+    folder.require_own = lock.require_own
     return folder.begin()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ class PairFolder:
     def __init__(self, path: Path, made_with: dict[str, Any], facts: dict[str, Any]) -> None:
         self.path, self.made_with, self.facts = path, json.loads(json.dumps(made_with)), facts
         self.done = Done()
+        self.require_own: Callable[[], None] = lambda: None
+        """Raises an error where this is no longer the locked folder."""
 
     def begin(self) -> Done:
         """Prepare the folder and return its progress. The caller holds its lock.
@@ -88,6 +90,7 @@ class PairFolder:
 
     def append(self, records: Sequence[dict[str, Any]], tally: dict[str, int]) -> None:
         """Add lines of new pairs, whose images are written, and the counts of all groups of this step."""
+        self.require_own()
         text = "".join(json.dumps(record) + "\n" for record in records).encode()
         with writing(self.path / LINES), (self.path / LINES).open("ab") as stream:
             stream.write(text)
