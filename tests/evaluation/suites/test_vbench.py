@@ -431,7 +431,8 @@ def test_a_judge_of_the_other_kind_is_refused(tmp_path, suite, judge, words):
 
 def test_a_model_of_images_is_refused_for_a_suite_of_videos_and_the_reverse(tmp_path):
     judge = tmp_path / "bright.py"
-    judge.write_text("def score(images, prompts, metadata):\n    return [0.0] * len(prompts)\n")
+    card = "from flowrl.reward import Card\n\nCARD = Card(outputs=('bright',), modality='any')\n\n\n"
+    judge.write_text(card + "def score(images, prompts, metadata):\n    return [0.0] * len(prompts)\n")
     prompts = tiny.prompts(tmp_path)
     with pytest.raises(ConfigError, match=r"this suite is for models of videos of two frames or more"):
         evaluation.command(
