@@ -33,6 +33,8 @@ from tests import tiny_sd3 as tiny
 FILE = "pytorch_lora_weights.safetensors"
 BLOCK_TARGETS = [*LORA_TARGETS, "attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0"]
 BLOCK_TARGETS += ["ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "norm1.linear"]
+OUTSIDE_TARGETS = ["context_embedder", "proj_out"]
+OUTSIDE_TARGETS += [f"time_text_embed.{part}_embedder.linear_{n}" for part in ("timestep", "text") for n in (1, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +191,7 @@ def deltas_of(file: Path, network: torch.nn.Module) -> dict[str, Tensor]:
     return convert_sd3_transformer_checkpoint_to_diffusers(original_deltas(file, original_shapes(network)))
 
 
-@pytest.mark.parametrize("targets", [None, BLOCK_TARGETS, ["attn.to_k", "attn.add_v_proj"]])
+@pytest.mark.parametrize("targets", [None, BLOCK_TARGETS, ["attn.to_k", "attn.add_v_proj"], OUTSIDE_TARGETS])
 def test_the_kohya_file_holds_the_same_change_of_every_weight(base, tmp_path, targets):
     settings = LoraSettings(rank=3, alpha=7, targets=targets)
     run = write_run(tmp_path / "run", base, settings)
@@ -222,8 +224,8 @@ def test_the_kohya_file_is_named_after_the_run_and_says_what_it_is(run, tmp_path
 
 
 def test_a_module_without_a_kohya_name_is_refused():
-    pair = {"context_embedder.lora_A.weight": torch.ones(2, 4), "context_embedder.lora_B.weight": torch.ones(4, 2)}
-    with pytest.raises(ModelError, match="context_embedder has no counterpart in the layout kohya"):
+    pair = {"norm_out.linear.lora_A.weight": torch.ones(2, 4), "norm_out.linear.lora_B.weight": torch.ones(4, 2)}
+    with pytest.raises(ModelError, match=r"norm_out\.linear is not in the table of SD3 for the layout kohya"):
         renamed(pair, 1.0, sd3.FAMILY, "kohya")
 
 

@@ -30,9 +30,20 @@ PLAIN = {
     "ff_context.net.2": "context_block.mlp.fc2",
     "norm1.linear": "x_block.adaLN_modulation.1",
 }
+OUTSIDE = {
+    "context_embedder": "context_embedder",
+    "proj_out": "final_layer.linear",
+    "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
+    "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
+    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
+    "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
+}
+"""Of modules outside the blocks. `norm_out.linear` is left out: the original has its rows in another order."""
 
 
 def place(name: str) -> Place | None:
+    if name in OUTSIDE:
+        return Place(OUTSIDE[name], OUTSIDE[name])
     match = re.fullmatch(r"transformer_blocks\.(\d+)\.(.+)", name)
     if match is None:
         return None

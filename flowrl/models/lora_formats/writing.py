@@ -41,7 +41,7 @@ def renamed(tensors: dict[str, Tensor], scale: float, family: Family, layout: La
         place = family.place(name)
         if place is None or pair[0].ndim != 2:
             raise ModelError(
-                f"{name} has no counterpart in the layout {layout} of {family.name}; train other targets, or use "
+                f"{name} is not in the table of {family.name} for the layout {layout}; train other targets, or use "
                 "--format diffusers or merged"
             )
         groups.setdefault(place.dotted, (place, {}))[1][place.slot] = pair

@@ -343,7 +343,7 @@ def test_a_lora_of_another_size_is_refused_with_what_differs(folder, other, mess
     save_file(scaled(large, update(large, torch.float32), RANK, "kohya"), tmp_path / "a.safetensors")
     with pytest.raises(ModelError, match=message):
         started(network(folder, **SMALL[folder]), tmp_path / "a.safetensors")
-    key = "lora_unet_final_layer_linear"
+    key = "lora_unet_final_layer_adaLN_modulation_1"
     outside = {f"{key}.lora_down.weight": torch.ones(4, 8), f"{key}.lora_up.weight": torch.ones(8, 4)}
     save_file(outside, tmp_path / "b.safetensors")
     with pytest.raises(ModelError, match="outside the blocks"):
