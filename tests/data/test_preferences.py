@@ -69,6 +69,13 @@ def window(monkeypatch: pytest.MonkeyPatch) -> int:
 # ---- a record
 
 
+def test_what_other_programs_sample_a_prompt_by_is_named(put, caplog):
+    with caplog.at_level("WARNING", logger="flowrl"):
+        load_preferences(put(pair(negative_prompt="y", seed=3, tag=1)), "data.pairs.path")
+    (told,) = caplog.messages
+    assert "its records have negative_prompt, seed, and no sampler reads them" in told
+
+
 def test_a_record_gives_prompt_pictures_margin_and_metadata(put, tmp_path):
     folder = put(pair("a.png", "b.png", margin=0.5, tag=[1]), "", pair(str(tmp_path / "c.png"), "d.png"))
     found = load_preferences(folder, "data.pairs")

@@ -87,6 +87,14 @@ def test_partiprompts_is_read_with_quotation_marks_at_the_start_of_a_cell(tmp_pa
     ]
 
 
+def test_what_other_programs_sample_a_prompt_by_is_named(tmp_path, caplog):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a cat", "seed": 1}\n{"prompt": "a dog", "height": 64}\n')
+    with caplog.at_level("WARNING", logger="flowrl"):
+        assert len(partiprompts.items(tmp_path / "p.jsonl")) == 2
+    (told,) = caplog.messages
+    assert "its records have seed, height, and no sampler reads them" in told
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
