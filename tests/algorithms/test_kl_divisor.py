@@ -84,17 +84,17 @@ def older(tree: Options) -> Options:
 def test_an_older_run_keeps_its_divisor_or_is_refused_by_its_key(tmp_path, sampler):
     word, unscored = f"rollout.sampler={{name: {sampler}}}", "eval.tie=0.0"
     new = tree_of(tmp_path, word, unscored)
-    words = ["algorithm.kl.divisor was 'flow_grpo', now None"]
+    words = {"algorithm.kl.divisor": "algorithm.kl.divisor was 'flow_grpo', now None"}
     changed = EVERY[sampler] != "flow_grpo"
-    assert differences(older(new), new) == (words if changed else [])
+    assert differences(older(new), new) == (words if changed else {})
     # Resumed by its folder, or with that value, it goes on as it began.
     assert older(new)["algorithm"]["kl"]["divisor"] == ("flow_grpo" if changed else None)
     if changed:
-        assert differences(older(new), tree_of(tmp_path, word, unscored, "algorithm.kl.divisor=flow_grpo")) == []
-    assert differences(as_it_was(new), new) == []
+        assert differences(older(new), tree_of(tmp_path, word, unscored, "algorithm.kl.divisor=flow_grpo")) == {}
+    assert differences(as_it_was(new), new) == {}
 
 
 @pytest.mark.parametrize("words", ["algorithm.kl.coef=0", "model.path=tiny-sd"])
 def test_without_a_kl_and_on_noise_prediction_nothing_has_changed(tmp_path, words):
     new = tree_of(tmp_path, "rollout.sampler={name: cps}", "eval.tie=0.0", words)
-    assert differences(older(new), new) == []
+    assert differences(older(new), new) == {}
