@@ -88,6 +88,16 @@ class Evidence:
         passes = self.option("algorithm.passes") if self.has("algorithm.passes") else 1
         return int(self.option("optim.updates_per_iteration")) * int(passes)
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.updates * len(self.run.rows)
+
+    def require_steps(self, least: int) -> None:
+        """Raise Lacking for a run of fewer optimizer steps, about whose learning rate nothing can be said."""
+        if self.steps < least:
+            raise Lacking(f"it needs {least} updates of the weights, and there are {self.steps}")
+
     # ---- metrics
 
     def column(self, key: str, least: int = 2) -> np.ndarray:

@@ -16,6 +16,8 @@ ALONE = 0.95
 in one case of seven or less (a correlation of 0.97 with the total)."""
 SATURATED = 0.95
 """Share of the base's images with one and the same score: a group of 8 then has equal scores in two cases of three."""
+LEAST_IMAGES = 20
+"""Images in which a share of 1 - 0.95 is one image: of fewer ones all may have one score by chance."""
 RELIABLE = 0.3
 """Cohen's medium correlation. A reliability below it means that over two thirds of the variance are noise."""
 POWER = 2.8
@@ -59,7 +61,9 @@ def reward_saturated(seen: Evidence) -> Seen | None:
     values, counts = np.unique(table[np.isfinite(table)], return_counts=True)
     total, most = int(counts.sum()), int(counts.argmax())
     share, value = float(counts[most]) / total, float(values[most])
-    if share <= SATURATED or total < 2:
+    if total < LEAST_IMAGES:
+        raise Lacking(f"it needs {LEAST_IMAGES} scored images of the base, and there are {total}")
+    if share <= SATURATED:
         return None
     return Seen(
         share,

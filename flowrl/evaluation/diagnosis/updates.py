@@ -31,6 +31,12 @@ SKIPPED = 0.05
 """Share of updates without a finite gradient; AMP's own search for a scale skips one or two at the start."""
 CUBIC = 8.0
 """A drift that is the third power of the iteration grows 8 times from the middle to the end; a random walk doubles."""
+AMP_SEARCH = 2
+"""Updates that float16's search for its loss scale may skip at the start of a healthy run."""
+SPOKEN_FOR = 20
+"""Fewest optimizer steps before a higher learning rate is advised. Adam moves a weight by about the rate in each step,
+so ten times the rate does in n steps what the rate does in 10 n. Below 20 of them that is less than 200, the length of
+a short run: then the run is short, and its rate may be right."""
 ENDED = 0.01
 """Of the largest learning rate: the rest moves the weights by less than a hundredth of an ordinary step."""
 ENDED_SHARE = 0.1
@@ -58,6 +64,7 @@ def dead_groups(seen: Evidence) -> Seen | None:
 def clip_never(seen: Evidence) -> Seen | None:
     """A policy that stays so close to itself within an iteration that the clip is never met."""
     clipped, kl = seen.column("policy/clip_fraction"), seen.column("policy/approx_kl")
+    seen.require_steps(SPOKEN_FOR)
     if seen.trains_noise or seen.updates < 2 or clipped.any() or seen.moved or seen.faint:
         return None  # one update an iteration: the ratio is 1 whatever the policy does
     clip = float(seen.option("algorithm.clip_range")) if seen.has("algorithm.clip_range") else SMALLEST_CLIP
@@ -128,7 +135,7 @@ def gradient_explodes(seen: Evidence) -> Seen | None:
     change = Change("optim.learning_rate", f"{rate / 10:g}")
     if seen.trains_noise:  # the gradient of a log density grows as 1 / std
         change = Change("algorithm.least_std", "0.5: single values of the noise have lost their std")
-    if skipped > SKIPPED:
+    if skipped > SKIPPED and skipped * seen.steps > AMP_SEARCH:
         sentence = f"{skipped:.0%} of the updates were skipped, since their gradient was not finite."
         return Seen(1.0, sentence, Number("optim/skipped", skipped, SKIPPED), change)
     first, last = seen.quarters("grad/norm")
@@ -210,6 +217,7 @@ def weights_hardly_move(seen: Evidence) -> Seen | None:
     """Images of the trained model that are those of the base."""
     if not seen.run.rows:
         raise Lacking("metrics.jsonl has no row")
+    seen.require_steps(SPOKEN_FOR)
     if seen.moved or not seen.live or seen.faint:
         return None
     found = moved.of_run(seen.run)

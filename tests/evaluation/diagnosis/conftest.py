@@ -33,8 +33,11 @@ LONG = "".join(f"{n} red squares left of a blue circle above a green cross and a
 SHORT = ("checkpoint.every=99", "data.max_eval_prompts=4", "iterations=2")
 LEARNS = ("optim.learning_rate=3e-3", "rollout.group_size=8", "iterations=8", "data.max_eval_prompts=16")
 FAULTS: dict[str, tuple[str, ...]] = {
-    "constant reward": ("rewards=[{path: same.py}]", "rollout.num_inference_steps=2", "algorithm.sde_steps=[0]"),
-    "no learning rate": ("optim.learning_rate=1e-12", "eval.guidance_scale=4.0"),
+    "constant reward": (
+        *("rewards=[{path: same.py}]", "rollout.num_inference_steps=2", "algorithm.sde_steps=[0]"),
+        "data.max_eval_prompts=20",
+    ),
+    "no learning rate": ("optim.learning_rate=1e-12", "eval.guidance_scale=4.0", "iterations=10"),
     "tight clip": ("algorithm.clip_range=1e-9", "iterations=4"),
     "huge learning rate": ("optim.learning_rate=0.3", "optim.max_grad_norm=null", "iterations=9"),
     "minute reward": ("rewards=[{path: tiny.py}]", "algorithm.advantages.std=none"),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flowrl.evaluation.diagnosis import CHECKS, cause
+from flowrl.config.load import load_config, resolve
+from flowrl.core import registry
+from flowrl.evaluation.diagnosis import CHECKS, cause, settings
 from flowrl.gallery.runs import load_run
+from flowrl.run.changes import leaves
 from flowrl.training.optim import OptimConfig, Optimizer
 from tests.e2e.test_bad_input import command
 from tests.evaluation.diagnosis.conftest import FAULTS, Simulated, diagnosis, findings
@@ -240,3 +245,58 @@ def test_every_finding_has_a_test_and_a_section_of_the_page():
     assert shown == {check.name for check in CHECKS}
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").lower()
     assert [check.name for check in CHECKS if f"\n### {check.name}\n" not in page] == []
+
+
+@pytest.mark.parametrize(("iterations", "found"), [(2, False), (9, False), (10, True)])
+def test_a_higher_rate_is_advised_from_20_updates_on(simulated: Simulated, iterations: int, found: bool):
+    """Two updates an iteration: ten times the rate does in 20 updates what the rate does in 200."""
+    sim = simulated.learns_nothing()
+    sim.iterations = iterations
+    sim.columns["policy/clip_fraction"] = np.zeros(40)
+    sim.columns["policy/approx_kl"] = np.full(40, 1e-14)
+    result = diagnosis(sim.write())
+    told = {"weights hardly move", "clip never acts"}
+    assert (told <= {each.name for each in result.findings}) is found
+    assert (told <= result.not_looked_at.keys()) is not found
+    if not found:
+        words = f"it needs 20 updates of the weights, and there are {2 * iterations}"
+        assert {result.not_looked_at[name] for name in told} == {words}
+
+
+def test_the_search_for_a_loss_scale_is_no_explosion(simulated: Simulated):
+    """One update of each of the first two iterations is skipped: 2 of 8, more than the share of a long run."""
+    simulated.iterations = 4
+    simulated.columns["optim/skipped"][:2] = 0.5
+    assert "gradient explodes" not in [each.name for each in diagnosis(simulated.write()).findings]
+    simulated.columns["optim/skipped"][:3] = 0.5
+    assert "gradient explodes" in [each.name for each in diagnosis(simulated.write()).findings]
+
+
+def test_few_images_of_one_score_are_no_saturation(simulated: Simulated):
+    """Eight of eight images with one score come by chance in one case of 128 at even odds, and often at others."""
+    simulated.before = simulated.after = np.full((8, 2), 1.0)
+    assert "reward saturated" in diagnosis(simulated.write()).not_looked_at
+    simulated.before = simulated.after = np.full((10, 2), 1.0)
+    assert "reward saturated" in [each.name for each in diagnosis(simulated.write()).findings]
+
+
+def test_every_advice_names_an_option_of_a_recipe():
+    """The keys that the checks name, against the options of the embedded recipe and of all methods and samplers."""
+    import ast
+    import importlib
+
+    known = set(leaves(resolve(load_config("quickstart", ["rollout.exploration={pool: 64}"])).tree()))
+    for kind, where in (("algorithms", "algorithm"), ("samplers", "rollout.sampler"), ("models", "model")):
+        for name in registry.names(kind):
+            config = importlib.import_module(f"flowrl.{kind}.{name}").Config
+            known |= {f"{where}.{item.name}" for item in fields(config)}
+    known |= {".".join(key.split(".")[:n]) for key in known for n in range(1, key.count(".") + 1)}
+    named = {option for option, _ in settings.REMEDIES.values()}
+    for file in (ROOT / "flowrl/evaluation/diagnosis").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Change":
+                constants = (part for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant))
+                named |= {str(part.value) for part in constants}
+    whole = {key for key in named if re.fullmatch(r"[a-z]+(\.\w+)+", key)}  # the rest are parts of an f-string
+    assert len(whole) > 10
+    assert whole - known == set()
