@@ -116,10 +116,13 @@ def showing(quiet: bool = False, as_json: bool = False) -> Generator[Display]:
         ConfigError: both are asked for.
     """
     from flowrl.core.display import opened
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
 
     if quiet and as_json:
-        raise ConfigError("--quiet and --json: give one of them; the second is for programs")
+        raise ConfigError(
+            "--quiet and --json: one of them; the second is for programs",
+            remedies=[Remedy(without="--quiet"), Remedy(without="--json")],
+        )
     main = os.environ.get("RANK", "0") == "0"
     with opened("json" if as_json else "quiet" if quiet else "auto", main=main) as display:
         try:

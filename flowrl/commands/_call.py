@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.registry import suggest
 from flowrl.core.strict import overridden
 from flowrl.models.base import network_config
@@ -96,8 +96,8 @@ def _require_positions(pipeline: Any, call: Mapping[str, Any]) -> None:
         side = call.get(name, known[name].default if name in known else None)
         if isinstance(side, int) and side > largest:
             raise ConfigError(
-                f"{name}={side}: the denoiser has positions for {largest} pixels; give a smaller one, such as "
-                f"--set {name}={largest}"
+                f"{name}={side}: the denoiser has positions for {largest} pixels",
+                remedies=[Remedy(flag=f"--set {name}={largest}")],
             )
 
 
@@ -125,12 +125,12 @@ def _require_frames(pipeline: Any, frames: int | None) -> None:
 
     if (frames - 1) % step:
         raise ConfigError(
-            f"--set num_frames={frames}: must be one more than a multiple of {step}; "
-            f"use {near_frames(frames, step, patch)}"
+            f"--set num_frames={frames}: must be one more than a multiple of {step}",
+            remedies=[Remedy(flag=f"--set num_frames={near_frames(frames, step, patch)}")],
         )
     latents = (frames - 1) // step + 1
     if latents % patch:
         raise ConfigError(
-            f"--set num_frames={frames}: it makes {latents} latent frames, and the denoiser reads {patch} at a time; "
-            f"use {near_frames(frames, step, patch)}"
+            f"--set num_frames={frames}: it makes {latents} latent frames, and the denoiser reads {patch} at a time",
+            remedies=[Remedy(flag=f"--set num_frames={near_frames(frames, step, patch)}")],
         )

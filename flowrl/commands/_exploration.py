@@ -57,11 +57,14 @@ def report(resolved: Any, prompts: int, rounds: int) -> str:
 
 
 def _collector(resolved: Any, prompts: int) -> Any:
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
     from flowrl.run.session import Session
 
     if resolved.run.rollout.exploration is None:
-        raise ConfigError("rollout.exploration=null: there is nothing to measure; set rollout.exploration.pool=N")
+        raise ConfigError(
+            "rollout.exploration=null: there is nothing to measure",
+            remedies=[Remedy({"rollout.exploration.pool": 2 * resolved.group_size})],
+        )
     rollout = dataclasses.replace(resolved.run.rollout, prompts_per_iteration=prompts)
     run = dataclasses.replace(resolved.run, rollout=rollout)
     return Session(dataclasses.replace(resolved, run=run)).collector

@@ -89,7 +89,7 @@ def evaluate(options: Options) -> None:
         ConfigError, ModelError, RewardError: something the user can mend.
         RewardFailure: the judge is away; what was judged is kept.
     """
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
     from flowrl.core.files import out_folder
     from flowrl.evaluation.suites import base
     from flowrl.evaluation.suites.runner import Task, limited
@@ -98,7 +98,10 @@ def evaluate(options: Options) -> None:
 
     suite = base.load_suite(options.suite)
     if options.judging.compat and suite.compat is None:
-        raise ConfigError(f"--compat: the official code of {options.suite} has no table of its own; leave it out")
+        raise ConfigError(
+            f"--compat: the official code of {options.suite} has no table of its own",
+            remedies=[Remedy(without="--compat")],
+        )
     every = suite.items(options.prompts)
     if not every:
         raise ConfigError(f"--prompts {options.prompts}: there is no prompt in it; give those of {suite.facts.where}")
@@ -135,15 +138,17 @@ def evaluate(options: Options) -> None:
 
 def _require_results_alone(options: Options) -> None:
     """Refuse --results of another number of models, or next to what judges or exports here."""
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
 
     judging = options.judging
     if len(judging.results) != len(options.models()):
         raise ConfigError("--results: give one file for MODEL, and with --base a second one, of the base")
     idle = {"--judge": judging.names, "--judge-set": judging.settings, "--export": judging.export}
-    given = next((name for name, value in idle.items() if value), None)
-    if given is not None:
-        raise ConfigError(f"{given}: --results takes the scores of the official evaluator, so leave {given} out")
+    given = " ".join(name for name, value in idle.items() if value)
+    if given:
+        raise ConfigError(
+            f"{given}: --results takes the scores of the official evaluator", remedies=[Remedy(without=given)]
+        )
 
 
 def _folders(options: Options, *, videos: bool) -> dict[str, ResultsFolder]:
@@ -273,7 +278,7 @@ def _identity(options: Options, every: Sequence[Item]) -> dict[str, Any]:
 
 def _load(options: Options, name: str) -> Judged:
     """The model of a folder's name; the base of a run, or of a model with --lora, may be named by the model itself."""
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
     from flowrl.run.judged import load
 
     if name == "model":
@@ -286,8 +291,8 @@ def _load(options: Options, name: str) -> Judged:
         result = load(options.models()[name], base=own and is_run)
     if result.noise is not None:
         raise ConfigError(
-            f"{options.target!r} learned the initial noise of its own prompts, and those of a suite are others; "
-            "evaluate it with flowrl eval without --suite"
+            f"{options.target!r} learned the initial noise of its own prompts, and those of a suite are others",
+            remedies=[Remedy(without="--suite")],
         )
     return result
 

@@ -20,15 +20,20 @@ def pair_plan(judge: str | None, settings: Sequence[str], base: str | None) -> R
     Raises:
         ConfigError: no --base to compare with, settings without a judge, or a bad option.
     """
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
     from flowrl.scoring.entries import check_plans, reward_plan
 
     if judge is None:
         if settings:
-            raise ConfigError(f"--pair-set {settings[0]}: it belongs to --pair-judge NAME")
+            raise ConfigError(
+                f"--pair-set {settings[0]}: it is an option of a --pair-judge", remedies=[Remedy(without="--pair-set")]
+            )
         return None
     if base is None:
-        raise ConfigError(f"--pair-judge {judge}: pairs have images of two models; name the other with --base")
+        raise ConfigError(
+            f"--pair-judge {judge}: pairs have images of two models, and no --base names the other",
+            remedies=[Remedy(without="--pair-judge --pair-set" if settings else "--pair-judge")],
+        )
     (tree,) = reward_entries([judge], settings, prefixes=False).values()
     if judge == "vlm_judge":
         tree = {"rubric": "preference"} | tree

@@ -83,7 +83,7 @@ def cells(recipes: Sequence[str], methods: Sequence[str], seeds: Sequence[int], 
             try:
                 resolve(load_config(recipe, first.changes))
             except Fault as error:
-                raise ConfigError(f"{recipe}{'' if own else f' with {method}'}: {error}") from error
+                raise ConfigError.about(error, f"{recipe}{'' if own else f' with {method}'}: ") from error
             config = fingerprint(_values(recipe, words))
             result += [replace(first, run=f"{name}-s{seed}", seed=seed, config=config) for seed in seeds]
     names = [cell.run for cell in result]

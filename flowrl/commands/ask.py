@@ -79,14 +79,15 @@ def _checked(run: Path, word: str, options: dict[str, Any]) -> Any:
         ConfigError: with the remedy.
     """
     from flowrl.core import requests, status
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
     from flowrl.core.registry import suggest
 
     if word not in requests.WORDS:
         close = suggest(word, list(requests.WORDS))
         raise ConfigError(f"WORD={word!r}: {close}there are: {', '.join(requests.WORDS)}")
     if options and word != "sample":
-        raise ConfigError(f"--{next(iter(options)).removesuffix('s')} is an option of sample; leave it out for {word}")
+        given = " ".join(f"--{name.removesuffix('s')}" for name in options)
+        raise ConfigError(f"{given}: for sample alone", remedies=[Remedy(without=given)])
     if not (run / "config.yaml").is_file():
         what = "it has no config.yaml" if run.is_dir() else "there is no such folder"
         raise ConfigError(f"{run} is not a run: {what}; pass the folder that flowrl train writes, <output>/<name>")

@@ -39,7 +39,7 @@ def command(file: File, tool: From = None, gpus: Gpus = None, out: Out = None, s
 
     from flowrl.config.migration.engine import convert, recipe_text, shown
     from flowrl.config.migration.tools import TOOLS, tool_of
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
     from flowrl.core.files import write_atomically
 
     if out is not None and out.exists():
@@ -61,7 +61,8 @@ def command(file: File, tool: From = None, gpus: Gpus = None, out: Out = None, s
     if strict and losing:
         raise ConfigError(
             f"--strict: {len(losing)} without a counterpart change results: {', '.join(losing)}; nothing was written. "
-            "Without --strict the recipe is written, with the list as comments"
+            "Else the recipe is written, with the list as comments",
+            remedies=[Remedy(without="--strict")],
         )
     text = recipe_text(draft)
     _check(text, draft)

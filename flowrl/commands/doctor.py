@@ -40,9 +40,12 @@ def command(
     With --check: the laws of a component. Exit code 1 if something fails.
     """
     if check is not None and model is not None:
-        from flowrl.core.errors import ConfigError
+        from flowrl.core.errors import ConfigError, Remedy
 
-        raise ConfigError(f"--check {check} and --model {model}: each is a test of its own; give one of them")
+        raise ConfigError(
+            f"--check {check} and --model {model}: each is a test of its own",
+            remedies=[Remedy(without="--check"), Remedy(without="--model")],
+        )
     words = [word for word in (config, *(overrides or ())) if word]
     if check is not None:
         raise SystemExit(0 if _laws(check, words) else 1)

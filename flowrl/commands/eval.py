@@ -201,7 +201,8 @@ def command(
     own |= {"--export": export, "--results": results, "--rejudge": rejudge, "--compat": compat}
     own |= {"--pair-judge": pair_judge, "--pair-set": pair_set, "--seed": seed or None}
     own |= {"--batch-size": None if batch_size == BATCH else batch_size}
-    _require_fit(suite, own, overrides, accept or as_json, processes)
+    others = [*(overrides or []), *(["--accept-changes"] if accept else []), *(["--json"] if as_json else [])]
+    _require_fit(suite, own, others, processes)
     with showing(quiet, as_json):
         if suite is None:
             return _evaluate(target, overrides, accept, out)
@@ -214,21 +215,23 @@ def command(
         evaluate(Options(**models, suite=suite, prompts=prompts, making=making, judging=judging, out=out))
 
 
-def _require_fit(
-    suite: str | None, own: dict[str, object], overrides: list[str] | None, accept: bool, processes: int
-) -> None:
-    """Refuse options of a suite without one, and those of a configuration with one."""
-    from flowrl.core.errors import ConfigError
+def _require_fit(suite: str | None, own: dict[str, object], others: list[str], processes: int) -> None:
+    """Refuse options of a suite without one, and `others`, those of a configuration, with one."""
+    from flowrl.core.errors import ConfigError, Remedy
 
-    if suite is None:
-        # A guidance of 0 equals False.
-        given = [name for name, value in own.items() if value is not None and value is not False]
-        given += ["--processes"] if processes > 1 else []
-        if given:
-            raise ConfigError(f"{given[0]} belongs to a benchmark suite: add --suite NAME (flowrl list suites)")
-    elif overrides or accept:
-        word = overrides[0] if overrides else "--accept-changes or --json"
-        raise ConfigError(f"{word} belongs to an evaluation by a configuration: leave it out, or leave --suite out")
+    # A guidance of 0 equals False.
+    given = [name for name, value in own.items() if value is not None and value is not False]
+    given += ["--processes"] if processes > 1 else []
+    if suite is None and given:
+        raise ConfigError(
+            f"{' '.join(given)}: for a benchmark suite, which --suite names (flowrl list suites)",
+            remedies=[Remedy(without=" ".join(given))],
+        )
+    if suite is not None and others:
+        raise ConfigError(
+            f"{' '.join(others)}: for an evaluation by a configuration, without --suite",
+            remedies=[Remedy(without=" ".join(others)), Remedy(without=" ".join(["--suite", *given]))],
+        )
 
 
 def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path | None) -> None:

@@ -52,10 +52,11 @@ def command(
 
     With --push the exported folder is uploaded too.
     """
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
 
     if push is None and (private or dry_run):
-        raise ConfigError(f"--{'private' if private else 'dry-run'}: it belongs to --push OWNER/NAME")
+        given = " ".join(name for name, on in {"--private": private, "--dry-run": dry_run}.items() if on)
+        raise ConfigError(f"{given}: for --push alone", remedies=[Remedy(without=given)])
     if push is None and out is None:
         raise ConfigError("--out is missing: give a new folder for the result")
     if dry_run:

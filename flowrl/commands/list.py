@@ -30,18 +30,22 @@ Json = Annotated[bool, option("One JSON value on the output stream.", "For progr
 def command(kind: Kind, name: Name = None, as_json: Json = False) -> None:
     """List components with their levels, recipes, or one component's options. Downloads nothing."""
     import json
+    import shlex
 
     from flowrl.commands import _listed
     from flowrl.core import registry
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
     from flowrl.core.files import json_ready
 
     if name is not None:
         if kind == "recipes":
-            raise ConfigError(f"recipes have no options of their own; flowrl plan {name} shows one; leave {name!r} out")
+            raise ConfigError(
+                f"{name!r}: recipes have no options of their own",
+                remedies=[Remedy(command=f"flowrl plan {shlex.quote(name)}"), Remedy(without=name)],
+            )
         if kind == "suites":
             if as_json:
-                raise ConfigError("--json: suites are shown as text alone; leave it out")
+                raise ConfigError("--json: suites are shown as text alone", remedies=[Remedy(without="--json")])
             _show_suite(name)
             return
         facts = _listed.described(kind, name)

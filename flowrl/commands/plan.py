@@ -134,7 +134,7 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"the first iteration's steps: {error}") from None
+        raise ConfigError.about(error, "the first iteration's steps: ", place="algorithm") from None
     return plan
 
 
@@ -316,7 +316,7 @@ def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[flo
     try:
         stds = step_std(resolved.sampler.build(), adapter.process, step)
     except ValueError as error:
-        raise ConfigError(f"the first iteration's steps: {error}") from None
+        raise ConfigError.about(error, "the first iteration's steps: ", place="algorithm") from None
     if step.std_scale is not None:
         stds = stds * step.std_scale
     return [float(s) if noisy else 0.0 for s, noisy in zip(stds, plan.stochastic, strict=True)]

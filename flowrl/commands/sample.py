@@ -105,23 +105,23 @@ class Video:
         """Raise ConfigError where the command asks for videos and the pipeline's call knows no frames and no video."""
         from inspect import signature
 
-        from flowrl.core.errors import ConfigError
+        from flowrl.core.errors import ConfigError, Remedy
 
         known = signature(type(pipeline).__call__).parameters
         if self.asked is not None and not any(part in name for name in known for part in ("frame", "video")):
             raise ConfigError(
-                f"{self.asked}: it is for videos, and {type(pipeline).__name__} makes images, which are written as "
-                "PNG; leave it out"
+                f"{self.asked}: it is for videos, and {type(pipeline).__name__} makes images, which are written as PNG",
+                remedies=[Remedy(without=self.asked)],
             )
 
     def require(self, pipeline: Any, frames: int) -> None:
         """Raise ConfigError for an image where the command asks for a kind or a rate of videos."""
-        from flowrl.core.errors import ConfigError
+        from flowrl.core.errors import ConfigError, Remedy
 
         if frames == 1 and self.asked is not None:
             raise ConfigError(
-                f"{self.asked}: it is for videos, and {type(pipeline).__name__} made an image, which is written as "
-                "PNG; leave it out, or ask for more frames"
+                f"{self.asked}: it is for videos, and {type(pipeline).__name__} made an image, which is written as PNG",
+                remedies=[Remedy(without=self.asked)],
             )
 
 
@@ -266,7 +266,7 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
     Raises:
         ConfigError: a file or an image that cannot be read, or images from --image and from a file at once.
     """
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
     from flowrl.core.media import UNREADABLE, open_image
     from flowrl.data.prompt_files import TEXTS, named_as_file
     from flowrl.data.prompt_sources import Columns, load_prompts
@@ -286,6 +286,8 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
             continue
         for record in load_prompts(word, "prompts", Columns(TEXTS)):
             if paths and record.images:
-                raise ConfigError(f"--image with {word!r}, whose records name their own images; leave --image out")
+                raise ConfigError(
+                    f"--image with {word!r}, whose records name their own images", remedies=[Remedy(without="--image")]
+                )
             records.append(Prompt(record.text, record.metadata, record.images or paths))
     return records

@@ -83,14 +83,16 @@ def command(
 
     Exit code 1 if a reward scored nothing.
     """
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
     from flowrl.core.files import out_folder
     from flowrl.scoring.build import build_rewards, build_scorer
 
     if (check is None) == (not reward):
         raise ConfigError("give either --reward NAME (again for more) or --check NAME")
     if check is not None and out is not None:
-        raise ConfigError(f"--out {out}: --check writes no lines, it prints its findings; leave --out out")
+        raise ConfigError(
+            f"--out {out}: --check writes no lines, it prints its findings", remedies=[Remedy(without="--out")]
+        )
     plans = _plans(reward or [str(check)], options or [])
     samples = [] if images is None else _samples(images, prompts, plans)
     if check is not None:

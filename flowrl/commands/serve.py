@@ -119,18 +119,19 @@ def _serve(
     try:
         asyncio.run(run(Service(batchers, limits, counters, token), sock, grace_s=grace_s, ready=ready))
     except WorkerFailed as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError.about(error) from None
 
 
 def _require_extra() -> None:
     from importlib.util import find_spec
 
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
 
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f'flowrl serve needs a package that is not installed ({missing[0]}): run pip install "flowrl[serve]"'
+            f"flowrl serve needs a package that is not installed ({missing[0]})",
+            remedies=[Remedy(command="pip install 'flowrl[serve]'")],
         )
 
 
@@ -143,10 +144,13 @@ def _token(host: str, file: Path | None, variable: str | None) -> str | None:
     import ipaddress
     import os
 
-    from flowrl.core.errors import ConfigError
+    from flowrl.core.errors import ConfigError, Remedy
 
     if file is not None and variable is not None:
-        raise ConfigError("give --token-file or --token-env, not both")
+        raise ConfigError(
+            "--token-file and --token-env: one of them names the token",
+            remedies=[Remedy(without="--token-file"), Remedy(without="--token-env")],
+        )
     token = None
     if file is not None:
         try:

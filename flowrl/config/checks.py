@@ -8,7 +8,7 @@ from typing import Any
 from flowrl.config.resolved import Resolved
 from flowrl.config.watched import check_guard
 from flowrl.core import mp4
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.diffusion.plan import StepPlan
 from flowrl.models.base import ModelAdapter
 from flowrl.rollout.outputs import is_cfg
@@ -40,12 +40,14 @@ def _check_optimizer(resolved: Resolved) -> None:
     if config.shard and config.lora is None:
         raise ConfigError(
             f"optim.name={name} with model.shard=true and model.lora=null: its state is not kept by the rows that "
-            "processes share out; use adamw, train a model.lora, or leave model.shard out"
+            "processes share out",
+            remedies=[Remedy({"optim.name": "adamw"}), Remedy({"model.lora": {}}), Remedy({"model.shard": False})],
         )
     if resolved.training.frozen:
         raise ConfigError(
             f"optim.name={name}: {resolved.algorithm.name} trains small tensors of initial noise, which need adamw's "
-            "moments; leave it out"
+            "moments",
+            remedies=[Remedy({"optim.name": "adamw"})],
         )
 
 
@@ -87,7 +89,7 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
             if scale is not None:
                 adapter.check_guidance(scale)
         except ValueError as error:
-            raise ConfigError(f"{key}: {error}") from None
+            raise ConfigError.about(error, f"{key}: ") from None
     notes.append(f"the model is distilled {how}: made for 1 to 8 steps; evaluations take its deterministic steps")
     if resolved.model.config.distilled is None:
         notes[-1] += "; if it is not, set model.distilled=none"
@@ -152,7 +154,8 @@ def _check_videos(resolved: Resolved, adapter: ModelAdapter) -> None:
     if adapter.height % 2 or adapter.width % 2:
         raise ConfigError(
             f"eval.videos=mp4: H.264 needs an even height and width, and the model makes {adapter.height} x "
-            f"{adapter.width}; use webp"
+            f"{adapter.width}",
+            remedies=[Remedy({"eval.videos": "webp"})],
         )
 
 
@@ -165,7 +168,8 @@ def _check_gradient(resolved: Resolved, adapter: ModelAdapter) -> None:
         reason = "trains no network" if resolved.training.frozen else f"is without it (guidance scale {scale:g})"
         raise ConfigError(
             f"model.guidance_gradient=positive takes the gradient of one branch of classifier-free guidance, and "
-            f"training with {resolved.algorithm.name} {reason}; leave it out, or set a guidance scale in training"
+            f"training with {resolved.algorithm.name} {reason}",
+            remedies=[Remedy({"model.guidance_gradient": "both"})],
         )
 
 
@@ -174,8 +178,7 @@ def _check_below(scales: list[tuple[str, float | None]], none: float, kind: str)
     for key, scale in scales:
         if scale is not None and scale < none:
             raise ConfigError(
-                f"{key}={scale:g} changes nothing: {kind} guides above {none:g} only; set it to {none:g}, which is no "
-                "guidance, or above"
+                f"{key}={scale:g} changes nothing: {kind} guides above {none:g} only", remedies=[Remedy({key: none})]
             )
 
 
@@ -199,9 +202,14 @@ def _check_source(resolved: Resolved) -> None:
                 "data.prompts and rewards, or use a method that learns from pairs, such as diffusion_dpo"
             )
         if not run.rewards:
-            raise ConfigError("rewards is empty: give at least one, such as [{name: jpeg}]")
+            raise ConfigError(
+                "rewards is empty: at least one is needed", remedies=[Remedy({"rewards": [{"name": "jpeg"}]})]
+            )
         if all(plan.entry.weight == 0 for plan in resolved.rewards):
-            raise ConfigError("rewards: every weight is 0, so there is nothing to train on; give one a weight")
+            raise ConfigError(
+                "rewards: every weight is 0, so there is nothing to train on",
+                remedies=[Remedy({"rewards.0.weight": 1.0})],
+            )
         return
     if run.data.pairs is None:
         raise ConfigError(
@@ -210,14 +218,21 @@ def _check_source(resolved: Resolved) -> None:
         )
     if run.rewards:
         raise ConfigError(
-            f"rewards: {name} learns from pairs and credits nothing by rewards; move them to eval.rewards"
+            f"rewards: {name} learns from pairs and credits nothing by rewards; in eval.rewards they are looked at",
+            remedies=[Remedy({"rewards": []})],
         )
     if run.eval.best_guidance and not run.eval.rewards:
-        raise ConfigError("eval.best_guidance: there is no reward to compare by; give eval.rewards, or set it to []")
+        raise ConfigError(
+            "eval.best_guidance: there is no reward to compare by in eval.rewards",
+            remedies=[Remedy({"eval.best_guidance": []})],
+        )
     if run.eval.rewards and run.data.eval_prompts is None:
-        raise ConfigError("eval.rewards: there are no prompts to sample images for; give data.eval_prompts")
+        raise ConfigError(
+            "eval.rewards: there are no prompts in data.eval_prompts to sample images for",
+            remedies=[Remedy({"eval.rewards": []})],
+        )
     if run.data.pairs.eval is not None and not resolved.method.prefers:
-        raise ConfigError(f"data.pairs.eval: {name} compares no images; leave it out")
+        raise ConfigError(f"data.pairs.eval: {name} compares no images", remedies=[Remedy(without="data.pairs.eval")])
 
 
 def _check_rewards(resolved: Resolved) -> None:
@@ -239,7 +254,8 @@ def _check_people(resolved: Resolved) -> None:
         if plan.by_people:
             raise ConfigError(
                 f"eval.rewards.{place}: {plan.name} asks people about every sample, and evaluations do not wait for "
-                "them: leave it out; when the run has finished, `flowrl vote RUN` lets people compare base and tuned"
+                "them; of a finished run people compare base and tuned with `flowrl vote`",
+                remedies=[Remedy(without=f"eval.rewards.{place}")],
             )
     people = next((plan for plan in resolved.rewards if plan.by_people), None)
     if people is None:
@@ -248,17 +264,22 @@ def _check_people(resolved: Resolved) -> None:
     if run.rollout.exploration is not None:
         raise ConfigError(
             f"rollout.exploration looks at more candidates than are trained on, and {people.name} would ask people "
-            "about all of them; leave one of the two out"
+            "about all of them",
+            remedies=[
+                Remedy({"rollout.exploration": None}),
+                Remedy(without=f"rewards.{resolved.rewards.index(people)}"),
+            ],
         )
     if resolved.group_size < 2:
         raise ConfigError(
-            f"rollout.group_size={resolved.group_size}: {people.name} compares the samples of a prompt; set it to 2 or "
-            "more"
+            f"rollout.group_size={resolved.group_size}: {people.name} compares the samples of a prompt",
+            remedies=[Remedy({"rollout.group_size": 2})],
         )
     if run.eval.best_guidance and not judged:
         raise ConfigError(
-            f"eval.best_guidance: evaluations do not ask people ({people.name}), so there is no reward to compare by; "
-            "give eval.rewards, or set it to []"
+            f"eval.best_guidance: evaluations do not ask people ({people.name}), so there is no reward to compare by "
+            "in eval.rewards",
+            remedies=[Remedy({"eval.best_guidance": []})],
         )
 
 
@@ -280,4 +301,4 @@ def _check_credit(resolved: Resolved) -> None:
     try:
         resolved.algorithm.config.check_group(resolved.group_size)
     except ValueError as error:
-        raise ConfigError(f"algorithm.{error}") from None
+        raise ConfigError.about(error, "algorithm.", place="algorithm") from None

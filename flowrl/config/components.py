@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flowrl.core import registry
-from flowrl.core.errors import ConfigError, Fault, described
+from flowrl.core.errors import ConfigError, Fault, Remedy, described
 from flowrl.core.strict import Options, UnknownKey, config_class, validate
 from flowrl.scoring.entries import imported
 
@@ -63,7 +63,10 @@ def component(kind: str, options: Options, where: str, default: str | None = Non
     rest, own = dict(options), kind in registry.BASES
     name, path = rest.pop("name", None), rest.pop("path", None) if own else None
     if name is not None and path is not None:
-        raise ConfigError(f"{where}: name={name!r} and path={path!r}: give either, and set the other to null")
+        raise ConfigError(
+            f"{where}: name={name!r} and path={path!r}: one of them is given",
+            remedies=[Remedy({f"{where}.path": None}), Remedy({f"{where}.name": None})],
+        )
     if path is not None and not str(path).endswith(".py"):
         raise ConfigError(f"{where}.path={path!r} must be a .py file; use name for a module")
     result = path or name or default
@@ -114,7 +117,7 @@ def model_component(options: Options, *, offline: bool = False) -> Component:
     except UnknownKey as error:
         raise error.explained(note=_guessed(choice)) from None
     except ConfigError as error:
-        raise ConfigError(f"{error}{_guessed(choice)}") from None
+        raise ConfigError.about(error, after=_guessed(choice)) from None
 
 
 def _guessed(choice: Choice) -> str:

@@ -18,7 +18,7 @@ from flowrl.config.locate import located, origin_of
 from flowrl.config.retired import as_it_was
 from flowrl.config.schema import RunConfig
 from flowrl.core import assets, registry, strict
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, told
 from flowrl.core.files import is_mapping
 from flowrl.core.paths import expanded, relative_to_folder
 from flowrl.core.strict import Options, find_config
@@ -56,8 +56,8 @@ class Layers:
             if len(self.files) == 1:
                 raise
             words = [word.partition("=")[0] for word in overrides]
-            lines = [f"{line}{self._note(line, words)}" for line in str(error).splitlines()]
-            raise ConfigError("\n".join(lines)) from None
+            lines = [f"{line}{self._note(line, words)}" for line in told(error).splitlines()]
+            raise ConfigError("\n".join(lines), remedies=error.remedies) from None
 
     def _note(self, line: str, overridden: Sequence[str]) -> str:
         key = (re.match(r"[\w.-]+", line) or [""])[0].rstrip(".")

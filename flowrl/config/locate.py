@@ -15,7 +15,7 @@ from typing import Any
 
 from flowrl.core import registry
 from flowrl.core.assets import asset_roots, embedded_prompts
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.paths import OUTPUT, PATH, ComponentOf, Place, expanded, lost, lost_in, relative_to_folder
 from flowrl.core.strict import Options
 from flowrl.data.prompt_sources import split_of
@@ -150,8 +150,8 @@ def _refuse_elsewhere(value: str, text: str, path: str, key: str, base: Path) ->
     there = os.path.relpath(text, base)
     raise ConfigError(
         f"{key}={value!r}: there is no {path}. Paths in a configuration are relative to its folder, "
-        f"{base.absolute()}, and only the working directory has {text!r}: write {there!r} in the file, or give "
-        f"{key}={text} on the command line"
+        f"{base.absolute()}, and only the working directory has {text!r}: write {there!r} in the file",
+        remedies=[Remedy({key: text})],
     )
 
 

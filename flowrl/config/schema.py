@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from flowrl.config.trackers import entries
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.paths import OUTPUT, PROMPTS, ComponentOf
 from flowrl.core.strict import Options, require_positive
 from flowrl.data.options import DataConfig
@@ -193,9 +194,9 @@ def geometry(config: RunConfig) -> None:
     if total % updates:
         valid = [n for n in range(1, total + 1) if total % n == 0]
         near = sorted(valid, key=lambda n: abs(n - updates))[:3]
-        raise ValueError(
-            f"optim.updates_per_iteration={updates} does not divide the {total} {what} ({made_of}); "
-            f"nearest values that do: {', '.join(map(str, sorted(near)))}"
+        raise OptionError(
+            f"optim.updates_per_iteration={updates} does not divide the {total} {what} ({made_of})",
+            remedies=[Remedy({"optim.updates_per_iteration": number}) for number in sorted(near)],
         )
 
 

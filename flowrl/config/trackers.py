@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowrl.core import registry
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, OptionError, Remedy
 from flowrl.core.files import is_mapping
 from flowrl.core.strict import Options
 
@@ -100,8 +100,9 @@ def entries(trackers: Sequence[Any]) -> list[Entry]:
             )
         twice = next((entry for entry in result if entry.name == name), None)
         if twice is not None:
-            raise ValueError(
-                f"{key} = {name!r}: {twice.key} is this tracker already; a run has one of each name, so keep one entry"
+            raise OptionError(
+                f"{key} = {name!r}: {twice.key} is this tracker already; a run has one of each name",
+                remedies=[Remedy(without=key)],
             )
         result.append(Entry(key, name, options))
     return result
@@ -117,8 +118,8 @@ def require(trackers: Sequence[Any]) -> list[Entry]:
     for entry in result:
         if not installed(entry.name):
             raise ConfigError(
-                f"{entry.key} = {entry.name!r}: {entry.name} is not installed here; run "
-                f"pip install {entry.kind.install or entry.name}, or leave the tracker out"
+                f"{entry.key} = {entry.name!r}: {entry.name} is not installed here",
+                remedies=[Remedy(command=f"pip install {entry.kind.install or entry.name}"), Remedy(without=entry.key)],
             )
         _check_options(entry)
     return result

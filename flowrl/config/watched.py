@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import GuardConfig
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.registry import suggest
 from flowrl.scoring.entries import RewardPlan
 
@@ -80,8 +80,9 @@ def require_watched(guard: GuardConfig, trained: Sequence[Scored], evaluated: Se
     if guard.metric is None and not watched and not open_:
         raise ConfigError(
             f"guard.mode={guard.mode}: the run trains on all that it evaluates "
-            f"({', '.join(sorted(taken)) or 'nothing'}), and a guard watches another metric; "
-            "add a reward to eval.rewards, or set guard.mode=off"
+            f"({', '.join(sorted(taken)) or 'nothing'}), and a guard watches another metric, which another reward in "
+            "eval.rewards would have",
+            remedies=[Remedy({"guard.mode": "off"})],
         )
 
 
@@ -97,11 +98,14 @@ def check_guard(resolved: Resolved) -> None:
     key = f"guard.metric={guard.metric}" if guard.mode is None else f"guard.mode={guard.mode}"
     if not run.eval.every:
         raise ConfigError(
-            f"{key}: eval.every is 0, so there is no evaluation during training to look at; set eval.every, such as "
-            "eval.every=20, or guard.mode=off"
+            f"{key}: eval.every is 0, so there is no evaluation during training to look at",
+            remedies=[Remedy({"eval.every": 20}), Remedy({"guard.mode": "off"})],
         )
     if run.data.prompts is None and run.data.eval_prompts is None:
-        raise ConfigError(f"{key}: no prompts are evaluated; give data.eval_prompts, or set guard.mode=off")
+        raise ConfigError(
+            f"{key}: no prompts are evaluated, since there are no data.eval_prompts",
+            remedies=[Remedy({"guard.mode": "off"})],
+        )
     # What people judge is not evaluated.
     parts = [
         [Scored.of(plan) for plan in plans if not plan.by_people] for plans in (resolved.rewards, resolved.eval_rewards)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.core.assets import embedded_prompts
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import damaged, is_list, read_object
 
 log = logging.getLogger("flowrl")
@@ -129,7 +129,8 @@ def require_comparable(runs: Sequence[Path], *, accept: bool) -> list[str]:
     if result and not accept:
         raise ConfigError(
             f"these runs were made with different contents of a file: {'; '.join(result)}. Compare runs of one reward "
-            f"and one list of prompts, or add {ACCEPT}: they are then shown side by side without a common chart"
+            f"and one list of prompts; accepted changes are shown side by side without a common chart",
+            remedies=[Remedy(flag=ACCEPT)],
         )
     return result
 
@@ -143,8 +144,9 @@ def require_same(run: Path, record: Record, now: Sequence[Input], *, accept: boo
     result = list(changes(run, record, now).values())
     if result and not accept:
         raise ConfigError(
-            f"{run} was made with other contents: {'; '.join(result)}. Restore them, start a run of another name, or "
-            f"add {ACCEPT}: then the present contents count, and nothing is compared with earlier scores"
+            f"{run} was made with other contents: {'; '.join(result)}. Restore them or start a run of another name; "
+            "where they are accepted, the present contents count, and nothing is compared with earlier scores",
+            remedies=[Remedy(flag=ACCEPT)],
         )
     return result
 

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sysconfig
 import traceback
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 _OURS = Path(__file__).resolve().parents[1]
 _REWARDS = _OURS.parent / "rewards"  # in a checkout; an installed flowrl has them in flowrl/
@@ -38,26 +39,46 @@ def _inside(file: Path, folders: tuple[Path, ...]) -> bool:
     return any(file.resolve().is_relative_to(folder) for folder in folders)
 
 
+SECTIONS = ("algorithm", "checkpoint", "data", "eval", "guard", "model", "optim", "rewards", "rollout")
+"""Mappings of a configuration; a key of a remedy that begins with one and a dot is whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """What ends a fault when it is done to the letter. One of the three fields is given.
+    """What ends a fault when it is done to the letter. One of the four fields is given.
 
     `tests/remedies/` follows every remedy that the code gives, so a remedy has no ellipsis and no "for example".
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Options to set together, dotted key -> value, as in the words after `flowrl train CONFIG`."""
+    """Options to set together, dotted key -> value, as in the words after `flowrl train CONFIG`. A component gives the
+    keys of its own options, and `below` makes them whole."""
     command: str = ""
     """A command line to run; the fault's own command works after it, or in its place."""
     without: str = ""
-    """A word of the command line, or a dotted key of the configuration, to leave out."""
+    """Words of the command line, each flag with its value, or a dotted key of the configuration, to leave out."""
+    flag: str = ""
+    """A flag of the command line, with its value, to give."""
 
     def __str__(self) -> str:
         if self.without:
             return f"leave out {self.without}"
+        if self.flag:
+            return f"give {self.flag}"
         if self.command:
             return f"run {self.command}"
-        return " ".join(f"{key}={_word(value)}" for key, value in self.settings.items())
+        return " ".join(shlex.quote(f"{key}={_word(value)}") for key, value in self.settings.items())
+
+    def below(self, place: str) -> Remedy:
+        """The same with `place.` before the keys of a component; keys that begin with a section stay."""
+        settings = {_whole(key, place): value for key, value in self.settings.items()}
+        without = self.without if self.without.startswith("-") else _whole(self.without, place)
+        return replace(self, settings=settings, without=without)
+
+
+def _whole(key: str, place: str) -> str:
+    section, dot, _ = key.partition(".")
+    return key if not key or not place or (dot and section in SECTIONS) else f"{place}.{key}"
 
 
 def _word(value: Any) -> str:
@@ -65,17 +86,11 @@ def _word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-class Fault(Exception):
-    """A failure whose text is for the user: what, where, which value, and the remedies, any of which will do.
+class Advised(Exception):
+    """An exception whose text ends with its remedies, any of which will do.
 
-    The text ends with the remedies: `...; try optim.batch_size=8 or model.memory.offload=true`.
+    `...; try optim.batch_size=8, or leave out --json`
     """
-
-    exit_code = 1
-    status = "failed"
-    """Status in summary.json of a run that it ends."""
-    of_one_process = False
-    """Whether one process of several may meet it alone, and so prints it itself."""
 
     def __init__(self, *words: object, remedies: Sequence[Remedy] = ()) -> None:
         super().__init__(*words)
@@ -87,9 +102,47 @@ class Fault(Exception):
 
 def advised(remedies: Sequence[Remedy]) -> str:
     """The end of a message: its remedies, or nothing."""
-    if not remedies:
-        return ""
-    return "; " + ", or ".join(f"{'' if each.command or each.without else 'try '}{each}" for each in remedies)
+    text = ""
+    for number, each in enumerate(remedies):
+        again = bool(each.settings) and number > 0 and bool(remedies[number - 1].settings)
+        text += f"{', or ' if number else '; '}{'try ' if each.settings and not again else ''}{each}"
+    return text
+
+
+def told(error: BaseException) -> str:
+    """The text of an exception without its remedies."""
+    return str(error).removesuffix(advised(remedies_of(error)))
+
+
+def remedies_of(error: BaseException, place: str = "") -> tuple[Remedy, ...]:
+    """The remedies of an exception, with the keys of a component below `place`."""
+    return tuple(each.below(place) for each in error.remedies) if isinstance(error, Advised) else ()
+
+
+class OptionError(Advised, ValueError):
+    """A value that a component refuses; who knows the component's place makes a ConfigError of it."""
+
+
+class Fault(Advised):
+    """A failure whose text is for the user: what, where, which value, and the remedies."""
+
+    exit_code = 1
+    status = "failed"
+    """Status in summary.json of a run that it ends."""
+    of_one_process = False
+    """Whether one process of several may meet it alone, and so prints it itself."""
+
+    @classmethod
+    def about(cls, error: BaseException, before: str = "", after: str = "", place: str = "") -> Self:
+        """A fault that says more about an exception, and keeps its remedies.
+
+        Args:
+            error: what is explained.
+            before: beginning of the text.
+            after: words between the text and the remedies.
+            place: dotted place of the component that raised it.
+        """
+        return cls(f"{before}{told(error)}{after}", remedies=remedies_of(error, place))
 
 
 class ConfigError(Fault, ValueError):

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from safetensors import SafetensorError
 
-from flowrl.core.errors import ConfigError, WriteError
+from flowrl.core.errors import ConfigError, Remedy, WriteError
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def out_folder(path: Path, file: str = "", option: str = "--out") -> Path:
         raise ConfigError(f"{option} {path}: it is a file; give a folder{holds}")
     if file and path.suffix == Path(file).suffix and not path.is_dir():
         raise ConfigError(
-            f"{option} {path}: it takes a folder{holds}; leave out the file's name: {option} {path.with_suffix('')}"
+            f"{option} {path}: it takes a folder{holds}", remedies=[Remedy(flag=f"{option} {path.with_suffix('')}")]
         )
     try:
         path.mkdir(parents=True, exist_ok=True)

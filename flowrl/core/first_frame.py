@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from flowrl.core.errors import OptionError, Remedy
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -28,9 +30,10 @@ def require_frame(size: tuple[int, int], height: int, width: int, *, crop: bool 
             "model.height and model.width to less"
         )
     if not crop and size[0] * height != size[1] * width:
-        raise ValueError(
+        raise OptionError(
             f"its {size[0]} x {size[1]} pixels (width x height) have not the aspect ratio of a frame of {width} x "
-            f"{height}, and model.first_frame=exact crops nothing; crop it, or set model.first_frame=crop"
+            f"{height}, and model.first_frame=exact crops nothing",
+            remedies=[Remedy({"model.first_frame": "crop"})],
         )
 
 

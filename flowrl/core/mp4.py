@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,8 +75,8 @@ def library(file: str | Path) -> Any:
         import av
     except ImportError as error:
         raise ConfigError(
-            f"{Path(file).name} needs a package that is not installed ({error.name}): run pip install "
-            "'flowrl[video]', or use animated WebP (.webp), which needs none"
+            f"{Path(file).name} needs a package that is not installed ({error.name}); animated WebP (.webp) needs none",
+            remedies=[Remedy(command="pip install 'flowrl[video]'")],
         ) from None
     return av
 

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 import re
-import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -21,16 +20,11 @@ from pydantic import TypeAdapter, ValidationError
 from flowrl.core import assets, registry
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import is_list, is_mapping
+from flowrl.core.refused import FLOAT, explained, field_types
 
 Options = dict[str, Any]
 
-
 _TAG = "tag:yaml.org,2002:"
-_FLOAT = re.compile(
-    r"^[-+]?(\.\d[\d_]*|\d[\d_]*(\.[\d_]*)?)[eE][-+]?\d+$|^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)$"
-    r"|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN)$"
-)
-_FLOAT_OR_INT = re.compile(rf"{_FLOAT.pattern}|^[-+]?\d[\d_]*$")
 _Resolvers = dict[str, list[tuple[str, re.Pattern[str]]]]
 """First character of a plain value -> (tag, pattern) in the order of trial."""
 
@@ -39,7 +33,7 @@ def _resolvers(known: _Resolvers) -> _Resolvers:
     """PyYAML's resolvers without dates, and with the floats of YAML 1.2."""
     result = {first: [pair for pair in pairs if pair[0] != _TAG + "timestamp"] for first, pairs in known.items()}
     for first in "-+0123456789.":
-        result.setdefault(first, []).append((_TAG + "float", _FLOAT))
+        result.setdefault(first, []).append((_TAG + "float", FLOAT))
     return result
 
 
@@ -193,7 +187,7 @@ def validate(cls: type, value: Any, where: str) -> Any:
         # Through JSON, which is strict and still takes a list for a tuple.
         return _ADAPTERS[cls].validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        raise ConfigError(_explain(cls, error, where)) from None
+        raise explained(cls, error, where) from None
     except TypeError as error:
         raise ConfigError(f"{where or 'the configuration'}: {error}") from None
 
@@ -213,7 +207,7 @@ def config_class(module: ModuleType, where: str, name: str) -> type:
 
 
 def _refuse_unknown(cls: type, value: Options, where: str) -> None:
-    hints = _field_types(cls)
+    hints = field_types(cls)
     for key, inner in value.items():
         place = f"{where}.{key}" if where else str(key)
         if key not in hints:
@@ -242,7 +236,7 @@ def _refuse_no_number(value: Any, where: str, cls: type | None, *, infinite: boo
         cls: dataclass of the value; None: it has none, as a component's options.
         infinite: whether infinity is allowed.
     """
-    fields = {} if cls is None else _field_types(cls)
+    fields = {} if cls is None else field_types(cls)
     items: Iterable[tuple[Any, Any]] = ()
     if is_mapping(value):
         items = value.items()
@@ -256,96 +250,12 @@ def _refuse_no_number(value: Any, where: str, cls: type | None, *, infinite: boo
         _refuse_no_number(inner, place, nested, infinite=takes or (nested is None and is_mapping(inner)))
 
 
-def _field_types(cls: type) -> dict[str, type | None]:
-    """Field name -> the dataclass of its type, or None."""
-    result: dict[str, type | None] = {}
-    hints = typing.get_type_hints(cls)
-    for item in dataclasses.fields(cls):
-        options = [hints[item.name], *typing.get_args(hints[item.name])]
-        result[item.name] = next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
-    return result
-
-
 def dotted(cls: type, prefix: str = "") -> Iterator[str]:
     """Dotted paths of all options of a dataclass and those inside it, such as `optim.ema.decay`."""
-    for name, nested in _field_types(cls).items():
+    for name, nested in field_types(cls).items():
         yield f"{prefix}{name}"
         if nested is not None:
             yield from dotted(nested, f"{prefix}{name}.")
-
-
-def _names(cls: type, place: Sequence[str | int]) -> tuple[Any, ...]:
-    """Values of a field whose type is a Literal; () for another type or an unknown place."""
-    inner: type | None = cls
-    for part in place[:-1]:
-        inner = None if inner is None else _field_types(inner).get(str(part))
-    hint = None if inner is None else typing.get_type_hints(inner).get(str(place[-1]))
-    kinds = (hint, *typing.get_args(hint))
-    return next((typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is typing.Literal), ())
-
-
-def _explain(cls: type, error: ValidationError, where: str) -> str:
-    """The errors of pydantic as lines: key, value, reason."""
-    lines: list[str] = []
-    for place, choices in _either(error).items():
-        shown = next(problem["input"] for problem in error.errors() if problem["loc"][:-1] == place)
-        key = ".".join(str(part) for part in ((where,) if where else ()) + place)
-        lines.append(f"{key} = {shown!r}: must be {' or '.join(choices)}")
-    for problem in error.errors():
-        if problem["loc"][:-1] in _either(error):
-            continue
-        place = ".".join(str(part) for part in ((where,) if where else ()) + problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
-        shown = "" if problem["type"] in ("missing", "value_error") else f" = {problem['input']!r}"
-        names = [str(name) for name in _names(cls, problem["loc"])] if problem["loc"] else []
-        known = f"; there are: {', '.join(names)}" if names else ""
-        if problem["type"] == "missing":
-            message = f"is required{known}"
-        elif problem["type"] == "literal_error":
-            message += f"; {registry.suggest(str(problem['input']), names)}".removesuffix("; ").rstrip()
-        else:
-            message = _must_be(problem["type"], problem["input"], place) or message
-        lines.append(f"{place or 'configuration'}{shown}: {message}")
-    return "\n".join(lines)
-
-
-def _must_be(problem: str, value: Any, place: str) -> str:
-    """The reason and the remedy for a value of another type; "" for another problem."""
-    kind = _KINDS.get(problem.removesuffix("_type"), "")
-    if not kind:
-        return ""
-    if value is None:
-        return f"null has no meaning here; it must be {kind}, or left out if it has a default"
-    if problem == "string_type" and isinstance(value, int | float):
-        return "must be text; put it in quotes"
-    if problem in ("int_type", "float_type") and isinstance(value, str) and _FLOAT_OR_INT.match(value):
-        return f"must be {kind}; take the quotes away"
-    if problem == "dict_type" and isinstance(value, str):  # the options of a component
-        key = "path" if place == "model" or value.endswith(".py") else "name"
-        return f"must be {kind}, such as {{{key}: {value}}}"
-    return f"must be {kind}"
-
-
-_SCALARS = {"bool": "true or false", "int": "a whole number", "float": "a number"}
-_LIST, _MAPPING = "a list, such as [a, b]", "a mapping of keys to values"
-_KINDS = _SCALARS | {"string": "text", "list": _LIST, "tuple": _LIST, "dict": _MAPPING, "dataclass": _MAPPING}
-"""First part of pydantic's type of an error -> what the value must be, in words of YAML."""
-
-
-def _either(error: ValidationError) -> dict[tuple[str | int, ...], list[str]]:
-    """Place of an option that takes several kinds of plain values -> those kinds in words."""
-    result: dict[tuple[str | int, ...], list[str]] = {}
-    for problem in error.errors():
-        # pydantic adds the kind that it tried to the place: `int`, `str`, `list[str]`, `literal['a']`, a class.
-        kind = str(problem["loc"][-1]) if problem["loc"] else ""
-        words = _SCALARS.get(kind) or {"str": "text", "list": "a list"}.get(kind.partition("[")[0])
-        if kind.startswith("literal["):
-            words = kind.removeprefix("literal[").removesuffix("]").replace("'", "").replace(",", ", ")
-        elif problem["type"] == "dataclass_type" and kind[:1].isupper():
-            words = _MAPPING
-        if words:
-            result.setdefault(problem["loc"][:-1], []).append(words)
-    return {place: choices for place, choices in result.items() if len(choices) > 1}
 
 
 def find_config(path: str | Path) -> Path:

@@ -63,7 +63,7 @@ def _require_frame(file: str, adapter: ModelAdapter, where: str) -> None:
     try:
         adapter.require_frame(open_image(file).size)
     except UNREADABLE as error:
-        raise ConfigError(f"{where} has the image {file!r}, which cannot be its first frame: {error}") from None
+        raise ConfigError.about(error, f"{where} has the image {file!r}, which cannot be its first frame: ") from None
 
 
 class PromptSource:

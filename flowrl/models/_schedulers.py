@@ -242,7 +242,7 @@ def vp_grid(path: Path, table: Tensor, timesteps: Tensor, end: float) -> Schedul
     try:
         result = vp_schedule(table, timesteps, end)
     except ValueError as error:
-        raise ModelError(f"model.path, model.final_alpha: {error}") from None
+        raise ModelError.about(error, "model.path, model.final_alpha: ", place="model") from None
     assert result.alphas is not None
     if path.prediction_type == "eps" and float(result.alphas[0]) == 0:
         raise ModelError(

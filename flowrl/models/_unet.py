@@ -180,7 +180,7 @@ class UNet(Native):
         try:
             timesteps = spaced(num_inference_steps, self.spacing, **options)
         except ValueError as error:
-            raise ModelError(f"model.timestep_spacing: {error}") from None
+            raise ModelError.about(error, "model.timestep_spacing: ", place="model") from None
         own = 1.0 if values.set_alpha_to_one else float(self.table[0])
         end = grid_end(self.table, timesteps, own, self.config.final_alpha, self.distilled)
         return vp_grid(self.path, self.table, timesteps, end)

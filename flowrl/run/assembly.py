@@ -350,7 +350,7 @@ def _require_plan(kind: Training, sampler: Sampler, schedule: Schedule, adapter:
         kind.check_grid(schedule, seed)
         return plan
     except ValueError as error:
-        raise ConfigError(f"the first iteration's steps: {error}") from None
+        raise ConfigError.about(error, "the first iteration's steps: ", place="algorithm") from None
 
 
 def _require_noise(plan: StepPlan, std: torch.Tensor) -> None:

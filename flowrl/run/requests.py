@@ -229,7 +229,7 @@ def _wish(session: Session, options: dict[str, Any]) -> _Wish:
         try:
             session.model.check_guidance(guidance)
         except ValueError as error:
-            raise ConfigError(f"--guidance: {error}") from None
+            raise ConfigError.about(error, "--guidance: ") from None
     scale = session.eval_guidance if guidance is None else float(guidance)
     return _Wish(prompts, texts, steps or session.eval_steps, scale, seed or 0)
 

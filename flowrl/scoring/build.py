@@ -42,7 +42,7 @@ def build_scorer(
     try:
         return Scorer(entries, batch_size=batch_size, max_failed_share=max_failed_share, on_error=on_error)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError.about(error) from None
 
 
 @working("loading the rewards")

@@ -154,7 +154,7 @@ def checking(name: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ConfigError(f"algorithm ({name}): {error}") from None
+        raise ConfigError.about(error, f"algorithm ({name}): ", place="algorithm") from None
 
 
 M = TypeVar("M", bound=Method)

@@ -81,7 +81,7 @@ class SampleTraining(Training[SampleMethod]):
         try:
             options.check_group(setting.rollout.group_size)
         except ValueError as error:
-            raise ConfigError(f"rollout.exploration.{error}") from None
+            raise ConfigError.about(error, "rollout.exploration.", place="rollout.exploration") from None
 
     def check_grid(self, schedule: Schedule, seed: int) -> None:
         self.method.times(schedule, [SampleId(0, 0)], 1, seed)

@@ -97,7 +97,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_what_to_mend(found, kind, te
 
 
 def test_name_and_path_exclude_each_other_and_a_path_is_a_file(tmp_path):
-    with pytest.raises(ConfigError, match=r"name='ddim' and path='mine.py': give either"):
+    with pytest.raises(ConfigError, match=r"name='ddim' and path='mine.py': one of them is given"):
         component("samplers", {"name": "ddim", "path": "mine.py"}, "rollout.sampler")
     with pytest.raises(ConfigError, match=r"rollout\.sampler\.path='mine' must be a \.py file"):
         component("samplers", {"path": "mine"}, "rollout.sampler")

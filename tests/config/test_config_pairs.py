@@ -61,7 +61,7 @@ def test_slots_are_filled_as_the_method_says(read, method, size, drawn):
         (["algorithm.name=online_dpo", "data={prompts: a.txt}"], ["rewards is empty"]),
         (["data={}"], ["prompts is required", "pairs"]),
         (["data.prompts=a.txt"], ["prompts='", "a.txt': captions", "captions of the pairs are the prompts"]),
-        (["rewards=[{name: jpeg}]"], ["rewards", "move them to eval.rewards"]),
+        (["rewards=[{name: jpeg}]"], ["rewards", "in eval.rewards they are looked at"]),
         # options without a meaning
         (["rollout.group_size=4"], ["rollout.group_size=4", "data.pairs.per_iteration"]),
         (["rollout.prompts_per_iteration=4"], ["rollout.prompts_per_iteration=4", "filled from the pairs"]),
@@ -69,11 +69,11 @@ def test_slots_are_filled_as_the_method_says(read, method, size, drawn):
         (["rollout.sampler={name: flow_sde}"], ["rollout.sampler", "scores no transition"]),
         (["algorithm.solver=ode"], ["algorithm.solver: unknown key"]),
         (["algorithm.advantages={std: group}"], ["algorithm.advantages: unknown key"]),
-        (["eval.rewards=[{name: jpeg}]"], ["eval.rewards", "give data.eval_prompts"]),
+        (["eval.rewards=[{name: jpeg}]"], ["eval.rewards", "no prompts in data.eval_prompts"]),
         (["eval.best_guidance=[1, 2]"], ["eval.best_guidance", "no reward to compare by"]),
         (["algorithm.name=sft", "data.pairs.eval=other"], ["data.pairs.eval", "sft compares no images"]),
         # numbers
-        (["data.pairs.per_iteration=9"], ["updates_per_iteration=2", "the 9 pairs", "1, 3, 9"]),
+        (["data.pairs.per_iteration=9"], ["updates_per_iteration=2", "the 9 pairs", "=1, or ", "=3, or ", "=9"]),
         (["data.pairs.per_iteration=0"], ["per_iteration=0"]),
         (["data.pairs.caption_dropout=1.5"], ["caption_dropout=1.5"]),
         (["data.pairs.crop=left"], ["data.pairs.crop"]),

@@ -143,7 +143,7 @@ def test_what_is_only_in_the_working_directory_is_refused_with_both_remedies(pla
         (here / name).write_text(SCORE)
     (here / "folder/model").mkdir(parents=True)
     message = refusal(own, **changes)
-    assert all(word in message for word in (*words, "relative to its folder", "command line")), message
+    assert all(word in message for word in (*words, "relative to its folder", "; try ")), message
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_a_folder_of_results_is_made_and_tried(tmp_path):
     [
         ("file", "", "file: it is a file; give a folder"),
         ("file", "index.html", "it is a file; give a folder, in which it writes index.html"),
-        ("page.html", "index.html", "leave out the file's name: --out .*page"),
+        ("page.html", "index.html", "it takes a folder.*; give --out .*page"),
         ("file/below", "", "cannot be written"),
     ],
 )

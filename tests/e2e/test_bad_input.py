@@ -32,7 +32,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *wor
         ("optim.learning_rate=[1]", ["optim.learning_rate", "number"]),
         ("optim.learning_rate=-1", ["learning_rate=-1", "positive"]),
         ("rollout.sampler.noise_level=-0.1", ["noise_level=-0.1"]),
-        ("optim.updates_per_iteration=3", ["updates_per_iteration=3", "does not divide", "nearest", "2, 4"]),
+        ("optim.updates_per_iteration=3", ["updates_per_iteration=3", "does not divide", "=2, or ", "=4"]),
         ("data.prompts=nowhere.txt", ["data.prompts", "nowhere.txt", "no such file"]),
         ("data.prompts=empty.txt", ["data.prompts", "empty.txt", "no prompt"]),
         ("rewards=[]", ["rewards is empty"]),

@@ -5,14 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.remedies import FOLLOWED
+from tests.remedies.source import FILES, ROOT, called, functions, parsed, places
 
-ROOT = Path(__file__).parents[2]
-SOURCES = [file for folder in ("flowrl", "rewards") for file in sorted((ROOT / folder).rglob("*.py"))]
 for module in sorted(Path(__file__).parent.glob("test_*.py")):
     if module != Path(__file__):
         importlib.import_module(f"tests.remedies.{module.stem}")
@@ -25,35 +22,8 @@ TOLD = re.compile(
 )
 
 
-def functions(tree: ast.AST, name: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Each node of a tree with the qualified name of the function that it stands in, in the order of the source."""
-    for node in ast.iter_child_nodes(tree):
-        inner = name
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            inner = f"{name}.{node.name}".lstrip(".")
-        yield inner, node
-        yield from functions(node, inner)
-
-
-def called(node: ast.AST) -> str:
-    return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-
-
-def remedies() -> list[str]:
-    """Places that make a remedy."""
-    places: list[str] = []
-    for file in SOURCES:
-        seen: Counter[str] = Counter()
-        for name, node in functions(ast.parse(file.read_text())):
-            if called(node) == "Remedy":
-                seen[name] += 1
-                number = f"#{seen[name]}" if seen[name] > 1 else ""
-                places.append(f"{file.relative_to(ROOT)}:{name}{number}")
-    return places
-
-
 def test_every_remedy_has_a_run_that_follows_it() -> None:
-    known = set(remedies())
+    known = {place for file in FILES for place in places(file).values()}
     assert known - FOLLOWED.keys() == set()
     assert FOLLOWED.keys() - known == set(), "these places make no remedy any more"
 
@@ -73,8 +43,8 @@ def words(call: ast.Call) -> str:
 def told_in_words() -> list[str]:
     """Raisers whose text tells an option with its value, or a command, without carrying it as data."""
     places: list[str] = []
-    for file in SOURCES:
-        for name, node in functions(ast.parse(file.read_text())):
+    for file in FILES:
+        for name, node in functions(parsed(file)):
             if isinstance(node, ast.Call) and called(node) in FAULTS and TOLD.search(words(node)):
                 places.append(f"{file.relative_to(ROOT)}:{name}")
     return places

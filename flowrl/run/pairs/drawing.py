@@ -120,7 +120,7 @@ class Pairing:
         try:
             self.plan = rollout_plan(resolved, sampling.schedule)
         except ValueError as error:
-            raise ConfigError(f"rollout: {error}") from None
+            raise ConfigError.about(error, "rollout: ", place="rollout") from None
         self.signals = Signals()
         scorer.stop = self.signals.here
 
