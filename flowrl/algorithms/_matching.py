@@ -15,6 +15,7 @@ from typing import Literal
 from torch import Tensor
 
 from flowrl.algorithms._options import Options
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_positive
 from flowrl.diffusion.solvers import SOLVERS, SolverName
 from flowrl.diffusion.training_times import TimesConfig
@@ -126,12 +127,16 @@ class DrawnOptions(Options):
         if self.solver_noise < 0:
             raise ValueError(f"solver_noise={self.solver_noise} must not be negative")
         if self.solver_noise > 0 and not SOLVERS[self.solver].stochastic:
-            raise ValueError(f"solver_noise={self.solver_noise}: only the solver 'sa' adds noise, not {self.solver!r}")
+            raise OptionError(
+                f"solver_noise={self.solver_noise}: only the solver 'sa' adds noise, not {self.solver!r}",
+                remedies=[Remedy({"solver": "sa"}), Remedy({"solver_noise": 0.0})],
+            )
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         self.terms(num_steps)
         least = SOLVERS[self.solver].least_steps
         if num_steps < least:
-            raise ValueError(
-                f"solver={self.solver} needs at least {least} steps, rollout.num_inference_steps is {num_steps}"
+            raise OptionError(
+                f"solver={self.solver} needs at least {least} steps, rollout.num_inference_steps is {num_steps}",
+                remedies=[Remedy({"rollout.num_inference_steps": least})],
             )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig, pull, pulling
 from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import AdvantageConfig, Advantages
 from flowrl.diffusion.training_times import TimesConfig
@@ -63,7 +64,10 @@ class Config(DrawnOptions):
         if self.clip_range <= 0 or self.advantage_max <= 0:
             raise ValueError("clip_range and advantage_max must be positive")
         if self.advantages.clip is None:
-            raise ValueError("advantages.clip=null: AWM rescales clipped advantages to advantage_max; give a bound")
+            raise OptionError(
+                "advantages.clip=null: AWM rescales clipped advantages to advantage_max",
+                remedies=[Remedy({"advantages.clip": 5.0})],
+            )
 
 
 class Awm(SampleMethod[Config]):

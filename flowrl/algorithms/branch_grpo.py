@@ -28,6 +28,7 @@ from torch import Tensor
 from flowrl.algorithms._tree import NodeConfig, by_nodes, tree_plan
 from flowrl.algorithms.base import EdgeMethod
 from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import DepthWindow, LeafRewards, Scale, depthwise, extremes, fuse, parent_top1
 from flowrl.diffusion.plan import StepPlan
@@ -87,9 +88,10 @@ class Config(ClippedOptions):
     def check(self, sampler: Sampler, num_steps: int) -> None:
         ClippedOptions.check(self, sampler, num_steps)
         if self.split_inflation != 1 and sampler.log_prob_form == "unscaled":
-            raise ValueError(
+            raise OptionError(
                 f"split_inflation={self.split_inflation}: the sampler's log-prob form 'unscaled' leaves the std out, "
-                "so no density matches the wider steps; set it to 1, or use dance_sde or flow_sde"
+                "so no density matches the wider steps",
+                remedies=[Remedy({"split_inflation": 1.0})],
             )
 
     def split_steps(self, num_steps: int) -> list[int]:
@@ -116,9 +118,10 @@ class Config(ClippedOptions):
             self.depth.check(result)
         last = num_steps - 2 if self.mix is None else self.mix.last(num_steps)
         if self.prune is not None and last <= max(steps):
-            raise ValueError(
-                f"prune={self.prune}: after the last split, step {max(steps)}, no step is trained in any iteration; "
-                "set it to null, split earlier, or set mix to null"
+            whole = [Remedy({"mix": None})] if max(steps) < num_steps - 2 else []
+            raise OptionError(
+                f"prune={self.prune}: after the last split, step {max(steps)}, no step is trained in any iteration",
+                remedies=[Remedy({"prune": None}), *whole],
             )
         return result
 

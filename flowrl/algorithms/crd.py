@@ -23,6 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig, pull, pulling
 from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
@@ -64,7 +65,10 @@ class Config(DrawnOptions):
         if self.pools is not None and self.pools != 0 and not self.pools >= 0.01:  # exponentials of 1 / pools
             raise ValueError(f"pools={self.pools} must be 0 or at least 0.01, or null for the plain mean")
         if self.advantages.clip is None:
-            raise ValueError("advantages.clip=null: optimality is the advantage within its bound; give one")
+            raise OptionError(
+                "advantages.clip=null: optimality is the advantage within its bound",
+                remedies=[Remedy({"advantages.clip": 5.0})],
+            )
 
 
 class Crd(SampleMethod[Config]):

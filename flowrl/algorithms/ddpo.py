@@ -28,6 +28,7 @@ from flowrl.algorithms.flow_grpo import (
     single_advantage,
     with_reference,
 )
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.credit.history import HistoryConfig
 from flowrl.diffusion.plan import StepPlan, noisy_steps, window
@@ -60,8 +61,9 @@ class Config(ClippedOptions):
         if self.passes < 1:
             raise ValueError(f"passes={self.passes} must be at least 1")
         if self.estimator == "score" and self.passes > 1:
-            raise ValueError(
-                f"passes={self.passes}: estimator=score is right for the policy that drew the samples; use 1"
+            raise OptionError(
+                f"passes={self.passes}: estimator=score is right for the policy that drew the samples",
+                remedies=[Remedy({"passes": 1})],
             )
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
@@ -75,9 +77,10 @@ class Config(ClippedOptions):
     def check_geometry(self, samples: int, num_steps: int, updates: int) -> None:
         """Refuse optimizer steps of an iteration that the estimator does not allow."""
         if self.estimator == "score" and updates != 1:
-            raise ValueError(
-                "estimator=score has no ratio for samples of an older policy: set optim.updates_per_iteration "
-                f"(now {updates}) to 1, or estimator to importance"
+            raise OptionError(
+                "estimator=score has no ratio for samples of an older policy, and "
+                f"optim.updates_per_iteration={updates}",
+                remedies=[Remedy({"optim.updates_per_iteration": 1}), Remedy({"estimator": "importance"})],
             )
 
 

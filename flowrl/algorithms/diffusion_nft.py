@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig, pull, pulling
 from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import AdvantageConfig, Advantages, aggregate
@@ -74,12 +75,17 @@ class Config(DrawnOptions):
         DrawnOptions.__post_init__(self)
         require_positive(mix=self.mix)
         if self.advantages.clip is None:
-            raise ValueError("advantages.clip=null: optimality is the advantage within its bound; give one")
+            raise OptionError(
+                "advantages.clip=null: optimality is the advantage within its bound",
+                remedies=[Remedy({"advantages.clip": 5.0})],
+            )
 
     def check_group(self, group_size: int) -> None:
         DrawnOptions.check_group(self, group_size)
         if self.filter is not None and group_size < 2:
-            raise ValueError("filter compares the samples of a prompt, and rollout.group_size=1; set it to null")
+            raise OptionError(
+                "filter compares the samples of a prompt, and rollout.group_size=1", remedies=[Remedy({"filter": None})]
+            )
 
     @property
     def lag(self) -> LagConfig:

@@ -24,6 +24,7 @@ from flowrl.algorithms._options import Options
 from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
 from flowrl.algorithms.ddpo import noisy_plan
 from flowrl.algorithms.flow_grpo import check_steps, clip_preset, ratio_metrics, single_advantage
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages
@@ -109,9 +110,10 @@ class Config(Options):
     def check_geometry(self, samples: int, num_steps: int, updates: int) -> None:
         """Refuse more than one update, and a buffer smaller than an iteration."""
         if updates != 1:
-            raise ValueError(
-                f"optim.updates_per_iteration={updates} would share out samples, and every policy step draws its own; "
-                f"set it to 1 (algorithm.policy_steps={self.policy_steps} counts the steps)"
+            raise OptionError(
+                f"optim.updates_per_iteration={updates} would share out samples, and every policy step draws its own "
+                f"(algorithm.policy_steps={self.policy_steps} counts the steps)",
+                remedies=[Remedy({"optim.updates_per_iteration": 1})],
             )
         # The least there can be: whether the last step is trained too is known once there is a grid.
         self.check_trained(samples, num_steps - 1 if self.sde_steps is None else len(self.sde_steps))
@@ -120,9 +122,10 @@ class Config(Options):
         """Refuse a buffer that cannot hold `samples` of `trained` steps."""
         made = samples * trained
         if made > self.buffer:
-            raise ValueError(
+            raise OptionError(
                 f"buffer={self.buffer} holds less than the {made} transitions of one iteration, of which the first "
-                f"would never be trained; raise it to at least {made}, or draw fewer samples"
+                f"would never be trained",
+                remedies=[Remedy({"buffer": made})],
             )
 
 

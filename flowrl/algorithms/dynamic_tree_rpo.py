@@ -27,6 +27,7 @@ from flowrl.algorithms._credit import leaf_advantages
 from flowrl.algorithms._tree import tree_plan
 from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
 from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_terms, single_advantage, with_reference
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.types import Edges
 from flowrl.credit.advantages import Advantages, RuleConfig
 from flowrl.credit.tree_credit import LeafRewards
@@ -85,7 +86,10 @@ class Config(ClippedOptions):
                 f"clip_sensitivity={self.clip_sensitivity} not negative"
             )
         if self.tuning is not None and self.advantages.clip is None:
-            raise ValueError("advantages.clip=null: the weight of tuning is the advantage over its bound; give one")
+            raise OptionError(
+                "advantages.clip=null: the weight of tuning is the advantage over its bound",
+                remedies=[Remedy({"advantages.clip": 5.0})],
+            )
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         ClippedOptions.check(self, sampler, num_steps)
@@ -94,10 +98,10 @@ class Config(ClippedOptions):
         if level * (1 + self.growth * share) > bound:
             fits = (bound / level - 1) / share, bound / (1 + self.growth * share)
             growth, least = (math.floor(1e4 * value) / 1e4 for value in fits)  # rounded down, or they would not fit
-            raise ValueError(
+            raise OptionError(
                 f"growth={self.growth}: the last of {depth} layers has noise level "
-                f"{level * (1 + self.growth * share):.4g}, above the sampler's largest, {bound:g}; set growth to at "
-                f"most {growth:g}, or rollout.sampler.{sampler.noise_key}={level:g} to at most {least:g}"
+                f"{level * (1 + self.growth * share):.4g}, above the sampler's largest, {bound:g}",
+                remedies=[Remedy({"growth": growth}), Remedy({f"rollout.sampler.{sampler.noise_key}": least})],
             )
 
     def depth(self, num_steps: int) -> int:

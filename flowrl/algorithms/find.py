@@ -22,6 +22,7 @@ from torch import Tensor
 from flowrl.algorithms._credit import plain_rewards
 from flowrl.algorithms._options import Options
 from flowrl.algorithms.base import Networks, NoiseMethod
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import AdvantageConfig, Advantages
@@ -67,13 +68,20 @@ class Config(Options):
 
     def __post_init__(self) -> None:
         if SOLVERS[self.solver].stochastic:
-            raise ValueError(
-                f"solver={self.solver} adds noise, so z would not decide the image; use ode or a dpm solver"
+            raise OptionError(
+                f"solver={self.solver} adds noise, so z would not decide the image",
+                remedies=[Remedy({"solver": "ode"})],
             )
         if self.baseline == "value" and self.advantages != _GROUP:
-            raise ValueError("advantages is the rule of baseline=group; set that, or leave advantages out")
+            raise OptionError(
+                "advantages is the rule of baseline=group",
+                remedies=[Remedy({"baseline": "group"}), Remedy(without="advantages")],
+            )
         if self.keep_moment and not self.train_std:
-            raise ValueError("keep_moment=true needs train_std=true: a mean that grows leaves less for the std")
+            raise OptionError(
+                "keep_moment=true needs train_std=true: a mean that grows leaves less for the std",
+                remedies=[Remedy({"train_std": True}), Remedy({"keep_moment": False})],
+            )
         if not 0 < self.least_std <= 1:
             raise ValueError(f"least_std={self.least_std} must be in (0, 1]: every std begins at 1")
         require_positive(reward_scale=self.reward_scale, clip_range=self.clip_range)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flowrl.algorithms._options import Options
 from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.plan import StepPlan, window
@@ -75,10 +76,10 @@ class KLConfig:
     def check_process(self, process: Process) -> None:
         """Refuse a divisor that is not for the model's process."""
         if self.divisor == "flow_grpo" and isinstance(process, VPProcess):
-            raise ValueError(
+            raise OptionError(
                 "kl.divisor=flow_grpo multiplies the KL of a step by |dt|, which belongs to a flow's SDE; "
-                "on this noise-prediction model (VP) it would weigh the steps a hundredfold unevenly: leave it out, "
-                "which is variance here, or set variance or none"
+                "on this noise-prediction model (VP) it would weigh the steps a hundredfold unevenly",
+                remedies=[Remedy({"kl.divisor": "variance"}), Remedy({"kl.divisor": "none"})],
             )
 
 
@@ -116,10 +117,10 @@ class ClippedOptions(Options):
         if self.clip_range is not None:
             return self.clip_range
         if self.by_position:
-            raise ValueError(
+            raise OptionError(
                 "clip_range=null: there is no published value for spatial.ratio=position, and those for means over all "
-                "dims are far too small; give algorithm.clip_range (see docs/algorithms/vipo.md), or set "
-                "spatial.ratio=sample"
+                "dims are far too small (docs/algorithms/vipo.md has what to look at)",
+                remedies=[Remedy({"spatial.ratio": "sample"})],
             )
         return clip_preset(sampler, self.ratio)
 
@@ -127,9 +128,10 @@ class ClippedOptions(Options):
         if self.by_position and sampler.log_prob_form != "mean":
             # CPS scores without 1 / (2 std^2). A Gaussian by position would be another method, with the steps
             # weighed by their noise, and nobody has published the unscaled square by position.
-            raise ValueError(
+            raise OptionError(
                 f"spatial.ratio=position takes Gaussian log-probs apart, the sampler's form is "
-                f"{sampler.log_prob_form!r}: set spatial.ratio=sample, or use flow_sde or dance_sde"
+                f"{sampler.log_prob_form!r}",
+                remedies=[Remedy({"spatial.ratio": "sample"})],
             )
         self.clip(sampler)
         self.tree(num_steps, 1, 0)
@@ -262,7 +264,7 @@ def check_steps(steps: list[int] | None) -> None:
     if not steps or min(steps) < 0:
         raise ValueError(f"sde_steps={steps} needs at least one step, counted from 0")
     if len(set(steps)) < len(steps):
-        raise ValueError(f"sde_steps={steps} names a step twice; use {sorted(set(steps))}")
+        raise OptionError(f"sde_steps={steps} names a step twice", remedies=[Remedy({"sde_steps": sorted(set(steps))})])
 
 
 build = FlowGrpo

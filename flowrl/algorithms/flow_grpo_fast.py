@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from flowrl.algorithms.base import EdgeMethod
 from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.plan import StepPlan, window
 from flowrl.diffusion.schedules import Schedule
@@ -56,8 +57,9 @@ class Config(ClippedOptions):
             raise ValueError(f"branch={self.branch} must be at least 2, or null")
         for key, value in (("advantages.select", self.advantages.select), ("spatial", self.spatial)):
             if self.branch is not None and value is not None:
-                raise ValueError(
-                    f"branch={self.branch} with {key}: an edge of a tree belongs to several samples; set one to null"
+                raise OptionError(
+                    f"branch={self.branch} with {key}: an edge of a tree belongs to several samples",
+                    remedies=[Remedy({"branch": None}), Remedy({key: None})],
                 )
 
     def clip(self, sampler: Sampler) -> float:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClippedOptions, Ratio, clipped_loss
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.types import Step
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.process import Process, VPProcess, expand
@@ -50,18 +51,19 @@ class Config(ClippedOptions):
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         if self.ratio_norm and sampler.log_prob_form != "mean":
-            raise ValueError(
-                f"ratio_norm=true normalises a Gaussian log-prob, the sampler's form is {sampler.log_prob_form!r}: "
-                "use flow_sde or dance_sde, or set ratio_norm=false"
+            raise OptionError(
+                f"ratio_norm=true normalises a Gaussian log-prob, the sampler's form is {sampler.log_prob_form!r}",
+                remedies=[Remedy({"ratio_norm": False})],
             )
         ClippedOptions.check(self, sampler, num_steps)
 
     def check_process(self, process: Process) -> None:
         ClippedOptions.check_process(self, process)
         if self.reweight in ("flow_grpo", "dance_grpo") and isinstance(process, VPProcess):
-            raise ValueError(
+            raise OptionError(
                 f"reweight={self.reweight} divides by |dt|, which belongs to a flow's SDE; on this noise-prediction "
-                "model (VP) the steps would count up to a hundredfold unevenly: use exact, or none"
+                "model (VP) the steps would count up to a hundredfold unevenly",
+                remedies=[Remedy({"reweight": "exact"}), Remedy({"reweight": "none"})],
             )
 
 

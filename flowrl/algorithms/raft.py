@@ -21,6 +21,7 @@ from flowrl.algorithms._credit import imitation
 from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pulling
 from flowrl.algorithms.base import SampleMethod
 from flowrl.algorithms.rwr import weighted_loss
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, aggregate
 
@@ -51,7 +52,12 @@ class Config(DrawnOptions):
     def check_group(self, group_size: int) -> None:
         """Refuse a group that has no more samples than are kept."""
         if self.best >= group_size:
-            raise ValueError(f"best={self.best} keeps every sample of a group of {group_size}; lower it")
+            raise OptionError(
+                f"best={self.best} keeps every sample of a group of {group_size}",
+                remedies=[
+                    Remedy({"best": max(group_size - 1, 1)} | ({"rollout.group_size": 2} if group_size < 2 else {}))
+                ],
+            )
 
 
 class Raft(SampleMethod[Config]):

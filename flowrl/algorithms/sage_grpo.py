@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClippedOptions, Terms, clipped_terms, single_advantage, with_reference
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.tensors import sent
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.plan import StepPlan
@@ -68,9 +69,10 @@ class TrustConfig:
             if not self.factor > 1:
                 raise ValueError(f"factor={self.factor} must be above 1")
             if not 0 < self.min_coef <= self.coef <= self.max_coef:
-                raise ValueError(
-                    f"coef={self.coef} must be between min_coef={self.min_coef} and max_coef={self.max_coef}, "
-                    "and these above 0; or set adaptive=false"
+                raise OptionError(
+                    f"coef={self.coef} must be between min_coef={self.min_coef} and max_coef={self.max_coef}, and "
+                    "these above 0",
+                    remedies=[Remedy({"adaptive": False})],
                 )
 
 

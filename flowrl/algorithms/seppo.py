@@ -27,6 +27,7 @@ from torch import Tensor
 from flowrl.algorithms._matching import AnchorConfig, GivenOptions, pull, pulling
 from flowrl.algorithms._preference import default_beta, margin, pair_metrics
 from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.rng import stream
 from flowrl.core.strict import require_positive
 from flowrl.diffusion.plan import StepPlan
@@ -70,8 +71,9 @@ class Config(GivenOptions):
         if self.beta is not None:
             require_positive(beta=self.beta)
         if SOLVERS[self.solver].stochastic:
-            raise ValueError(
-                f"solver={self.solver} adds noise, and the earlier self draws without; use a deterministic solver"
+            raise OptionError(
+                f"solver={self.solver} adds noise, and the earlier self draws without",
+                remedies=[Remedy({"solver": "ode"})],
             )
 
 

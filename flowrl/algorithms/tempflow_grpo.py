@@ -24,6 +24,7 @@ from torch import Tensor
 from flowrl.algorithms._tree import NodeConfig, branching_steps, by_nodes, check_children, tree_plan
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClippedOptions, KLConfig, clipped_terms, single_advantage, with_reference
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.tensors import sent
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import LeafRewards, Scale, depthwise, fuse
@@ -65,9 +66,9 @@ class Config(ClippedOptions):
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         if self.noise_weight == "released" and sampler.log_prob_form == "unscaled":
-            raise ValueError(
-                "noise_weight=released is for Gaussian log-probs, and the sampler's form is 'unscaled': set "
-                "noise_weight=normalised, or take flow_sde"
+            raise OptionError(
+                "noise_weight=released is for Gaussian log-probs, and the sampler's form is 'unscaled'",
+                remedies=[Remedy({"noise_weight": "normalised"})],
             )
         ClippedOptions.check(self, sampler, num_steps)
 

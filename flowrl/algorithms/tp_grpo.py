@@ -24,6 +24,7 @@ from torch import Tensor
 from flowrl.algorithms._tree import NodeConfig, by_nodes, tree_plan
 from flowrl.algorithms.base import EdgeMethod
 from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import Gain, LeafRewards, Scale, increments
 from flowrl.diffusion.tree_shapes import Branching, completions
@@ -55,7 +56,9 @@ class Config(ClippedOptions):
         if not math.isfinite(self.turning):
             raise ValueError(f"turning={self.turning} must be finite")
         if self.scale.pool != "prompt":
-            raise ValueError("scale.pool=tree: a chain has one step of each number; compare with prompt")
+            raise OptionError(
+                "scale.pool=tree: a chain has one step of each number", remedies=[Remedy({"scale.pool": "prompt"})]
+            )
 
     def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
         window = min(9, num_steps - 1) if self.window is None else self.window

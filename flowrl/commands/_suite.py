@@ -98,10 +98,8 @@ def evaluate(options: Options) -> None:
 
     suite = base.load_suite(options.suite)
     if options.judging.compat and suite.compat is None:
-        raise ConfigError(
-            f"--compat: the official code of {options.suite} has no table of its own",
-            remedies=[Remedy(without="--compat")],
-        )
+        words = f"--compat: the official code of {options.suite} has no table of its own"
+        raise ConfigError(words, remedies=[Remedy(without="--compat")])
     every = suite.items(options.prompts)
     if not every:
         raise ConfigError(f"--prompts {options.prompts}: there is no prompt in it; give those of {suite.facts.where}")
@@ -146,9 +144,8 @@ def _require_results_alone(options: Options) -> None:
     idle = {"--judge": judging.names, "--judge-set": judging.settings, "--export": judging.export}
     given = " ".join(name for name, value in idle.items() if value)
     if given:
-        raise ConfigError(
-            f"{given}: --results takes the scores of the official evaluator", remedies=[Remedy(without=given)]
-        )
+        words = f"{given}: --results takes the scores of the official evaluator"
+        raise ConfigError(words, remedies=[Remedy(without=given)])
 
 
 def _folders(options: Options, *, videos: bool) -> dict[str, ResultsFolder]:

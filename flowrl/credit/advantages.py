@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.credit.history import HistoryConfig, normalise_against
 from flowrl.credit.selection import SelectConfig, select
 
@@ -62,25 +63,22 @@ class RuleConfig:
         if not 0 <= self.trimmed_ratio < 1:
             raise ValueError(f"trimmed_ratio={self.trimmed_ratio} must be in [0, 1)")
         if self.name == "gdpo" and self.std != "group":
-            raise ValueError(f"std={self.std!r}: gdpo normalises every reward within its group; set std to group")
-        if self.name == "median":
-            if not self.min_deviation > 0:
-                raise ValueError(f"min_deviation={self.min_deviation} must be positive: the deviation is often 0")
-            if self.clip is None:
-                raise ValueError("clip=null: the median rule needs a bound, since its deviation can be next to 0")
-            if self.trimmed_ratio:
-                raise ValueError(f"trimmed_ratio={self.trimmed_ratio}: the median rule takes no mean; set it to 0")
-        self._check_batch()
-
-    def _check_batch(self) -> None:
-        if self.name != "batch":
-            if self.history is not None:
-                raise ValueError(f"history: the rule {self.name!r} compares within a group; use name=batch or null")
-            return
-        if self.std == "group":
-            raise ValueError("std='group': the rule 'batch' divides by the std of all rewards it compares; use global")
-        if self.trimmed_ratio:
-            raise ValueError(f"trimmed_ratio={self.trimmed_ratio}: the rule 'batch' leaves no reward out; set it to 0")
+            raise OptionError(
+                f"std={self.std!r}: gdpo normalises every reward within its group", remedies=[Remedy({"std": "group"})]
+            )
+        if self.name == "median" and not self.min_deviation > 0:
+            raise ValueError(f"min_deviation={self.min_deviation} must be positive: the deviation is often 0")
+        if self.name == "median" and self.clip is None:
+            raise OptionError("clip=null: its deviation can be next to 0", remedies=[Remedy({"clip": 5.0})])
+        if self.name in ("median", "batch") and self.trimmed_ratio:
+            words = f"trimmed_ratio={self.trimmed_ratio}: the rule {self.name!r} leaves no reward out"
+            raise OptionError(words, remedies=[Remedy({"trimmed_ratio": 0.0})])
+        if self.name == "batch" and self.std == "group":
+            raise OptionError("std='group': of a batch there is one std", remedies=[Remedy({"std": "global"})])
+        if self.name != "batch" and self.history is not None:
+            batch = Remedy({"name": "batch"} | ({"std": "global"} if self.std == "group" else {}))
+            words = f"history: the rule {self.name!r} compares within a group"
+            raise OptionError(words, remedies=[batch, Remedy({"history": None})])
 
     def rule(self) -> RuleConfig:
         """The rule that samples are compared by."""
@@ -93,9 +91,10 @@ class RuleConfig:
     def check_group(self, group_size: int) -> None:
         """Refuse what a group of this size cannot give; the configuration alone does not know the size."""
         if group_size < 2 and self.name != "batch":
-            raise ValueError(
-                f"advantages.name={self.name} compares the samples of a prompt, and rollout.group_size={group_size}; "
-                "raise that to at least 2, or use advantages.name=batch"
+            std = {"advantages.std": "global"} if self.std == "group" else {}
+            raise OptionError(
+                f"advantages.name={self.name} compares the samples of a prompt, and rollout.group_size={group_size}",
+                remedies=[Remedy({"rollout.group_size": 2}), Remedy({"advantages.name": "batch"} | std)],
             )
         selection = self.selection()
         if selection is not None:

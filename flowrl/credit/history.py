@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.tensors import floats
 from flowrl.core.types import Identity
 
@@ -28,9 +29,10 @@ class HistoryConfig:
         if self.min_count < 2:
             raise ValueError(f"min_count={self.min_count} must be at least 2: one reward has no spread")
         if self.min_count > self.buffer_size:
-            raise ValueError(
+            raise OptionError(
                 f"min_count={self.min_count} is more than buffer_size={self.buffer_size} holds: every prompt would "
-                "always be compared with the batch; lower it, or set history to null"
+                "always be compared with the batch",
+                remedies=[Remedy({"min_count": self.buffer_size}), Remedy({"algorithm.advantages.history": None})],
             )
 
 

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flowrl.core.errors import OptionError, Remedy
+
 _COMPONENTS = 3
 
 
@@ -39,9 +41,10 @@ class SpatialConfig:
         if not self.backbone:
             raise ValueError("backbone is empty; give fixed, or a folder or hub id of a DINOv2")
         if self.keep_mean and self.ratio == "sample":
-            raise ValueError(
+            raise OptionError(
                 "keep_mean=true with ratio=sample: maps of mean 1 leave the mean over positions as it was, so nothing "
-                "would change; set ratio=position, or keep_mean=false"
+                "would change",
+                remedies=[Remedy({"ratio": "position"}), Remedy({"keep_mean": False})],
             )
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.tensors import ints
 
 
@@ -23,9 +24,13 @@ class SelectConfig:
         if self.keep < 2:
             raise ValueError(f"keep={self.keep}: at least 2 samples of a prompt are needed to compare them")
         if self.name == "best_worst" and self.keep % 2:
-            raise ValueError(
-                f"keep={self.keep}: best_worst takes as many best as worst samples; "
-                f"use {self.keep - 1} or {self.keep + 1}, or select.name=variance"
+            raise OptionError(
+                f"keep={self.keep}: best_worst takes as many best as worst samples",
+                remedies=[
+                    Remedy({"keep": self.keep - 1}),
+                    Remedy({"keep": self.keep + 1}),
+                    Remedy({"name": "variance"}),
+                ],
             )
 
     def check_group(self, group_size: int) -> None:

@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.tensors import floats
 from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.process import expand
@@ -36,9 +37,10 @@ def sa_schedule(schedule: Schedule) -> Schedule:
         ValueError: the grid has fewer than 3 steps, does not end at 0, or is known at its own nodes only.
     """
     if len(schedule) < 3 or float(schedule.sigmas[-1]) != 0:
-        raise ValueError(
+        raise OptionError(
             f"the SA-Solver needs a grid of at least 3 steps that ends at sigma 0; this one has {len(schedule)} and "
-            f"ends at {float(schedule.sigmas[-1]):.3g}; set algorithm.solver to ode or dpm2_midpoint"
+            f"ends at {float(schedule.sigmas[-1]):.3g}",
+            remedies=[Remedy({"algorithm.solver": "ode", "algorithm.solver_noise": 0.0})],
         )
     sigmas = schedule.sigmas.clone()
     sigmas[0] = sigmas[0].clamp(max=0.999)

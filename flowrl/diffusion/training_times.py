@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.rng import stream
 from flowrl.core.types import SampleId
 from flowrl.diffusion.schedules import Schedule, shift_sigmas
@@ -172,7 +173,9 @@ def draw(
     try:
         return Times(sigma, schedule.timestep_at(sigma))
     except ValueError as error:
-        raise ValueError(f"times.name={config.name}: {error}; use one of {', '.join(GRID)}") from None
+        raise OptionError(
+            f"times.name={config.name}: {error}", remedies=[Remedy({"times.name": name}) for name in GRID]
+        ) from None
 
 
 def of_process(schedule: Schedule, count: int) -> TimesConfig:
@@ -183,7 +186,10 @@ def of_process(schedule: Schedule, count: int) -> TimesConfig:
 def _trained(schedule: Schedule, u: np.ndarray) -> Times:
     """Timesteps of training at u in (0, 1], [B, T]."""
     if schedule.table is None:
-        raise ValueError("times.name=timesteps: a flow is not trained at numbered timesteps; use logit_normal")
+        raise OptionError(
+            "times.name=timesteps: a flow is not trained at numbered timesteps",
+            remedies=[Remedy({"times.name": "logit_normal"})],
+        )
     count = len(schedule.table)
     step = torch.as_tensor(np.minimum(((1 - u) * count).astype(np.int64), count - 1))
     return Times((1 - schedule.table[step]).sqrt().float(), step.float())

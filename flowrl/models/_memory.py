@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from flowrl.core.errors import OptionError, Remedy
+
 Checkpointing = bool | Literal["auto"] | int
 OFFLOADED = ("text_encoders", "vae")
 _DENOISER = ("denoiser", "network", "transformer", "transformer_2", "unet")
@@ -29,16 +31,17 @@ class MemorySettings:
 
     def __post_init__(self) -> None:
         if self.layerwise_casting is not None and self.quantize is not None:
-            raise ValueError(
-                f"layerwise_casting={self.layerwise_casting} and quantize={self.quantize} both store the same "
-                "weights; keep one of them"
+            raise OptionError(
+                f"layerwise_casting={self.layerwise_casting} and quantize={self.quantize} both store the same weights",
+                remedies=[Remedy({"layerwise_casting": None}), Remedy({"quantize": None})],
             )
         for part in self.group_offload:
             if part in _DENOISER:
-                raise ValueError(
+                raise OptionError(
                     f"group_offload has {part!r}: its weights would leave the device after each forward, while the "
-                    "backward pass and the optimizer still need them there; use gradient_checkpointing, "
-                    f"layerwise_casting or quantize, and offload only {' and '.join(OFFLOADED)}"
+                    "backward pass and the optimizer still need them there; gradient_checkpointing, layerwise_casting "
+                    "and quantize save memory of the denoiser",
+                    remedies=[Remedy({"group_offload": [name for name in self.group_offload if name in OFFLOADED]})],
                 )
             if part not in OFFLOADED:
                 raise ValueError(f"group_offload has {part!r}; there are: {', '.join(OFFLOADED)}")
@@ -54,9 +57,10 @@ def require_frozen(settings: MemorySettings, lora: object | None) -> None:
     """Raise ValueError if trained weights would be stored in few bits."""
     for name, value in settings.few_bits.items():
         if lora is None:
-            raise ValueError(
+            raise OptionError(
                 f"memory.{name}={value} needs lora: full fine-tuning trains these weights, and steps smaller than "
-                "their spacing would be lost; set model.lora, or leave it out"
+                "their spacing would be lost",
+                remedies=[Remedy({"lora": {}}), Remedy({f"memory.{name}": None})],
             )
 
 
@@ -64,9 +68,10 @@ def require_own_type(settings: MemorySettings, shard: bool) -> None:
     """Raise ValueError if weights that are split over processes would change their type in each layer."""
     for name, value in settings.few_bits.items():
         if shard:
-            raise ValueError(
+            raise OptionError(
                 f"shard=true with memory.{name}={value}: FSDP2 gathers weights as they are stored, and these change "
-                "their type in each layer; leave one of the two out"
+                "their type in each layer",
+                remedies=[Remedy({"shard": False}), Remedy({f"memory.{name}": None})],
             )
 
 
@@ -77,28 +82,30 @@ def require_plain(kind: str, settings: MemorySettings, *, shard: bool, compiled:
     others = {f"memory.{name}={value}": True for name, value in settings.few_bits.items()}
     for option, on in (others | {"shard=true": shard, "compile=blocks": compiled}).items():
         if on:
-            raise ValueError(
+            raise OptionError(
                 f"lora.kind={kind} with {option}: peft's layer of this kind reads the frozen weight itself, in its own "
-                "shape and type; leave one of the two out, or use lora.kind=lora or rslora"
+                "shape and type",
+                remedies=[Remedy({"lora.kind": "lora"}), Remedy({"lora.kind": "rslora"})],
             )
 
 
 def require_seen_overflow(vae_precision: str) -> None:
     """Raise ValueError if images that overflow would be clamped in silence, by a pipeline's own code."""
     if vae_precision == "float16":
-        raise ValueError(
+        raise OptionError(
             "vae_precision=float16: the pipeline's own call clamps its images, so a value that overflows would become "
-            "white or black in silence; use bfloat16 or tf32, or the family's native adapter, which reports it"
+            "white or black in silence; a family's native adapter reports it",
+            remedies=[Remedy({"vae_precision": "bfloat16"}), Remedy({"vae_precision": "tf32"})],
         )
 
 
 def require_own_guidance(gradient: str) -> None:
     """Raise ValueError if a pipeline's own guidance would lose the gradient of one branch."""
     if gradient != "both":
-        raise ValueError(
+        raise OptionError(
             f"guidance_gradient={gradient}: guidance is inside the pipeline's own call, which evaluates both branches "
-            "as it likes; use the family's native adapter (model.name: sd, sdxl, sd3, flux, qwen_image or wan), or "
-            "guidance_gradient=both"
+            "as it likes; native adapters (sd, sdxl, sd3, flux, qwen_image, wan) do not",
+            remedies=[Remedy({"guidance_gradient": "both"})],
         )
 
 
@@ -114,7 +121,8 @@ def require_step(checkpointing: Checkpointing) -> None:
 def require_native(shard: bool) -> None:
     """Raise ValueError if the weights of a pipeline's own call would be split over processes."""
     if shard:
-        raise ValueError(
-            "shard=true: the pipeline's own call does not run in step on all processes; use the family's native "
-            "adapter (model.name: sd, sdxl, sd3, flux, qwen_image or wan), or set shard=false"
+        raise OptionError(
+            "shard=true: the pipeline's own call does not run in step on all processes; that of native adapters (sd, "
+            "sdxl, sd3, flux, qwen_image, wan) does",
+            remedies=[Remedy({"shard": False})],
         )

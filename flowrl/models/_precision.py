@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.models.base import ModelAdapter, ModelConfig
 
 ADAPTER = "default"
@@ -37,8 +37,12 @@ def autocasts(config: ModelConfig, *, trained: bool) -> bool:
     if masters and config.precision == "native":
         raise ModelError(
             f"model.precision=native with model.dtype={config.dtype} and model.lora=null: weights that are all trained "
-            "are float32, so the network has no half-precision dtype of its own to run in; set model.precision to "
-            "autocast or null, train a model.lora, or set model.dtype=float32"
+            "are float32, so the network has no half-precision dtype of its own to run in",
+            remedies=[
+                Remedy({"model.precision": "autocast"}),
+                Remedy({"model.lora": {}}),
+                Remedy({"model.dtype": "float32"}),
+            ],
         )
     return masters or config.precision == "autocast"
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process, VPProcess
 from flowrl.diffusion.schedules import Schedule, shifted_linspace
 from flowrl.diffusion.vp_schedules import last_end, vp_schedule
@@ -98,8 +98,9 @@ def distilled(scheduler: Any, network: Any, said: Distilled | None = None) -> st
 def refuse_cfg(how: str, guidance_scale: float, free_at: float = 1) -> None:
     """Raise ModelError for a checkpoint distilled in this way; `free_at` is the scale without guidance."""
     raise ModelError(
-        f"guidance_scale={guidance_scale:g}: this checkpoint is distilled {how} and takes no CFG; set it to "
-        f"{free_at:g}, or model.distilled=none if it is not distilled"
+        f"guidance_scale={guidance_scale:g}: this checkpoint is distilled {how} and takes no CFG, whose scale is "
+        f"{free_at:g} then; one that is not distilled takes it",
+        remedies=[Remedy({"model.distilled": "none"})],
     )
 
 
@@ -166,10 +167,7 @@ def flow_grid(
 
     if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
         remedy = "set model.shift to a number to replace the pipeline's grid" if even else "load the pipeline with it"
-        raise ModelError(
-            f"{type(scheduler).__name__} is not the family's FlowMatchEulerDiscreteScheduler; {remedy}, or use "
-            "model.name=generic"
-        )
+        raise ModelError(f"{type(scheduler).__name__} is not the family's FlowMatchEulerDiscreteScheduler; {remedy}")
     own, values = copy.deepcopy(scheduler), scheduler.config
     mu = calculate_shift(
         tokens,

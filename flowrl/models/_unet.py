@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
@@ -105,11 +105,16 @@ class UNet(Native):
         self.encoders = texts(pipeline)
         Native.__init__(self, pipeline, config, pipeline.unet)
         if pipeline.vae.config.get("latents_mean") is not None:
-            raise ModelError("model.vae: its latents have a mean of their own (latents_mean); use model.name=generic")
+            raise ModelError(
+                "model.vae: its latents have a mean of their own (latents_mean)",
+                remedies=[Remedy({"model.name": "generic"})],
+            )
         own = pipeline.scheduler
         self.path = path_of(own)
         if self.path.is_flow:
-            raise ModelError(f"model.path: {type(own).__name__} is a flow's; use model.name=generic")
+            raise ModelError(
+                f"model.path: {type(own).__name__} is a flow's", remedies=[Remedy({"model.name": "generic"})]
+            )
         self.distilled = distilled(own, pipeline.unet.config, config.distilled)
         self._ddim = plain(own, self.path)
         self.process = self.path.process
@@ -125,7 +130,8 @@ class UNet(Native):
         if self.spacing == "lcm" and self.distilled != CONSISTENCY:
             raise ModelError(
                 "model.timestep_spacing=lcm: a consistency model was distilled on those timesteps, and this checkpoint "
-                "is not one; use leading, trailing or linspace, or set model.distilled=consistency"
+                "is not one",
+                remedies=[Remedy({"model.timestep_spacing": None}), Remedy({"model.distilled": "consistency"})],
             )
         # Original height and width, crop's top and left, target height and width.
         self.sizes = torch.tensor([[self.height, self.width, 0, 0, self.height, self.width]], dtype=torch.float32)
@@ -139,7 +145,11 @@ class UNet(Native):
         if self.config.guidance_rescale or self.config.negative_prompt is not None:
             raise ModelError(
                 f"model.guidance_rescale and model.negative_prompt belong to CFG, which a checkpoint distilled "
-                f"{self.distilled} does not take; leave them out, or set model.distilled=none if it is not"
+                f"{self.distilled} does not take",
+                remedies=[
+                    Remedy({"model.guidance_rescale": 0.0, "model.negative_prompt": None}),
+                    Remedy({"model.distilled": "none"}),
+                ],
             )
         if self.distilled == CONSISTENCY:
             self.prediction_type = "x0"

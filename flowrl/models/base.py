@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError as ModelError
+from flowrl.core.errors import Remedy
 from flowrl.core.media import FPS
 from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.core.types import Condition
@@ -324,7 +325,8 @@ def packed_grid(adapter: ModelAdapter) -> tuple[int, ...] | None:
         return grid
     raise ModelError(
         f"algorithm.spatial: this model's latents are packed to {shape}, and the places of its class's tokens in the "
-        "image are not known (docs/models.md); set algorithm.spatial=null"
+        "image are not known (docs/models.md)",
+        remedies=[Remedy({"algorithm.spatial": None})],
     )
 
 
@@ -349,7 +351,7 @@ def require_channels(network: nn.Module, expected: int) -> None:
     if channels != expected:
         raise ModelError(
             f"model.path: this {type(network).__name__} takes {channels} channels, not the {expected} of its "
-            "latents, so it needs an image next to the text; use model.name=generic, or a text-only checkpoint"
+            "latents, so it needs an image next to the text; give a text-only checkpoint"
         )
 
 
@@ -360,4 +362,6 @@ def check_size(name: str, value: int, unit: int, largest: int | None = None) -> 
     near = max(round(value / unit), 1) * unit
     near = near if largest is None else min(near, largest)
     limits = "" if largest is None else f" in {unit}..{largest}"
-    raise ModelError(f"model.{name}={value} must be a multiple of {unit}{limits}; use {near}")
+    raise ModelError(
+        f"model.{name}={value} must be a multiple of {unit}{limits}", remedies=[Remedy({f"model.{name}": near})]
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.models._memory import Checkpointing
 
 
@@ -54,15 +54,15 @@ def checkpoint_blocks(network: Any, option: Checkpointing) -> None:
     if every > max(count, 1):
         has = f"has {count} blocks" if count else "does not declare its blocks (_repeated_blocks, _no_split_modules)"
         raise ModelError(
-            f"model.gradient_checkpointing={shown}: {kind} {has}, so there is no every {every}th of them; use true, "
-            f"false{f' or a number in 2..{count}' if count > 1 else ''}"
+            f"model.gradient_checkpointing={shown}: {kind} {has}, so there is no every {every}th of them",
+            remedies=[Remedy({"model.gradient_checkpointing": True}), Remedy({"model.gradient_checkpointing": False})],
         )
     try:
         network.enable_gradient_checkpointing(*([_every(every, kind)] if every > 1 else []))
     except ValueError as error:
         raise ModelError(
-            f"model.gradient_checkpointing={shown}: {kind} has no checkpointing in diffusers; set it to false, and "
-            "lower optim.batch_size where memory is short"
+            f"model.gradient_checkpointing={shown}: {kind} has no checkpointing in diffusers",
+            remedies=[Remedy({"model.gradient_checkpointing": False})],
         ) from error
 
 
@@ -73,8 +73,11 @@ def _every(n: int, kind: str) -> Callable[..., Any]:
     def call(block: Any, *args: Any) -> Any:
         if not isinstance(block, nn.Module):
             raise ModelError(
-                f"model.gradient_checkpointing={n}: {kind} recomputes functions, not blocks, which cannot be counted; "
-                "use true or false"
+                f"model.gradient_checkpointing={n}: {kind} recomputes functions, not blocks, which cannot be counted",
+                remedies=[
+                    Remedy({"model.gradient_checkpointing": True}),
+                    Remedy({"model.gradient_checkpointing": False}),
+                ],
             )
         if places.setdefault(block, len(places)) % n:
             return block(*args)

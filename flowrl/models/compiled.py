@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.core.types import Condition
 from flowrl.models.base import ModelAdapter
 from flowrl.models.blocks import repeated
@@ -28,7 +28,6 @@ from flowrl.models.blocks import repeated
 LIMIT = 64
 """Graphs of one block's code: classes of arguments (with gradient or not), times roles with and without LoRA, times
 shapes (rollout, update, evaluation, their last batches), times widths of a UNet."""
-_OFF = "or set model.compile=null"
 
 
 class Block:
@@ -100,13 +99,15 @@ def explained(what: str) -> Iterator[None]:
     except FailOnRecompileLimitHit as error:
         raise ModelError(
             f"model.compile=blocks: {what} was compiled {LIMIT} times, for other shapes, roles or settings, and would "
-            f"now run uncompiled: use fewer batch sizes and image sizes, {_OFF}"
+            f"now run uncompiled; fewer batch sizes and image sizes would do",
+            remedies=[Remedy({"model.compile": None})],
         ) from error
     except TorchDynamoException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise ModelError(
-            f"model.compile=blocks: {what} cannot be compiled whole ({lines[0]}); leave the option out, "
-            "or the option of the model that its code does not compile with"
+            f"model.compile=blocks: {what} cannot be compiled whole ({lines[0]}); another option of the model may be "
+            "what its code does not compile with",
+            remedies=[Remedy({"model.compile": None})],
         ) from error
 
 
@@ -116,8 +117,8 @@ def require_compiler(device: torch.device) -> None:
 
     if config.disable:
         raise ModelError(
-            "model.compile=blocks: TORCH_COMPILE_DISABLE=1 in the environment turns torch.compile off; unset it, "
-            f"{_OFF}"
+            "model.compile=blocks: TORCH_COMPILE_DISABLE=1 in the environment turns torch.compile off",
+            remedies=[Remedy({"model.compile": None})],
         )
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
@@ -127,16 +128,18 @@ def require_compiler(device: torch.device) -> None:
             get_cpp_compiler()
         except (InvalidCxxCompiler, RuntimeError, OSError) as error:
             raise ModelError(
-                "model.compile=blocks needs a C++ compiler on the CPU, and there is none: install g++ (or name one in "
-                f"the variable CXX), {_OFF}"
+                "model.compile=blocks needs a C++ compiler on the CPU, and there is none: install g++, or name one in "
+                "the variable CXX",
+                remedies=[Remedy({"model.compile": None})],
             ) from error
         return
     from torch.utils._triton import has_triton
 
     if not has_triton():
         raise ModelError(
-            f"model.compile=blocks needs triton on {device}, and there is none that works with it: pip install triton, "
-            f"on a GPU of compute capability 7.0 or later, {_OFF}"
+            f"model.compile=blocks needs triton on {device}, and there is none that works with it (the package triton, "
+            "and a GPU of compute capability 7.0 or later)",
+            remedies=[Remedy({"model.compile": None})],
         )
 
 
@@ -161,7 +164,8 @@ def compile_blocks(network: nn.Module) -> None:
         if not found:
             raise ModelError(
                 f"model.compile=blocks: {type(part).__name__} does not declare its blocks (_repeated_blocks, "
-                "_no_split_modules); set model.compile=null"
+                "_no_split_modules)",
+                remedies=[Remedy({"model.compile": None})],
             )
         for block in found:
             if not isinstance(block.forward, Block):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.core import assets
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.core.paths import lost, lost_in
 
 
@@ -82,8 +82,9 @@ def require_folder(path: str, kind: str | None = None) -> None:
         )
     if kind is not None and parts.get("_class_name") != kind:
         raise ModelError(
-            f"model.path={path!r} is a {parts.get('_class_name')}, and this adapter is for {kind}; leave model.name "
-            "out, and the class decides"
+            f"model.path={path!r} is a {parts.get('_class_name')}, and this adapter is for {kind}, whose class decides "
+            "where no model.name is given",
+            remedies=[Remedy(without="model.name")],
         )
 
 

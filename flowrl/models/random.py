@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.core.rng import normal
 from flowrl.core.types import Condition
 from flowrl.models._native import Family, Native
@@ -80,7 +80,10 @@ def _require_plain(config: ModelConfig) -> None:
     wanted = {"memory.quantize": config.memory.quantize, "init_lora": config.init_lora, "vae": config.vae}
     for key, value in wanted.items():
         if value is not None:
-            raise ModelError(f"model.{key}={value!r} is read from files, and the weights are random here; leave it out")
+            raise ModelError(
+                f"model.{key}={value!r} is read from files, and the weights are random here",
+                remedies=[Remedy({f"model.{key}": None})],
+            )
 
 
 @torch.no_grad()

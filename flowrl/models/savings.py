@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.models._vae import set_up_vae
 from flowrl.models.base import ModelConfig, autocast, torch_dtype
 from flowrl.models.blocks import checkpoint_blocks
@@ -40,12 +40,14 @@ def check_available(config: ModelConfig) -> None:
         package = "torchao" if config.memory.quantize == "int8" else "bitsandbytes"
         if importlib.util.find_spec(package) is None:
             raise ModelError(
-                f"model.memory.quantize={config.memory.quantize} needs {package}: pip install 'flowrl[quant]'"
+                f"model.memory.quantize={config.memory.quantize} needs {package}",
+                remedies=[Remedy(command="pip install 'flowrl[quant]'")],
             )
         if package == "bitsandbytes" and not torch.accelerator.is_available():
             raise ModelError(
-                "model.memory.quantize=nf4 needs a GPU: diffusers loads bitsandbytes weights onto one; "
-                "use quantize=int8, which also works on the CPU"
+                "model.memory.quantize=nf4 needs a GPU: diffusers loads bitsandbytes weights onto one; int8 also works "
+                "on the CPU",
+                remedies=[Remedy({"model.memory.quantize": "int8"})],
             )
     if config.attention is not None:
         _check_backend(config.attention)
@@ -56,7 +58,8 @@ def require_types(config: ModelConfig, device: torch.device) -> None:
     if config.dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(False):
         raise ModelError(
             f"model.dtype=bfloat16: {torch.cuda.get_device_name(device)} has no bfloat16 (compute capability 8.0 or "
-            "later has); use float16"
+            "later has)",
+            remedies=[Remedy({"model.dtype": "float16"})],
         )
     options = {"dtype": torch_dtype(config.dtype)}
     if config.memory.layerwise_casting is not None:
@@ -69,8 +72,8 @@ def require_types(config: ModelConfig, device: torch.device) -> None:
         except (RuntimeError, TypeError, NotImplementedError) as error:
             raise ModelError(
                 f"model.{option}={str(dtype).removeprefix('torch.')} does not work on {device} "
-                f"({(str(error).splitlines() or [type(error).__name__])[0]}); use "
-                f"{'another type, such as float32' if option == 'dtype' else 'null'}"
+                f"({(str(error).splitlines() or [type(error).__name__])[0]})",
+                remedies=[Remedy({f"model.{option}": "float32" if option == "dtype" else None})],
             ) from error
 
 
@@ -97,13 +100,15 @@ def require_known(name: str) -> None:
         raise ModelError(f"model.attention={name!r} is not a backend of diffusers; there are: {', '.join(offered)}")
     if name.endswith("_hub"):
         raise ModelError(
-            f"model.attention={name!r} would download and run a compiled kernel from the hub; install the kernel's "
-            f"package and use one of: {', '.join(offered)}"
+            f"model.attention={name!r} would download and run a compiled kernel from the hub; there are: "
+            f"{', '.join(offered)}",
+            remedies=[Remedy({"model.attention": None})],
         )
     if "sage" in name:
         raise ModelError(
-            f"model.attention={name!r}: SageAttention has no backward pass, so nothing could be trained; "
-            f"use one of: {', '.join(offered)}"
+            f"model.attention={name!r}: SageAttention has no backward pass, so nothing could be trained; there are: "
+            f"{', '.join(offered)}",
+            remedies=[Remedy({"model.attention": None})],
         )
 
 
@@ -156,10 +161,10 @@ def _set_attention(network: Any, name: str) -> None:
         return
     kinds = {type(p).__name__ for p in processors}
     if name != "xformers" or not kinds or not kinds <= set(_PLAIN_ATTENTION):
-        fits = "null or xformers" if kinds and kinds <= set(_PLAIN_ATTENTION) else "null"
         raise ModelError(
             f"model.attention={name!r}: the attention of {type(network).__name__} does not go through diffusers' "
-            f"backends, so this would change nothing; use {fits}"
+            f"backends, so this would change nothing",
+            remedies=[Remedy({"model.attention": None})],
         )
     try:
         network.enable_xformers_memory_efficient_attention()
@@ -204,7 +209,8 @@ def place(pipeline: Any, config: ModelConfig, device: torch.device, *, autocasts
     if visiting and device.type == "cpu":
         raise ModelError(
             f"model.memory.group_offload={config.memory.group_offload} moves weights between host memory and a GPU, "
-            "and this run is on the CPU; leave it out"
+            "and this run is on the CPU",
+            remedies=[Remedy({"model.memory.group_offload": []})],
         )
     for name in visiting:
         offload(pipeline.components[name], device)
@@ -275,7 +281,8 @@ def probe_attention(name: str, device: torch.device, dtype: torch.dtype, *, auto
             reason = (str(error).splitlines() or [""])[0]
             raise ModelError(
                 f"model.attention={name!r} does not work on {device} in {dtype} with gradients{mode} "
-                f"({type(error).__name__}: {reason}); use another backend, or null"
+                f"({type(error).__name__}: {reason})",
+                remedies=[Remedy({"model.attention": None})],
             ) from error
         results.append((output.detach().float(), gradient.float()))
     limit = 1e-4 if dtype == torch.float32 else 3e-2
@@ -284,5 +291,6 @@ def probe_attention(name: str, device: torch.device, dtype: torch.dtype, *, auto
         if not error <= limit:
             raise ModelError(
                 f"model.attention={name!r} differs from torch's own attention by {error:.1e} on {device} "
-                f"(limit {limit:.0e}): it is approximate or broken; use another backend, or null"
+                f"(limit {limit:.0e}): it is approximate or broken",
+                remedies=[Remedy({"model.attention": None})],
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor  # there is no public name
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.core.media import FPS
 from flowrl.core.mp4 import require_rate
 from flowrl.core.tensors import sent
@@ -91,7 +91,10 @@ class Wan(Native):
             experts["transformer_2"] = pipeline.transformer_2
             self.boundary = pipeline.config.boundary_ratio * pipeline.scheduler.config.num_train_timesteps
         elif config.guidance_scale_2 is not None:
-            raise ModelError(f"model.guidance_scale_2={config.guidance_scale_2}: this model has no second expert")
+            raise ModelError(
+                f"model.guidance_scale_2={config.guidance_scale_2}: this model has no second expert",
+                remedies=[Remedy({"model.guidance_scale_2": None})],
+            )
         if any(part is None for part in experts.values()):
             raise ModelError("this Wan model leaves out one of its transformers; give a complete pipeline folder")
         Native.__init__(self, pipeline, config, nn.ModuleDict(experts) if len(experts) > 1 else None)
@@ -112,12 +115,15 @@ class Wan(Native):
         step, frames, patch = self.pipeline.vae_scale_factor_temporal, self.num_frames, self.settings["patch_size"][0]
         if frames < 1 or (frames - 1) % step:
             near = near_frames(frames, step, patch)
-            raise ModelError(f"model.num_frames={frames} must be one more than a multiple of {step}; use {near}")
+            raise ModelError(
+                f"model.num_frames={frames} must be one more than a multiple of {step}",
+                remedies=[Remedy({"model.num_frames": near})],
+            )
         latents = (frames - 1) // step + 1
         if latents % patch:
             raise ModelError(
-                f"model.num_frames={frames} makes {latents} latent frames, and the denoiser reads {patch} at a time; "
-                f"use {near_frames(frames, step, patch)}"
+                f"model.num_frames={frames} makes {latents} latent frames, and the denoiser reads {patch} at a time",
+                remedies=[Remedy({"model.num_frames": near_frames(frames, step, patch)})],
             )
 
     def texts(self, prompts: list[str]) -> Condition:
@@ -226,8 +232,8 @@ class Wan(Native):
             # Its encoder reads 4 frames at a time after the first, whatever its factor in time.
             raise ModelError(
                 f"model.num_frames={self.num_frames}: the VAE makes latents {list(latents.shape[1:])} of so many given "
-                f"frames, and the denoiser takes {list(self.latent_shape())}; use "
-                f"{max(round((self.num_frames - 1) / 4), 1) * 4 + 1}"
+                f"frames, and the denoiser takes {list(self.latent_shape())}",
+                remedies=[Remedy({"model.num_frames": max(round((self.num_frames - 1) / 4), 1) * 4 + 1})],
             )
         return latents
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.models._precision import ADAPTER as ADAPTER
 from flowrl.models._precision import autocasts, fit_network
 from flowrl.models.base import LoraSettings, ModelAdapter, ModelConfig
@@ -98,7 +98,7 @@ class Weights:
         kind, adapted = type(next(iter(self.components.values()))).__name__, list[PeftAdapterMixin]()
         for network in self.components.values():
             if not isinstance(network, PeftAdapterMixin):
-                raise ModelError(f"{kind} takes no LoRA in diffusers; train its full weights with model.lora=null")
+                raise ModelError(f"{kind} takes no LoRA in diffusers", remedies=[Remedy({"model.lora": None})])
             adapted.append(network)
         if not targets:
             raise ModelError(
@@ -113,13 +113,16 @@ class Weights:
                     network.add_adapter(config, adapter_name=ADAPTER)
             except ValueError as error:
                 raise ModelError(
-                    f"model.lora.targets={targets} binds to no module of {kind}; give suffixes of its modules' names, "
-                    f"or null for the family's own list ({error})"
+                    f"model.lora.targets={targets} binds to no module of {kind} ({error})",
+                    remedies=[Remedy({"model.lora.targets": None})],
                 ) from error
         names = list(adapted_modules(name for name, _ in self.network.named_parameters()))
         for target in targets:
             if not any(name == target or name.endswith(f".{target}") for name in names):
-                raise ModelError(f"model.lora.targets: {target!r} binds to no module of {kind}")
+                raise ModelError(
+                    f"model.lora.targets: {target!r} binds to no module of {kind}",
+                    remedies=[Remedy({"model.lora.targets": None})],
+                )
         self.layers = [self.network.get_submodule(name) for name in names]
         self._switch(on=True)  # an attribute of each layer from the first forward on
         return config
@@ -226,7 +229,10 @@ class Weights:
             ModelError: a file that does not fit; the network is as it was.
         """
         if self.lora is None:
-            raise ModelError("model.init_lora needs model.lora: full fine-tuning has no adapter to load into")
+            raise ModelError(
+                "model.init_lora needs model.lora: full fine-tuning has no adapter to load into",
+                remedies=[Remedy({"model.lora": {}}), Remedy({"model.init_lora": None})],
+            )
         if self.lora.kind in ("dora", "lokr"):
             raise ModelError(
                 f"model.init_lora={path!r}: files are read as a plain or rank-stabilised LoRA, and model.lora.kind is "

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.models.base import ModelAdapter
 from flowrl.models.weights import ADAPTER
 
@@ -47,12 +47,13 @@ class Preview:
             return
         if not adapter.own_network:
             raise ModelError(
-                f"rollout.exploration.network={kind!r}: the generic adapter enters the pipeline's own network; use the "
-                "family's native adapter, or network=policy"
+                f"rollout.exploration.network={kind!r}: the generic adapter enters the pipeline's own network",
+                remedies=[Remedy({"rollout.exploration.network": "policy"})],
             )
         if isinstance(adapter.network, nn.ModuleDict):
             raise ModelError(
-                f"rollout.exploration.network={kind!r}: a model with several experts has no copy; use network=policy"
+                f"rollout.exploration.network={kind!r}: a model with several experts has no copy",
+                remedies=[Remedy({"rollout.exploration.network": "policy"})],
             )
         _require(kind)
         self._plain = _without_adapter(adapter.network)
@@ -130,11 +131,16 @@ def _require(kind: PreviewKind) -> None:
         import torchao  # noqa: F401
     except ImportError:
         raise ModelError(
-            f"rollout.exploration.network={kind!r} needs torchao: pip install 'flowrl[quant]', or use bfloat16"
+            f"rollout.exploration.network={kind!r} needs torchao",
+            remedies=[
+                Remedy(command="pip install 'flowrl[quant]'"),
+                Remedy({"rollout.exploration.network": "bfloat16"}),
+            ],
         ) from None
     if kind == "float8" and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)):
         raise ModelError(
-            "rollout.exploration.network='float8' needs an NVIDIA GPU of compute capability 8.9; use int8 or bfloat16"
+            "rollout.exploration.network='float8' needs an NVIDIA GPU of compute capability 8.9",
+            remedies=[Remedy({"rollout.exploration.network": "bfloat16"})],
         )
 
 

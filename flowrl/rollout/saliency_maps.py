@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowrl.core import rng
 from flowrl.core.eight_bits import unit_floats
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.credit.saliency import SpatialConfig, saliency, to_latent_grid
 
 Backbone = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]
@@ -100,8 +100,9 @@ def _dinov2(name: str, device: torch.device | str) -> Backbone:
         model = AutoModel.from_pretrained(name, dtype=torch.float32).eval().requires_grad_(False).to(device)
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"saliency backbone={name!r} cannot be loaded; give 'fixed', or a folder or hub id of a DINOv2 that can "
-            f"be reached: {error}"
+            f"saliency backbone={name!r} cannot be loaded, unlike a folder or hub id of a DINOv2 that can be reached: "
+            f"{error}",
+            remedies=[Remedy({"algorithm.spatial.backbone": "fixed"})],
         ) from error
     patch = model.config.patch_size
     others = 1 + getattr(model.config, "num_register_tokens", 0)

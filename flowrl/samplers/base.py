@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.registry import name_of
 from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.process import FlowProcess, Process, VPProcess, expand
@@ -203,9 +204,10 @@ class FlowSampler(Sampler):
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         if not isinstance(process, FlowProcess):
-            raise ValueError(
+            raise OptionError(
                 f"sampler {self.name!r} needs a flow model (x = (1 - sigma) x0 + sigma eps), and this one "
-                "predicts noise (VP): set rollout.sampler={name: ddim, eta: 1.0}, or cps for a consistency model"
+                "predicts noise (VP); cps is for a consistency model",
+                remedies=[Remedy({"rollout.sampler": {"name": "ddim", "eta": 1.0}})],
             )
         return euler_maruyama(x, prediction.velocity, step.sigma, step.sigma_next, self.diffusion(step))
 

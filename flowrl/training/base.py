@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import Method, Networks
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.rng import permutation
 from flowrl.core.types import Condition, Identity
 from flowrl.credit.advantages import Advantages
@@ -193,8 +193,8 @@ class Training(Generic[M]):
         if setting.rollout.exploration is not None:
             raise ConfigError(
                 f"rollout.exploration: {setting.name} compares all samples of a prompt with their mean, which "
-                "choosing the extremes would shift; use a method on finished samples, such as diffusion_nft, or set it "
-                "to null"
+                "choosing the extremes would shift, unlike a method on finished samples, such as diffusion_nft",
+                remedies=[Remedy({"rollout.exploration": None})],
             )
 
     def check_prompts(self, train: Sequence[Prompt], evaluated: Sequence[Prompt]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import EdgeMethod
 from flowrl.core.console import log
-from flowrl.core.errors import ConfigError, ParityError
+from flowrl.core.errors import ConfigError, ParityError, Remedy
 from flowrl.core.types import SampleId
 from flowrl.credit.saliency import apply_map
 from flowrl.diffusion.plan import StepPlan
@@ -54,7 +54,8 @@ class EdgeTraining(Training[EdgeMethod]):
         if wanted is not None and wanted != given:
             raise ConfigError(
                 f"algorithm.guidance_scale={wanted} differs from rollout.guidance_scale={given}: the ratio of a method "
-                "with log-probs needs the same; set both alike, or leave algorithm.guidance_scale out"
+                "with log-probs needs the same",
+                remedies=[Remedy({"algorithm.guidance_scale": None})],
             )
 
     def _check_steps(self, setting: Setting) -> None:
@@ -64,7 +65,8 @@ class EdgeTraining(Training[EdgeMethod]):
         if steps < 1 + flow:
             raise ConfigError(
                 f"rollout.num_inference_steps={steps}: at least 2, since a flow's last step ends at clean data, where "
-                "no noise is left to be scored"
+                "no noise is left to be scored",
+                remedies=[Remedy({"rollout.num_inference_steps": 2})],
             )
         if trained is not None and max(trained) > steps - 1 - flow:
             raise ConfigError(
@@ -73,8 +75,8 @@ class EdgeTraining(Training[EdgeMethod]):
             )
         if setting.sampler.default_noise_level() == 0:
             raise ConfigError(
-                f"rollout.sampler={setting.rollout.sampler}: this sampler is deterministic, its steps have no "
-                "log-prob; use flow_sde with noise_level above 0"
+                f"rollout.sampler={setting.rollout.sampler}: this sampler is deterministic, its steps have no log-prob",
+                remedies=[_with_noise(setting.sampler)],
             )
 
     def _check_trees(self, setting: Setting) -> None:
@@ -84,13 +86,14 @@ class EdgeTraining(Training[EdgeMethod]):
         if group % leaves:
             raise ConfigError(
                 f"rollout.group_size={group}: the samples of a prompt are the leaves of whole trees, and one "
-                f"of {name} has {leaves} here; use a multiple of {leaves}"
+                f"of {name} has {leaves} here",
+                remedies=[Remedy({"rollout.group_size": -(-group // leaves) * leaves})],
             )
         least = config.least_trees * leaves
         if group < least:
             raise ConfigError(
-                f"rollout.group_size={group}: {name} compares the trees of a prompt, and "
-                f"one has {leaves} leaves here; raise it to at least {least}"
+                f"rollout.group_size={group}: {name} compares the trees of a prompt, and one has {leaves} leaves here",
+                remedies=[Remedy({"rollout.group_size": least})],
             )
         trees, updates = setting.samples // leaves, setting.optim.updates_per_iteration
         if leaves > 1 and trees % updates:
@@ -98,8 +101,8 @@ class EdgeTraining(Training[EdgeMethod]):
             near = sorted(sorted(valid, key=lambda n: abs(n - updates))[:3])
             raise ConfigError(
                 f"optim.updates_per_iteration={updates} does not divide the {trees} trees of an iteration, which an "
-                f"update takes whole ({setting.slots} prompts x {group} samples in trees of {leaves}); nearest "
-                f"values that do: {', '.join(map(str, near))}"
+                f"update takes whole ({setting.slots} prompts x {group} samples in trees of {leaves})",
+                remedies=[Remedy({"optim.updates_per_iteration": number}) for number in near],
             )
 
     def demand(self, plan: StepPlan, setting: Setting) -> Demand:
@@ -229,8 +232,8 @@ class EdgeBatches(Work):
         if worst > tolerance and not method.recompute:
             raise ParityError(
                 f"replaying the rollout changes the log ratio by {worst:.2e} at step {step}, more than {tolerance:.2e} "
-                "(a tenth of the clip range): set algorithm.old_log_prob=recompute, or equal rollout.batch_size and "
-                "optim.batch_size"
+                "(a tenth of the clip range); equal rollout.batch_size and optim.batch_size may do too",
+                remedies=[Remedy({"algorithm.old_log_prob": "recompute"})],
             )
 
     def full_and_partial(self) -> tuple[Tensor, Tensor]:
@@ -297,3 +300,11 @@ class EdgeBatches(Work):
         policy = networks.transition(batch)
         log_prob = policy.log_prob(batch.next_latents, self.context.method.log_prob_form(networks.policy.sampler))
         return log_prob.detach().cpu(), policy.mean.detach().cpu()
+
+
+def _with_noise(sampler: Sampler) -> Remedy:
+    """The sampler's own noise level, or a stochastic sampler of flows and noise predictions alike."""
+    level = next((field.default for field in fields(sampler.config) if field.name == sampler.noise_key), None)
+    if level is None:
+        return Remedy({"rollout.sampler": {"name": "ddim", "eta": 1.0}})
+    return Remedy({f"rollout.sampler.{sampler.noise_key}": level or 1.0})

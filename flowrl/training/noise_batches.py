@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import NoiseMethod
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.rng import derive
 from flowrl.core.tensors import sent
 from flowrl.core.types import Identity
@@ -37,24 +37,30 @@ class NoiseTraining(Training[NoiseMethod]):
         rollout, model, name = setting.rollout, setting.model, setting.name
         if rollout.shared_noise:
             raise ConfigError(
-                f"rollout.shared_noise=true: the samples of {name} differ by their initial noise alone; set it to false"
+                f"rollout.shared_noise=true: the samples of {name} differ by their initial noise alone",
+                remedies=[Remedy({"rollout.shared_noise": False})],
             )
         if rollout.sampler is not None:
             raise ConfigError(
                 f"rollout.sampler={rollout.sampler}: with the noise of a sampler's steps the initial noise would not "
-                f"decide the image, and {name} learns that alone; set it to null, and choose algorithm.solver"
+                f"decide the image, and {name} learns that alone; algorithm.solver takes the steps",
+                remedies=[Remedy({"rollout.sampler": None})],
             )
         for key, value in (("lora", model.lora), ("init_lora", model.init_lora)):
             if value is not None:
                 raise ConfigError(
-                    f"model.{key}: {name} trains the initial noise, no weight of the network; set it to null"
+                    f"model.{key}: {name} trains the initial noise, no weight of the network",
+                    remedies=[Remedy({f"model.{key}": None})],
                 )
         if model.shard:
-            raise ConfigError(f"model.shard=true: {name} does not split the frozen network; set it to false")
+            raise ConfigError(
+                f"model.shard=true: {name} does not split the frozen network", remedies=[Remedy({"model.shard": False})]
+            )
         if setting.optim.weight_decay:
             raise ConfigError(
-                f"optim.weight_decay={setting.optim.weight_decay} would shrink the stds towards 0; set it to 0: "
-                "algorithm.prior_coef pulls to the base's noise"
+                f"optim.weight_decay={setting.optim.weight_decay} would shrink the stds towards 0; "
+                "algorithm.prior_coef pulls to the base's noise",
+                remedies=[Remedy({"optim.weight_decay": 0.0})],
             )
 
     def check_prompts(self, train: Sequence[Prompt], evaluated: Sequence[Prompt]) -> None:
@@ -63,7 +69,8 @@ class NoiseTraining(Training[NoiseMethod]):
             if identity(prompt) not in known:
                 raise ConfigError(
                     f"data.eval_prompts: {prompt.text[:60]!r} is not a training prompt; this method learns the initial "
-                    "noise of its own prompts alone: set data.eval_prompts to null"
+                    "noise of its own prompts alone",
+                    remedies=[Remedy({"data.eval_prompts": None})],
                 )
 
     def demand(self, plan: StepPlan, setting: Setting) -> Demand:

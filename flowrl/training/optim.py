@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_positive
 from flowrl.models.weights import Weights
 from flowrl.training import optimizers
@@ -96,9 +97,10 @@ class OptimConfig:
         if self.weight_decay < 0 or self.warmup_updates < 0:
             raise ValueError("weight_decay and warmup_updates must not be negative")
         if self.name == "adafactor" and (list(self.betas) != [0.9, 0.999] or self.eps != 1e-8):
-            raise ValueError(
+            raise OptionError(
                 f"name=adafactor takes neither betas={self.betas} nor eps={self.eps:g}: its decay and its addend are "
-                "fixed (docs/configuration.md); leave them out, or use name=adamw"
+                "fixed (docs/configuration.md)",
+                remedies=[Remedy({"name": "adamw"})],
             )
 
     def rate(self, updates: int, total: int) -> float:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 
 Name = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor"]
 PLAIN = "adamw"
@@ -46,13 +46,18 @@ def require(name: Name, device: torch.device) -> None:
         return
     if name.startswith("paged") and device.type != "cuda":
         raise ConfigError(
-            f"optim.name={name}: pages move between a CUDA GPU and its host, and this run is on {device.type}; use "
-            f"{'adamw_8bit' if name.endswith('8bit') else 'adamw'}"
+            f"optim.name={name}: pages move between a CUDA GPU and its host, and this run is on {device.type}",
+            remedies=[Remedy({"optim.name": "adamw_8bit" if name.endswith("8bit") else "adamw"})],
+        )
+    if device.type not in ("cpu", "cuda", "xpu"):
+        raise ConfigError(
+            f"optim.name={name}: bitsandbytes has no optimizer for {device.type}",
+            remedies=[Remedy({"optim.name": "adafactor"}), Remedy({"optim.name": "adamw"})],
         )
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"optim.name={name} needs bitsandbytes: pip install 'flowrl[quant]'")
-    if device.type not in ("cpu", "cuda", "xpu"):
-        raise ConfigError(f"optim.name={name}: bitsandbytes has no optimizer for {device.type}; use adafactor or adamw")
+        raise ConfigError(
+            f"optim.name={name} needs bitsandbytes", remedies=[Remedy(command="pip install 'flowrl[quant]'")]
+        )
 
 
 def make(name: Name, parameters: Sequence[Tensor], settings: Settings) -> Any:

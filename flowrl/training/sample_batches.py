@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import SampleMethod
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.rng import normal
 from flowrl.core.tensors import sent
 from flowrl.core.types import SampleId
@@ -40,16 +40,19 @@ class SampleTraining(Training[SampleMethod]):
         rollout, method, name = setting.rollout, self.method, setting.name
         if method.unit == "group" and rollout.group_size < 2:
             raise ConfigError(
-                f"rollout.group_size=1: the loss of {name} compares the samples of a prompt; raise it to at least 2"
+                f"rollout.group_size=1: the loss of {name} compares the samples of a prompt",
+                remedies=[Remedy({"rollout.group_size": 2})],
             )
         if rollout.shared_noise:
             raise ConfigError(
-                f"rollout.shared_noise=true: the samples of {name} differ by their initial noise; set it to false"
+                f"rollout.shared_noise=true: the samples of {name} differ by their initial noise",
+                remedies=[Remedy({"rollout.shared_noise": False})],
             )
         if rollout.sampler is not None:
             raise ConfigError(
-                f"rollout.sampler={rollout.sampler}: {name} scores no transition, so it takes no sampler; set it to "
-                "null, and choose algorithm.solver"
+                f"rollout.sampler={rollout.sampler}: {name} scores no transition, so it takes no sampler; "
+                "algorithm.solver takes the steps",
+                remedies=[Remedy({"rollout.sampler": None})],
             )
         self._check_units(setting)
 
@@ -64,7 +67,8 @@ class SampleTraining(Training[SampleMethod]):
             )
             raise ConfigError(
                 f"optim.batch_size={size}: a forward of {setting.name} must hold {what}, "
-                f"{whole} rows; raise it to at least {whole} (model.gradient_checkpointing=true saves memory)"
+                f"{whole} rows (model.gradient_checkpointing=true saves memory)",
+                remedies=[Remedy({"optim.batch_size": whole})],
             )
 
     def _check_exploration(self, setting: Setting) -> None:
@@ -76,7 +80,8 @@ class SampleTraining(Training[SampleMethod]):
             key = "model.shard" if model.shard else "model.memory"
             raise ConfigError(
                 f"rollout.exploration.network={options.network}: weights that {key} splits or stores in few bits have "
-                "no plain copy; use network=policy, or leave that out"
+                "no plain copy",
+                remedies=[Remedy({"rollout.exploration.network": "policy"})],
             )
         try:
             options.check_group(setting.rollout.group_size)
@@ -106,8 +111,9 @@ class GivenTraining(SampleTraining):
         for name in ("prompts_per_iteration", "group_size", "exploration"):
             if given[name] != default[name]:
                 raise ConfigError(
-                    f"rollout.{name}={given[name]}: the slots of {setting.name} are filled from the pairs; leave it "
-                    "out, and set data.pairs.per_iteration"
+                    f"rollout.{name}={given[name]}: the slots of {setting.name} are filled from the pairs; "
+                    "data.pairs.per_iteration is their number",
+                    remedies=[Remedy(without=f"rollout.{name}")],
                 )
 
 

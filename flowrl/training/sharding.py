@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.models.base import ModelAdapter
 from flowrl.models.blocks import blocks
 from flowrl.models.weights import Weights
@@ -66,8 +66,8 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
     result = blocks(network)
     if not result:
         raise ModelError(
-            f"model.shard=true: {type(network).__name__} does not declare its blocks (_no_split_modules); "
-            "set model.shard=false"
+            f"model.shard=true: {type(network).__name__} does not declare its blocks (_no_split_modules)",
+            remedies=[Remedy({"model.shard": False})],
         )
     return result
 

@@ -23,6 +23,7 @@ from flowrl.core.errors import (
     Fault,
     LaunchError,
     LostProcess,
+    Remedy,
     RewardError,
     described,
 )
@@ -191,11 +192,15 @@ def require_devices(processes: int) -> str | None:
         raise ConfigError(f"the backend {backend!r} (--backend, {BACKEND}) is unknown; there are gloo and nccl")
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend == "nccl" and not cards:
-        raise ConfigError("the backend nccl needs GPUs, and torch sees none; leave --backend out, or choose gloo")
+        raise ConfigError(
+            "the backend nccl needs GPUs, and torch sees none",
+            remedies=[Remedy(without="--backend"), Remedy(flag="--backend gloo")],
+        )
     if cards and processes > cards and backend != "gloo":
         raise ConfigError(
-            f"{processes} processes on {cards} GPU{'s' if cards > 1 else ''}: nccl needs one for each process; start "
-            f"at most {cards}, or let them share through gloo, which is slower: --backend gloo, or {BACKEND}=gloo"
+            f"{processes} processes on {cards} GPU{'s' if cards > 1 else ''}: nccl needs one for each process and "
+            "through gloo, which is slower, they share them",
+            remedies=[Remedy(flag=f"--processes {cards}"), Remedy(flag="--backend gloo")],
         )
     return backend
 

@@ -328,7 +328,7 @@ def test_its_geometry_is_checked_before_a_model_is_loaded():
     config = Config()
     config.check_group(1)
     config.check_geometry(6, 50, 1)  # the official 6 prompts of 50 steps
-    with pytest.raises(ValueError, match=r"updates_per_iteration=2 .* set it to 1"):
+    with pytest.raises(ValueError, match=r"updates_per_iteration=2 .*; try optim.updates_per_iteration=1$"):
         config.check_geometry(6, 50, 2)
     with pytest.raises(ValueError, match="buffer=1000 holds less than the 1029 transitions"):
         config.check_geometry(21, 50, 1)

@@ -65,7 +65,7 @@ def test_the_noise_of_a_layer_grows_linearly_and_is_the_one_that_is_scored():
 def test_growth_that_would_leave_more_noise_than_sigma_is_refused_and_what_the_message_names_fits(law, vp):
     (key,) = (field.name for field in fields(law.Config))
     for growth, level in ((0.5, 0.8), (0.5, 1.0), (0.1, 0.99), (3.0, 0.5)):
-        with pytest.raises(ValueError, match=rf"growth={growth}.*at most .* or rollout\.sampler\.{key}=") as error:
+        with pytest.raises(ValueError, match=rf"growth={growth}.*try growth=.*, or rollout\.sampler\.{key}=") as error:
             Config(growth=growth).check(law.build(law.Config(**{key: level})), 10)
         growths, levels = (float(text) for text in re.findall(r"at most ([\d.]+\d|\d+)", str(error.value)))
         for fits, own in ((growths, level), (growth, levels)):

@@ -71,7 +71,7 @@ def test_a_ratio_by_position_has_no_published_clip_range(name):
 
 def test_a_law_that_is_not_scored_as_a_gaussian_keeps_its_ratio():
     law, config = cps.build(cps.Config()), flow_grpo.Config(spatial=BY_POSITION, clip_range=CLIP)
-    with pytest.raises(ValueError, match=r"'unscaled': set spatial\.ratio=sample, or use flow_sde or dance_sde"):
+    with pytest.raises(ValueError, match=r"'unscaled'; try spatial\.ratio=sample"):
         config.check(law, 8)
     config = flow_grpo.Config(spatial=BY_SAMPLE)
     config.check(law, 8)

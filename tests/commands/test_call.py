@@ -54,7 +54,8 @@ def test_frames_that_a_pipeline_would_round_are_refused_with_the_nearest(wan):
     assert step > 1
     near = 4 * step + 1
     with pytest.raises(
-        ConfigError, match=f"^--set num_frames={near + 1}: must be one more than a multiple of {step}; use {near}$"
+        ConfigError,
+        match=f"^--set num_frames={near + 1}: must be one more than a multiple of {step}; give .*={near}$",
     ):
         call_of(wan, OWN, None, None, [f"num_frames={near + 1}"])
     for frames in (1, near):
@@ -70,7 +71,9 @@ def stub(default: int | None, vae: str = "AutoencoderKL", **factors: int) -> Any
 @pytest.mark.parametrize("default", [161, None])
 def test_ltx_has_its_factor_under_another_name(default):
     pipeline = stub(default, vae_temporal_compression_ratio=8)
-    with pytest.raises(ConfigError, match="num_frames=10: must be one more than a multiple of 8; use 9"):
+    with pytest.raises(
+        ConfigError, match="num_frames=10: must be one more than a multiple of 8; give --set num_frames=9"
+    ):
         call_of(pipeline, {}, None, None, ["num_frames=10"])
     assert call_of(pipeline, {}, None, None, ["num_frames=9"]) == {"num_frames": 9}
 

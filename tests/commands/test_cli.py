@@ -54,7 +54,7 @@ def test_a_backend_that_there_is_not_is_refused_for_a_single_process_too(monkeyp
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("doctor", "--check", "flow_sde", "--model", "tiny-sd3"), "each is a test of its own; give one of them"),
+        (("doctor", "--check", "flow_sde", "--model", "tiny-sd3"), "each is a test of its own; leave out --check"),
         (("score", "--check", "jpeg", "--out", "scores"), "--out scores: --check writes no lines"),
         (("sweep", "quickstart", "--seeds", "\u00b2"), "give different whole numbers"),
         (("sample", "tiny-sd3", "a", "--seed", str(2**64)), "torch takes seeds of 64 bits"),

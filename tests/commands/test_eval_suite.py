@@ -168,7 +168,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path, bright, options, words):
 
 @pytest.mark.parametrize(("option", "value"), [("guidance", 0.0), ("seed", 3), ("batch_size", 8)])
 def test_options_of_a_suite_are_refused_without_one(option, value):
-    with pytest.raises(ConfigError, match=rf"--{option.replace('_', '-')} belongs to a benchmark suite: add --suite"):
+    with pytest.raises(ConfigError, match=rf"--{option.replace('_', '-')}: for a benchmark suite, which --suite"):
         evaluation.command("quickstart", **{option: value})
 
 

@@ -147,7 +147,7 @@ def test_a_video_is_written_as_mp4_at_a_rate_of_the_options(draw):
         (
             "flux",
             ["a", "--fps", "8"],
-            "--fps 8: it is for videos, and FluxPipeline makes images, which are written as PNG; leave it out",
+            "--fps 8: it is for videos, and FluxPipeline makes images, which are written as PNG; leave out --fps 8",
         ),
         ("flux", ["a", "--guidance", "inf"], "--guidance inf: must be a finite number"),
         ("flux", ["a", "--set", "heigth=8"], "heigth: FluxPipeline takes no such argument; did you mean 'height'?"),

@@ -130,7 +130,7 @@ def test_a_group_of_one_is_refused_where_samples_of_a_prompt_are_compared_and_le
 
     assert "algorithm.advantages.name=group compares" in refused()
     assert "rollout.group_size=1" in refused("algorithm={name: flow_grpo, advantages: {name: median}}")
-    assert "raise it to at least 2" in refused(
+    assert "try rollout.group_size=2" in refused(
         "algorithm={name: dgpo, advantages: {name: batch}}", "rollout.sampler=null"
     )
     filtered = "algorithm={name: diffusion_nft, advantages: {name: batch}, filter: {}}"
@@ -367,7 +367,13 @@ REFUSED = [
     ("name=..", "name='..'"),
     ("data.max_eval_prompts=0", "data", "max_eval_prompts=0"),
     ("rewards.1.weight=.nan", "rewards.1.weight = nan"),
-    ("optim.updates_per_iteration=5", "updates_per_iteration=5 does not", "per_iteration=4 x group_size=6", "=3, or ", "=6"),
+    (
+        "optim.updates_per_iteration=5",
+        "updates_per_iteration=5 does not",
+        "per_iteration=4 x group_size=6",
+        "=3, or ",
+        "=6",
+    ),
     ("optim.ema={decay: 0.5, decay: 0.6}", "'decay'"),
     # components: unknown, ill configured, or not fitting the others
     ("model.name=sd33", "model: ", "name='sd33' is unknown", "did you mean 'sd3'?"),
@@ -402,11 +408,11 @@ REFUSED = [
     ("algorithm.advantages={trimmed_ratio: 0.9}", "algorithm.advantages.trimmed_ratio=0.9"),
     ("rollout.sampler={name: memoryless}", "algorithm (flow_grpo)", "clip_range=null", "flow_sde"),
     ("algorithm={name: flow_grpo_fast, high: 10}", "algorithm (flow_grpo_fast)", "last of 10 steps"),
-    ("rollout.sampler={name: cps, noise_level: 0}", "'cps'", "no log-prob", "use flow_sde", "above 0"),
-    ("rollout.sampler={name: sage, eta: 0}", "'sage'", "no log-prob", "use flow_sde", "above 0"),
+    ("rollout.sampler={name: cps, noise_level: 0}", "'cps'", "no log-prob", "try rollout.sampler.noise_level=0.8"),
+    ("rollout.sampler={name: sage, eta: 0}", "'sage'", "no log-prob", "try rollout.sampler.eta=0.5"),
     ("algorithm.sde_steps=[0, 9]", "sde_steps=[0, 9]", "last trainable step is 8"),
     ("rollout.sampler={name: ddim}; algorithm.sde_steps=[0, 10]", "last trainable step is 9"),
-    ("algorithm={name: ddpo, estimator: score}", "optim.updates_per_iteration (now ", "to 1"),
+    ("algorithm={name: ddpo, estimator: score}", "optim.updates_per_iteration=", "try optim.updates_per_iteration=1"),
     ("algorithm={name: dpok}", "optim.updates_per_iteration=", "algorithm.policy_steps=5"),
     ("algorithm.sde_steps=[0, 3, 0]", "sde_steps=[0, 3, 0] names a step twice", "use [0, 3]"),
     ("algorithm={name: flow_grpo_fast, high: 12}", "12", "must end at 9 or before"),
@@ -416,7 +422,7 @@ REFUSED = [
     (
         "algorithm={name: grpo_guard}; rollout.sampler={name: cps}",
         "ratio_norm=true",
-        "dance_sde, or set ratio_norm=false",
+        "try algorithm.ratio_norm=false",
     ),
     (
         "algorithm={name: grpo_guard}; rollout.sampler={name: wan_sde}",
@@ -425,7 +431,7 @@ REFUSED = [
     ),
     (
         "algorithm={name: flow_grpo, spatial: {ratio: position}, clip_range: 1e-3}; rollout.sampler.name=cps",
-        *("spatial.ratio=position", "'unscaled'", "use flow_sde or dance_sde"),
+        *("spatial.ratio=position", "'unscaled'", "try algorithm.spatial.ratio=sample"),
     ),
     ("algorithm.advantages={select: {keep: 5}}", "keep=5", "use 4 or 6"),
     ("algorithm={name: dance_grpo, advantages: {select: {keep: 8}}}", "keep=8", "use one of 2, 4, 6"),

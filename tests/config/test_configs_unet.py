@@ -124,8 +124,14 @@ def test_a_plan_says_that_a_model_is_distilled_and_refuses_cfg_and_flow_laws(tmp
     for words, reason in (
         ((), "measured elsewhere"),
         ((*nft, "optim.batch_size=2"), "measured elsewhere"),
-        (("rollout.guidance_scale=4.0",), r"rollout\.guidance_scale: guidance_scale=4: .*takes no CFG; set it to 1"),
-        (("rollout.sampler={name: flow_sde}",), r"'flow_sde' needs.*set rollout\.sampler=\{name: ddim, eta: 1\.0\}"),
+        (
+            ("rollout.guidance_scale=4.0",),
+            r"rollout\.guidance_scale: guidance_scale=4: .*takes no CFG, whose scale is 1 then",
+        ),
+        (
+            ("rollout.sampler={name: flow_sde}",),
+            r"'flow_sde' needs.*try 'rollout\.sampler=\{.name.: .ddim., .eta.: 1\.0\}'",
+        ),
     ):
         with pytest.raises(ConfigError, match=reason):
             command(str(file), list(words))
@@ -141,7 +147,7 @@ def test_a_plan_says_that_a_model_is_distilled_and_refuses_cfg_and_flow_laws(tmp
         (
             "{name: ddpo, kl: {coef: 0.1, divisor: flow_grpo}}",
             False,
-            r"kl\.divisor=flow_grpo .*leave it out",
+            r"kl\.divisor=flow_grpo .*try algorithm\.kl\.divisor=variance",
         ),
         ("{name: ddpo, kl: {coef: 0.1}}", False, "measured elsewhere"),
         ("{name: ddpo, timestep_fraction: 0.3}", True, r"timestep_fraction=0\.3 of 3 trained steps keeps none"),

@@ -238,7 +238,9 @@ def test_a_class_that_is_not_known_keeps_no_map_of_its_tokens(monkeypatch):
     others = {kind: family for kind, family in FAMILIES.items() if kind != "ChromaPipeline"}
     for module in ("families", "adapter"):
         monkeypatch.setattr(f"flowrl.models.generic.{module}.FAMILIES", others)
-    with pytest.raises(ModelError, match=r"algorithm\.spatial: this model's latents are packed .*spatial=null"):
+    with pytest.raises(
+        ModelError, match=r"algorithm\.spatial: this model's latents are packed .*try algorithm.spatial=null"
+    ):
         packed_grid(adapter("chroma"))
 
 

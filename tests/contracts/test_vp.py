@@ -110,7 +110,7 @@ def test_a_method_for_flows_only_says_what_to_use(name):
 @pytest.mark.parametrize("name", ["flow_sde", "dance_sde", "sage", "memoryless", "wan_sde"])
 def test_a_law_for_flows_only_says_what_to_use(name):
     module, model = registry.load("samplers", name), adapter()
-    with pytest.raises(ValueError, match=rf"'{name}' needs a flow.*rollout\.sampler=\{{name: ddim, eta: 1\.0\}}"):
+    with pytest.raises(ValueError, match=rf"'{name}' needs a flow.*rollout\.sampler=\{{.name.: .ddim., .eta.: 1\.0\}}"):
         step_std(module.build(module.Config()), model.process, make_step(model.process, 0.8, 0.6, 0.5))
 
 

@@ -181,7 +181,7 @@ def test_the_defaults_are_those_of_flow_grpo():
         ({"name": "gdpo"}, "std='global': gdpo normalises every reward within its group"),
         ({"name": "median", "clip": None}, "clip=null"),
         ({"name": "median", "min_deviation": 0.0}, "min_deviation=0.0 must be positive"),
-        ({"name": "median", "trimmed_ratio": 0.1}, "takes no mean"),
+        ({"name": "median", "trimmed_ratio": 0.1}, "'median' leaves no reward out"),
         ({"select": {"name": "best", "keep": 4}}, "select.name = 'best'"),
         ({"select": {"keep": 5}}, "use 4 or 6"),
         ({"select": {"keep": 0}}, "at least 2"),

@@ -353,7 +353,7 @@ def test_shares_hold_whole_trees_and_every_credited_edge_once(name, updates):
     ("algorithm", "words"),
     [
         ("branch_grpo, splits: [5]", "of 6 steps 0..4 can split"),
-        ("branch_grpo, splits: [0, 1, 2, 3]", "group_size=24: .*16 here; use a multiple of 16"),
+        ("branch_grpo, splits: [0, 1, 2, 3]", "group_size=24: .*16 here; try .*rollout.group_size=32"),
         ("branch_grpo, splits: [0, 0]", "none twice"),
         ("branch_grpo, splits: [0, 1], prune: extremes", "keep=4 best and worst of 4 leaves"),
         ("branch_grpo, splits: [0], sde_steps: [0]", "chooses its steps by itself"),
@@ -416,7 +416,7 @@ def test_the_last_step_of_a_moving_window_is_the_last_it_ever_holds(options, siz
         (
             "branch_grpo, splits: [0, 1], split_inflation: 4.0",
             *("rollout.sampler={name: dance_sde}", "rollout.sampler={name: cps}"),
-            r"split_inflation=4\.0.*set it to 1, or use dance_sde",
+            r"split_inflation=4\.0.*; try split_inflation=1\.0",
         ),
         ("tp_grpo, window: 5", "rollout.group_size=12", "rollout.group_size=6", "raise it to at least 12"),
         (  # 8 prompts x 24 samples in trees of 12: an update without a tree would be none

@@ -121,7 +121,7 @@ def _assert_plain_pipelines_read_them() -> None:
 
 
 def test_the_generic_adapter_is_refused_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match=r"model: shard=true.*sd, sdxl, sd3, flux, qwen_image or wan"):
+    with pytest.raises(ConfigError, match=r"model: shard=true.*sd, sdxl, sd3, flux, qwen_image, wan"):
         resolve(load_config("run.yaml", ["model={name: generic, path: nowhere/to-be-found, shard: true}"]))
 
 

@@ -88,11 +88,11 @@ def test_a_resumed_run_of_two_processes_ends_bitwise_where_the_whole_one_ends():
 @pytest.mark.parametrize(
     ("name", "changes", "remedy"),
     [
-        ("branch_grpo", ["rollout.group_size=6"], "has 4 here; use a multiple of 4"),
-        ("tree_grpo", ["rollout.group_size=2"], "has 4 here; use a multiple of 4"),
-        ("tempflow_grpo", ["rollout.group_size=10"], "has 4 here; use a multiple of 4"),
-        ("g2rpo", ["rollout.group_size=3"], "has 4 here; use a multiple of 4"),
-        ("tp_grpo", ["rollout.group_size=2"], "raise it to at least 4"),
+        ("branch_grpo", ["rollout.group_size=6"], "has 4 here; try rollout.group_size=8"),
+        ("tree_grpo", ["rollout.group_size=2"], "has 4 here; try rollout.group_size=4"),
+        ("tempflow_grpo", ["rollout.group_size=10"], "has 4 here; try rollout.group_size=12"),
+        ("g2rpo", ["rollout.group_size=3"], "has 4 here; try rollout.group_size=4"),
+        ("tp_grpo", ["rollout.group_size=2"], "try rollout.group_size=4"),
         (
             "branch_grpo",
             ["optim.updates_per_iteration=4"],

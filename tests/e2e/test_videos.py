@@ -117,7 +117,8 @@ def test_evaluations_may_save_mp4(clips: Path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "av", None)
     code, printed = command(monkeypatch, capsys, "train", "run.yaml", *RUN, "eval.videos=mp4", "name=other")
     assert code == 2, printed
-    assert "eval.videos=mp4 needs a package that is not installed (av): run pip install 'flowrl[video]'" in printed
+    assert "eval.videos=mp4 needs a package that is not installed (av); " in printed
+    assert "run pip install 'flowrl[video]'" in printed
     assert not Path("runs/other/eval").exists()
 
 

@@ -175,6 +175,7 @@ def test_a_frame_count_that_the_encoder_cannot_divide_is_named():
     model.num_frames = 7
     model.pipeline.vae_scale_factor_temporal = 2
     with pytest.raises(
-        ValueError, match=r"model.num_frames=7: the VAE makes latents .* of so many given frames.*use 9"
+        ValueError,
+        match=r"model.num_frames=7: the VAE makes latents .* of so many given frames.*try model.num_frames=9",
     ):
         model.encode_images(clip(frames=7))

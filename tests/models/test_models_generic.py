@@ -113,9 +113,21 @@ def test_an_unknown_class_whose_samples_see_each_others_timestep_is_predicted_st
     ("name", "call", "message"),
     [
         ("wan", {"num_frame": 9}, r"call\.num_frame: WanPipeline takes no such argument; did you mean 'num_frames'"),
-        ("wan", {"num_frames": 8}, r"model\.call\.num_frames=8 must be one more than a multiple of 4, .*; use 9"),
-        ("wan", {"num_frames": 0}, r"model\.call\.num_frames=0 must be one more than a multiple of 4, .*; use 1"),
-        ("ltx", {"num_frames": 8}, r"model\.call\.num_frames=8 must be one more than a multiple of 4, .*; use 9"),
+        (
+            "wan",
+            {"num_frames": 8},
+            r"model\.call\.num_frames=8 must be one more than a multiple of 4, .*; try model.call.num_frames=9",
+        ),
+        (
+            "wan",
+            {"num_frames": 0},
+            r"model\.call\.num_frames=0 must be one more than a multiple of 4, .*; try model.call.num_frames=1",
+        ),
+        (
+            "ltx",
+            {"num_frames": 8},
+            r"model\.call\.num_frames=8 must be one more than a multiple of 4, .*; try model.call.num_frames=9",
+        ),
         ("wan", {"height": 16}, r"model\.call\.height is not to be set: model\.height decides it"),
         ("wan", {"guidance_scale": 3}, r"rollout\.guidance_scale decides it"),
         ("wan", {"prompt_embeds": None}, "takes no such argument"),
@@ -129,7 +141,9 @@ def test_a_wrong_argument_of_the_call_is_named(name, call, message):
 
 @pytest.mark.parametrize(("name", "height", "near"), [("flux", 18, 16), ("wan", 24, 32), ("sd", 15, 16)])
 def test_a_size_that_the_vae_cannot_divide_is_refused_with_the_nearest(name, height, near):
-    with pytest.raises(ModelError, match=rf"model\.height={height} must be a multiple of \d+; use {near}"):
+    with pytest.raises(
+        ModelError, match=rf"model\.height={height} must be a multiple of \d+; try model\.height={near}"
+    ):
         around(name, tiny.make(name), height=height)
 
 

@@ -193,7 +193,9 @@ def test_init_lora_that_is_no_lora_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("size", "near"), [(20, 16), (0, 8), (-8, 8), (72, 64), (65, 64), (3, 8)])
 def test_a_size_that_does_not_fit_is_refused_with_the_nearest_that_does(size, near):
-    with pytest.raises(ModelError, match=rf"model\.width={size} must be a multiple of 8 in 8\.\.64; use {near}$"):
+    with pytest.raises(
+        ModelError, match=rf"model\.width={size} must be a multiple of 8 in 8\.\.64; try model\.width={near}$"
+    ):
         tiny.adapter(width=size)
 
 

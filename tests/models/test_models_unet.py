@@ -157,7 +157,9 @@ def test_the_last_step_keeps_its_noise_where_final_alpha_is_first(around):
 
 
 def test_a_flow_has_no_other_end():
-    with pytest.raises(ModelError, match=r"model\.final_alpha=first: a flow ends at sigma 0; leave it out"):
+    with pytest.raises(
+        ModelError, match=r"model\.final_alpha=first: a flow ends at sigma 0; try model.final_alpha=model"
+    ):
         generic(tiny.make("sd3"), final_alpha="first")
 
 
@@ -210,7 +212,7 @@ def test_a_wrong_guess_is_put_right_by_model_distilled():
         assert bool(other.distilled) == (how == "adversarial")
         other.check_guidance(1.0)
         if how == "adversarial":
-            with pytest.raises(ModelError, match=r"no CFG; set it to 1, or model\.distilled=none"):
+            with pytest.raises(ModelError, match=r"no CFG, whose scale is 1 then.*try model\.distilled=none"):
                 other.check_guidance(3.0)
 
 
@@ -253,7 +255,7 @@ def test_a_distilled_checkpoint_takes_no_cfg(kind):
     model = adapter("sd", turbo() if kind == "turbo" else consistency(None))
     x, timestep, cond = native.point(model)
     assert model.predict(x, timestep, cond, 1.0).isfinite().all()
-    with pytest.raises(ModelError, match=rf"guidance_scale=3: .*(?i:{kind}).* takes no CFG; set it to 1"):
+    with pytest.raises(ModelError, match=rf"guidance_scale=3: .*(?i:{kind}).* takes no CFG, whose scale is 1 then"):
         model.predict(x, timestep, cond, 3.0)
 
 
@@ -316,7 +318,11 @@ def test_a_refiner_without_its_first_text_encoder_is_refused():
     [
         ({"timestep_spacing": "linspace", "final_alpha": "first"}, 5, "final_alpha: the last step would not move"),
         ({}, 1001, r"model\.timestep_spacing: 1001 steps"),
-        ({"timestep_spacing": "lcm"}, 5, "timestep_spacing=lcm: .*use leading.*distilled=consistency"),
+        (
+            {"timestep_spacing": "lcm"},
+            5,
+            "timestep_spacing=lcm: .*try model.timestep_spacing=null, or model.distilled=consistency",
+        ),
         ({"guidance_rescale": 1.5}, 5, r"guidance_rescale=1\.5 must lie in \[0, 1\]"),
     ],
 )

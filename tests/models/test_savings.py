@@ -218,8 +218,8 @@ def test_a_backend_that_agrees_changes_nothing_but_itself():
 @pytest.mark.parametrize(
     ("options", "installed", "message"),
     [
-        ({"memory": {"quantize": "int8"}}, False, r"quantize=int8 needs torchao: pip install 'flowrl\[quant\]'"),
-        ({"memory": {"quantize": "nf4"}}, False, r"quantize=nf4 needs bitsandbytes: pip install 'flowrl\[quant\]'"),
+        ({"memory": {"quantize": "int8"}}, False, r"quantize=int8 needs torchao; run pip install 'flowrl\[quant\]'"),
+        ({"memory": {"quantize": "nf4"}}, False, r"quantize=nf4 needs bitsandbytes; run pip install 'flowrl\[quant\]'"),
         ({"memory": {"quantize": "nf4"}}, True, "quantize=nf4 needs a GPU"),
         ({"attention": "flsh"}, False, "is not a backend of diffusers; there are: flash, "),
         ({"attention": "flash"}, False, "pip install flash-attn"),
@@ -239,7 +239,7 @@ def test_an_option_without_its_package_gpu_or_backward_pass_is_refused_before_lo
 
 @pytest.mark.parametrize("case", ["sd3", "generic:sd"])
 def test_a_network_that_would_not_use_the_backend_is_refused(case):
-    with pytest.raises(ModelError, match="would change nothing; use null or xformers"):
+    with pytest.raises(ModelError, match=r"would change nothing; try model\.attention=null"):
         adapter(case, attention="_native_math")
 
 
@@ -354,11 +354,16 @@ def test_types_that_a_card_lacks_are_refused_before_loading(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: card)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: emulated)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(ModelError, match=r"model\.dtype=bfloat16: Tesla T4 has no bfloat16 .*; use float16"):
+    with pytest.raises(
+        ModelError, match=r"model\.dtype=bfloat16: Tesla T4 has no bfloat16 .*; try model.dtype=float16"
+    ):
         savings.check_available(config(dtype="bfloat16", lora=LORA))
     monkeypatch.setattr(torch, "ones", lambda *size: _Without8Bits())
     savings.check_available(config(dtype="float16", lora=LORA))
-    with pytest.raises(ModelError, match=r"layerwise_casting=float8_e4m3fn does not work on cuda .*; use null"):
+    with pytest.raises(
+        ModelError,
+        match=r"layerwise_casting=float8_e4m3fn does not work on cuda .*; try model.memory.layerwise_casting=null",
+    ):
         savings.check_available(config(lora=LORA, memory={"layerwise_casting": "float8_e4m3fn"}))
 
 

@@ -120,7 +120,10 @@ def test_channels_last_of_a_vae_for_videos_is_refused():
 
 
 def test_a_vae_that_is_known_to_overflow_is_refused_with_the_one_that_does_not():
-    with pytest.raises(ModelError, match=r"model\.vae_precision=float16.*model\.vae=madebyollin/sdxl-vae-fp16-fix"):
+    with pytest.raises(
+        ModelError,
+        match=r"model\.vae_precision=float16.*madebyollin/sdxl-vae-fp16-fix.*; try model\.vae_precision=bfloat16",
+    ):
         adapter("sdxl", vae_precision="float16")
     pipe = tiny.make("sdxl")
     pipe.vae.register_to_config(force_upcast=False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 import shlex
 import sys
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
+from flowrl.config.extends import load_layers
 from flowrl.config.load import load_config, resolve
-from flowrl.core.errors import Fault, Remedy
+from flowrl.core.errors import Advised, Fault, Remedy
 from flowrl.core.strict import overridden
 from tests.remedies.source import ROOT, places
 
@@ -48,13 +51,20 @@ def recorded() -> Iterator[set[str]]:
         yield made
 
 
-def provoked(act: Callable[[], object], claimed: Sequence[str]) -> Fault:
-    """The fault of `act`, whose remedies are of the claimed places."""
-    with recorded() as made, pytest.raises(Fault) as caught:
+def provoked(act: Callable[[], object], claimed: Sequence[str]) -> Advised:
+    """The exception of `act`, whose remedies are of the claimed places."""
+    with recorded() as made, pytest.raises(Advised) as caught:
         act()
     assert caught.value.remedies, str(caught.value)
     assert set(claimed) <= made, f"made at {sorted(made)}: {caught.value}"
     return caught.value
+
+
+def each_ends(act: Callable[[Remedy], object], place: str) -> None:
+    """`act` raises after an empty remedy, and not after any that the exception gives."""
+    fault = provoked(lambda: act(Remedy()), numbered(place))
+    for remedy in fault.remedies:
+        act(remedy)
 
 
 def words_of(remedy: Remedy) -> list[str]:
@@ -66,13 +76,13 @@ def words_of(remedy: Remedy) -> list[str]:
 
 
 def recipe(name: str) -> dict[str, Any]:
-    """Plain data of a recipe of the lab; after `+` the keys of others that replace its own."""
-    return yaml.safe_load((ROOT / f"configs/lab/{name}.yaml").read_text(encoding="utf-8"))
+    """Plain data of a recipe of the lab."""
+    return load_layers(ROOT / f"configs/lab/{name}.yaml").tree
 
 
 def loaded(folder: Path, tree: dict[str, Any], words: Sequence[str], *, deep: bool = False) -> None:
     """Check a configuration as `flowrl plan` does; deep: on the model without its weights."""
-    from flowrl.commands.plan import step_plan
+    from flowrl.commands.plan import step_plan, transition_std
     from flowrl.config.checks import check_model
     from flowrl.planning.memory import skeleton
 
@@ -82,7 +92,7 @@ def loaded(folder: Path, tree: dict[str, Any], words: Sequence[str], *, deep: bo
     if deep:
         adapter = skeleton(resolved)
         check_model(resolved, adapter)
-        step_plan(resolved, adapter)
+        transition_std(resolved, adapter, step_plan(resolved, adapter))
 
 
 def removed(tree: dict[str, Any], key: str) -> dict[str, Any]:
@@ -97,7 +107,7 @@ def removed(tree: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def follow_settings(
-    check: Callable[[dict[str, Any], Sequence[str]], object], tree: dict[str, Any], words: Sequence[str], fault: Fault
+    check: Callable[[dict[str, Any], Sequence[str]], object], tree: dict[str, Any], words: Sequence[str], fault: Advised
 ) -> None:
     """Do each remedy of a configuration's fault, and check that it is valid then."""
     for remedy in fault.remedies:
@@ -112,16 +122,13 @@ def follow_settings(
             raise AssertionError(f"{fault}\n{remedy} does not end it: {error}") from error
 
 
-def require_package(remedy: Remedy) -> None:
-    """Check the command of a remedy that installs something: the extra is declared."""
-    import tomllib
-
+def require_package(remedy: Remedy, *missing: str) -> None:
+    """Check the command of a remedy that installs something: each extra is declared, and brings what is missing."""
     program, action, *wanted = shlex.split(remedy.command)
     assert (program, action) == ("pip", "install"), remedy
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    for name in wanted:
-        if name.startswith("flowrl["):
-            assert name.removeprefix("flowrl[").removesuffix("]") in extras, remedy
+    brought = [name for word in wanted for name in (extras[word[7:-1]] if word.startswith("flowrl[") else [word])]
+    assert set(missing) <= {re.split(r"[^\w-]", name)[0] for name in brought}, remedy
 
 
 # ---- commands
@@ -137,10 +144,9 @@ def command_fault(words: Sequence[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["flowrl", *words])
         patch.setattr(flowrl.cli, "handle", handle)
-        try:
+        with pytest.raises(SystemExit) as left:
             flowrl.cli.main()
-        except SystemExit as left:
-            assert left.code in (0, None), f"flowrl {shlex.join(words)}: exit code {left.code}"
+    assert left.value.code in (0, None), f"flowrl {shlex.join(words)}: exit code {left.value.code}"
 
 
 def with_remedy(words: Sequence[str], remedy: Remedy) -> list[str]:
@@ -169,6 +175,15 @@ def _takes_value(command: str, word: str) -> bool:
 
     parameters = typer.main.get_command(flowrl.cli.app).commands[command].params
     return any(word in each.opts and not each.is_flag for each in parameters if each.param_type_name == "option")
+
+
+def goes_further(words: Sequence[str], fault: Advised) -> bool:
+    """Whether `flowrl WORDS` comes past the line that raised the fault; it may fail later, without a model or run."""
+    try:
+        command_fault(words)
+    except Fault as error:
+        return raised_at(error) != raised_at(fault)
+    return True
 
 
 def raised_at(error: BaseException) -> tuple[str, int]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from tests.remedies import FOLLOWED
 from tests.remedies.source import FILES, ROOT, called, functions, parsed, places
 
-for module in sorted(Path(__file__).parent.glob("test_*.py")):
-    if module != Path(__file__):
-        importlib.import_module(f"tests.remedies.{module.stem}")
+for module in sorted((ROOT / "tests").rglob("test_*.py")):  # also those that follow a remedy in a test of their own
+    if module != Path(__file__) and "@follows(" in module.read_text(encoding="utf-8"):
+        importlib.import_module(".".join(module.relative_to(ROOT).with_suffix("").parts))
 
 FAULTS = ("ConfigError", "ModelError", "RewardError", "CheckpointError", "Diverged", "LaunchError", "ParityError")
 # What a message says where it names something to do: an option with its value, or a command with its word.

@@ -220,7 +220,10 @@ def test_notes_that_cannot_be_written_end_the_tracker_and_not_the_run(folder, re
         (["tensorbord"], ("trackers.0 = 'tensorbord'", "did you mean 'tensorboard'", "wandb")),
         ([3], ("trackers.0 = 3", "name of a tracker")),
         ([{"log_dir": "x"}], ("trackers.0 = ", "`name`")),
-        (["tensorboard", {"name": "tensorboard"}], ("trackers.1 = 'tensorboard'", "trackers.0", "keep one entry")),
+        (
+            ["tensorboard", {"name": "tensorboard"}],
+            ("trackers.1 = 'tensorboard'", "trackers.0", "leave out trackers.1"),
+        ),
         ([{"name": "tensorboard", "flush": 1}], ("trackers.0.flush = 1", "did you mean 'flush_secs'")),
         ([{"name": "tensorboard", "project": "x"}], ("trackers.0.project", "no such option")),
         (["clearml"], ("trackers.0 = 'clearml'", "pip install clearml")),

@@ -85,7 +85,7 @@ def test_paged_state_is_counted_apart_from_its_first_hundred_thousand_values_on(
 
 
 def test_what_cannot_work_is_refused_with_the_remedy(monkeypatch):
-    with pytest.raises(ConfigError, match="this run is on cpu; use adamw_8bit"):
+    with pytest.raises(ConfigError, match=r"this run is on cpu; try optim\.name=adamw_8bit"):
         optimizers.require("paged_adamw_8bit", CPU)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs bitsandbytes: pip install 'flowrl\[quant\]'"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.core.mp4 import require_rate
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
@@ -84,7 +84,8 @@ class Generic(ModelAdapter):
         self.image_limits, self.frame_images = door.images.limits, self.family.frames
         self.decodes_with_cond = door.images.holds
         if self.path.is_flow and config.final_alpha != "model":
-            raise ModelError(f"model.final_alpha={config.final_alpha}: a flow ends at sigma 0; leave it out")
+            words = f"model.final_alpha={config.final_alpha}: a flow ends at sigma 0"
+            raise ModelError(words, remedies=[Remedy({"model.final_alpha": "model"})])
         self.device, self.dtype = torch.device("cpu"), torch_dtype(config.dtype)
         self.autocasts = config.precision == "autocast"
         self._template: Template | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.core.media import FPS
 from flowrl.core.mp4 import require_rate
 from flowrl.core.registry import suggest
@@ -68,7 +68,7 @@ def guidance_arguments(pipeline: Any, scale: float, call: Mapping[str, Any]) -> 
     if kind == "guider":
         pipeline.guider.guidance_scale = scale
         return {}
-    raise ModelError(f"{type(pipeline).__name__} takes no guidance scale; leave --guidance out")
+    raise ModelError(f"{type(pipeline).__name__} takes no guidance scale", remedies=[Remedy(without="--guidance")])
 
 
 def check_components(pipeline: Any) -> None:
@@ -118,7 +118,10 @@ class Size:
                 raise ModelError(f"{type(pipeline).__name__} has no default size: set model.height and model.width")
             if side <= 0 or side % (scale * patch):
                 near = max(round(side / (scale * patch)), 1) * scale * patch
-                raise ModelError(f"model.{name}={side} must be a multiple of {scale * patch}; use {near}")
+                raise ModelError(
+                    f"model.{name}={side} must be a multiple of {scale * patch}",
+                    remedies=[Remedy({f"model.{name}": near})],
+                )
             sides.append(side)
         return Size(sides[0], sides[1], scale * patch)
 
@@ -140,7 +143,8 @@ class Size:
         if (height, width) != (self.height, self.width):
             raise ModelError(
                 f"model.height={self.height}, model.width={self.width} is not a size of {type(pipeline).__name__}: "
-                f"it makes {height} x {width} of such an image; use those"
+                f"it makes {height} x {width} of such an image",
+                remedies=[Remedy({"model.height": height, "model.width": width})],
             )
 
 
@@ -190,8 +194,8 @@ def frames_of(pipeline: Any, given: Mapping[str, Any], parameters: Mapping, netw
     if given.get(name) not in (None, whole):
         near = max(round((int(asked) - 1) / step), 0) * step + 1
         raise ModelError(
-            f"model.call.{name}={asked} must be one more than a multiple of {step}, the VAE's factor in time; "
-            f"use {near}"
+            f"model.call.{name}={asked} must be one more than a multiple of {step}, the VAE's factor in time",
+            remedies=[Remedy({f"model.call.{name}": near})],
         )
     return whole
 

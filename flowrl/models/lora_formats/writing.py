@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ModelError, Remedy
 from flowrl.models.lora_formats.places import Family, Place
 
 Layout = Literal["kohya", "comfyui"]
@@ -34,15 +34,17 @@ def renamed(tensors: dict[str, Tensor], scale: float, family: Family, layout: La
     known = {f"{name}.lora_{half}.weight" for name in modules for half in "AB"}
     if set(tensors) != known:
         odd = sorted(set(tensors) ^ known)[0]
-        raise ModelError(f"{odd}: only a plain LoRA has names in the layout {layout}; use --format merged")
+        raise ModelError(
+            f"{odd}: only a plain LoRA has names in the layout {layout}", remedies=[Remedy(flag="--format merged")]
+        )
     groups: dict[str, tuple[Place, dict[int, tuple[Tensor, Tensor]]]] = {}
     for name in modules:
         pair = tensors[f"{name}.lora_A.weight"].float(), tensors[f"{name}.lora_B.weight"].float()
         place = family.place(name)
         if place is None or pair[0].ndim != 2:
             raise ModelError(
-                f"{name} is not in the table of {family.name} for the layout {layout}; train other targets, or use "
-                "--format diffusers or merged"
+                f"{name} is not in the table of {family.name} for the layout {layout}",
+                remedies=[Remedy(flag="--format diffusers"), Remedy(flag="--format merged")],
             )
         groups.setdefault(place.dotted, (place, {}))[1][place.slot] = pair
     result: dict[str, Tensor] = {}
@@ -66,7 +68,10 @@ def fuse(parts: dict[int, tuple[Tensor, Tensor]], widths: tuple[int, ...]) -> tu
     first = next(iter(parts.values()))[0]
     rank, into = first.shape
     if {len(down) for down, _ in parts.values()} != {rank}:
-        raise ModelError("modules that share a matrix of the original network have several ranks; use --format merged")
+        raise ModelError(
+            "modules that share a matrix of the original network have several ranks",
+            remedies=[Remedy(flag="--format merged")],
+        )
     down, up = torch.zeros(len(widths) * rank, into), torch.zeros(sum(widths) * into, len(widths) * rank)
     row = 0
     for slot, width in enumerate(widths):

@@ -205,8 +205,8 @@ def test_the_command_adds_a_win_rate_with_its_bias(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"base": None}, "pairs have images of two models; name the other with --base"),
-        ({"pair_judge": None, "pair_set": ["x=1"]}, "--pair-set x=1: it belongs to --pair-judge"),
+        ({"base": None}, "pairs have images of two models, and no --base names the other"),
+        ({"pair_judge": None, "pair_set": ["x=1"]}, "--pair-set x=1: it is an option of a --pair-judge"),
     ],
 )
 def test_a_judge_of_pairs_needs_two_models(tmp_path, options, reason):
