@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -125,8 +126,8 @@ def test_at_the_time_limit_samples_without_a_vote_are_nan_and_the_reason_names_t
     assert found["votes_missing"] == [1.0] * 4
     assert said is not None
     assert (
-        f"4 samples of iteration 1 were not compared by anybody (time_limit=0.02); vote with `flowrl vote {tmp_path}"
-        in said[0]
+        "4 samples of iteration 1 were not compared by anybody (time_limit=0.02); vote with "
+        f"`flowrl vote {shlex.quote(str(tmp_path))}" in said[0]
     )
 
 
