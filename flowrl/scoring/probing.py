@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,7 +15,15 @@ from flowrl.models.base import ModelAdapter
 from flowrl.reward import RewardError
 from flowrl.scoring.one_call import score_once
 from flowrl.scoring.scorer import FLOATS, Scorer
-from flowrl.scoring.steadiness import AGAIN, BY_ITSELF, REPEATABLE, Apart, alone_tolerance, most_apart, rows
+from flowrl.scoring.steadiness import (
+    BY_ITSELF,
+    REPEATABLE,
+    Apart,
+    alone_tolerance,
+    could_be_rounding,
+    most_apart,
+    rows,
+)
 from flowrl.scoring.surroundings import MEND, Batch, Conduct
 from flowrl.scoring.weighted import WeightedReward
 
@@ -90,20 +98,31 @@ def try_reward(entry: WeightedReward, batch: Batch, conduct: Conduct) -> dict[st
     if not card.repeatable:
         return scores
     second = Conduct()
-    apart = most_apart(scores, _scored(entry, batch, second))
-    if apart.by > AGAIN:
+    again = _scored(entry, batch, second)
+    for apart in _differing(scores, again, alone_tolerance(card)):  # sums on a GPU may have no fixed order
         differs = f"differs from call to call: {_values(apart, apart.row, batch, 'in one', 'in the next')}"
         raise RewardError(_refused(entry.name, differs, REPEATABLE, [*conduct.reasons, *second.reasons]))
     if card.needs_groups:
         return scores
     # Neither the best nor the worst: a rank, or a share of the best, would be the same alone.
-    row = int(scores[card.outputs[0]].nan_to_num(-torch.inf).argsort()[len(batch) // 2])
-    alone = Conduct()
-    apart = most_apart(rows(scores, [row]), _scored(entry, batch.pick([row]), alone))
-    if apart.by > alone_tolerance(card):
+    told = max(scores.values(), key=lambda values: values.unique().numel())
+    row = int(told.nan_to_num(-torch.inf).argsort()[len(batch) // 2])
+    lone = Conduct()
+    alone = _scored(entry, batch.pick([row]), lone)
+    for apart in _differing(rows(scores, [row]), alone, alone_tolerance(card)):
         differs = f"depends on its batch: {_values(apart, row, batch, f'among {len(batch)}', 'alone')}"
-        raise RewardError(_refused(entry.name, differs, BY_ITSELF, [*conduct.reasons, *alone.reasons]))
+        if not could_be_rounding(apart):
+            raise RewardError(_refused(entry.name, differs, BY_ITSELF, [*conduct.reasons, *lone.reasons]))
+        log.warning("reward %r %s; if this is more than rounding, %s", entry.name, differs, BY_ITSELF)
     return scores
+
+
+def _differing(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], tolerance: float) -> Iterator[Apart]:
+    """The largest difference of each output that has one beyond `tolerance`."""
+    for name in first:
+        apart = most_apart({name: first[name]}, {name: second[name]})
+        if apart.by > tolerance:
+            yield apart
 
 
 def _values(apart: Apart, row: int, batch: Batch, first: str, second: str) -> str:

@@ -20,10 +20,14 @@ ALONE_IN_HALF = 5e-2
 _SMALL = 1e-3
 """Below this largest score of a batch the scores themselves are the scale of a difference; down to 1e-6, where `ALONE`
 is at the rounding of float32 numbers around 1 (1e-7)."""
-BY_ITSELF = "score each sample by itself: no mean, maximum or padding over the batch (or declare needs_groups)"
+BY_ITSELF = (
+    "score each sample by itself: no mean, maximum or padding over the batch (or declare it in the file: CARD = "
+    "flowrl.Card(..., needs_groups=True) for a score among the samples of a prompt, half_precision=True for a network "
+    "in half precision or TF32)"
+)
 REPEATABLE = (
-    "seed what is random from the sample itself, and put the network in eval() (or declare repeatable=False, as for a "
-    "judge whose answers vary)"
+    "seed what is random from the sample itself, and put the network in eval() (or declare it in the file, as for a "
+    "judge whose answers vary: CARD = flowrl.Card(..., repeatable=False))"
 )
 
 
@@ -63,6 +67,17 @@ def most_apart(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Apa
             if value > worst.by:
                 worst = Apart(name, row, float(a[row]), float(b[row]), value)
     return worst
+
+
+def could_be_rounding(apart: Apart) -> bool:
+    """Whether a difference is that of half precision or TF32: within `ALONE_IN_HALF` of the score's own size.
+
+    Not of 1: scores around 0 that are taken over a batch differ by as much as they are.
+
+    >>> could_be_rounding(Apart("a", 0, 20.0, 20.02, 1e-3)), could_be_rounding(Apart("a", 0, 0.02, 0.0, 0.02))
+    (True, False)
+    """
+    return abs(apart.first - apart.second) <= ALONE_IN_HALF * max(abs(apart.first), abs(apart.second))
 
 
 def difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:

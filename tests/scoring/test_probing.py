@@ -107,14 +107,40 @@ def test_two_more_calls_no_cache_and_none_of_what_was_tried_with_other_prompts()
         tried(entry(lambda i, p, m: torch.rand(len(p), generator=drawn), cache=kept))
 
 
-def test_rounding_is_no_difference_and_half_precision_has_its_own():
-    def in_half(images, prompts, metadata):  # 0.5 + 2^-9 alone: half a step of bfloat16 at 1
-        return means(images) * 0 + 0.5 + (2**-9 if len(prompts) == 1 else 0.0)
+def rounded(size: float, off: float):
+    """Scores around `size` that are `off` of it larger alone, as where a kernel is chosen by the batch."""
 
-    with pytest.raises(RewardError, match=r"is 0\.5 among 4 and 0\.501953125 alone"):
-        tried(entry(in_half))
+    def score(images, prompts, metadata):
+        return (means(images) + size) * (1 + (off if len(prompts) == 1 else 0.0))
+
+    return score
+
+
+@pytest.mark.parametrize("size", [0.5, 20.0])
+def test_rounding_is_no_difference_and_that_of_half_precision_is_only_named(size, caplog):
+    tried(entry(rounded(size, 2**-20)))
+    assert not caplog.text
+    in_half = rounded(size, 2**-8)  # half a step of bfloat16; one of TF32 is 2^-10
+    tried(entry(in_half))
+    assert "depends on its batch: 'mine' of probe" in caplog.text
+    assert "half_precision=True" in caplog.text
+    caplog.clear()
     tried(entry(in_half, half_precision=True))
-    tried(entry(lambda i, p, m: means(i) * (1 + 2**-20 * len(p))))
+    assert not caplog.text
+    with pytest.raises(RewardError, match="depends on its batch"):
+        tried(entry(rounded(size, 0.1)))
+
+
+def test_of_several_outputs_the_one_that_differs_is_found_though_the_first_is_constant():
+    card = Card(outputs=("one", "rank", "large"))
+
+    def score(images, prompts, metadata):
+        m = means(images)
+        large = 1000.0 + (3.0 if len(prompts) == 1 else 0.0)  # rounding of half precision, and the larger difference
+        return {"one": torch.ones(len(m)), "rank": 1e-3 * m.argsort().argsort().float(), "large": large + 0 * m}
+
+    with pytest.raises(RewardError, match="depends on its batch: 'rank'"):
+        tried(WeightedReward("mine", Reward(score, card)))
 
 
 @pytest.mark.parametrize(
