@@ -117,10 +117,14 @@ def rounded(size: float, off: float):
 
 
 @pytest.mark.parametrize("size", [0.5, 20.0])
-def test_rounding_is_no_difference_and_that_of_half_precision_is_only_named(size, caplog):
+def test_rounding_is_no_difference_and_that_of_half_precision_is_only_named_on_a_gpu(size, caplog, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     tried(entry(rounded(size, 2**-20)))
     assert not caplog.text
     in_half = rounded(size, 2**-8)  # half a step of bfloat16; one of TF32 is 2^-10
+    with pytest.raises(RewardError, match="half_precision=True"):
+        tried(entry(in_half))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     tried(entry(in_half))
     assert "depends on its batch: 'mine' of probe" in caplog.text
     assert "half_precision=True" in caplog.text
