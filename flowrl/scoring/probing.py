@@ -111,7 +111,7 @@ def try_reward(entry: WeightedReward, batch: Batch, conduct: Conduct) -> dict[st
     alone = _scored(entry, batch.pick([row]), lone)
     for apart in _differing(rows(scores, [row]), alone, alone_tolerance(card)):
         differs = f"depends on its batch: {_values(apart, row, batch, f'among {len(batch)}', 'alone')}"
-        # On the CPU float32 is float32; a GPU rounds convolutions to TF32 by default, whatever the reward is written in.
+        # On the CPU float32 is float32; a GPU rounds convolutions to TF32 by default, whatever type a reward has.
         if not (torch.cuda.is_available() and could_be_rounding(apart)):
             raise RewardError(_refused(entry.name, differs, BY_ITSELF, [*conduct.reasons, *lone.reasons]))
         log.warning("reward %r %s; if this is more than rounding, %s", entry.name, differs, BY_ITSELF)
