@@ -1,8 +1,8 @@
 """The records of a list matched with the files of a folder: by what a record says, by place only if it says nothing.
 
 A value names a file if it is the file's name, stem or path, or the number in it, or if it is a prompt and the file is
-called by it. A key that does so for every file matches them. A list goes by place only where no value names a file and
-the names have one order.
+called by it or its beginning. A key that does so for every file matches them. A list goes by place only where no value
+names a file and the names have one order.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _REFERENCES = "images"
 """Key of the images that a prompt edits, whose names may be those of other files."""
 _NUMBERING = ("id", "key", "index", "idx", "name", "filename", "path", "file", "image", "img", "video", "seed", "url")
 """Last words of keys whose numbers are names; under other keys a number may be a count."""
+_CUT = 10
+"""Least length of the beginning of a prompt that a file is called by: a short one may be an accident."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class _Key:
     """File -> the records that name it."""
     numbers: bool
     """All its values are numbers."""
+    shared: bool = False
+    """Numbers of groups, or one seed of all: of the records that have one, at most half have another one."""
 
     @property
     def rank(self) -> int:
@@ -54,7 +58,17 @@ class _Key:
     @property
     def means_files(self) -> bool:
         """Whether even one hit under it is no accident."""
-        return not self.numbers or ["", *re.findall(r"[A-Z]?[a-z]+|[A-Z]+", self.name)][-1].lower() in _NUMBERING
+        return not self.numbers or self._last in _NUMBERING
+
+    def accident(self, running: bool) -> bool:
+        """Whether hits for some of the files are one; `running`: the files are numbered one after the other."""
+        if self.name == _REFERENCES or not self.means_files:
+            return True
+        return self.numbers and self.name not in NAMING and (self.shared or (running and self._last == "seed"))
+
+    @property
+    def _last(self) -> str:
+        return ["", *re.findall(r"[A-Z]?[a-z]+|[A-Z]+", self.name)][-1].lower()
 
 
 def matched(
@@ -72,7 +86,8 @@ def matched(
         ConfigError: a key names some of the files only, two keys or records contradict each other, or the files could
             go by place in more than one way.
     """
-    keys = _keys(_Files(names, held), records)
+    files = _Files(names, held)
+    keys = _keys(files, records)
     whole = [key for key in keys if len(key.rows) == len(names) and _doubled(key, records) is None]
     placed = list(range(len(names))) if len(names) == len(records) else None
     best = min((key.rank for key in whole if key.means_files), default=None)
@@ -88,7 +103,7 @@ def matched(
         by = "the prompts in them or their names" if first.name == _PROMPT else repr(first.name)
         return rows, f"{len(names)} files matched with {len(records)} records by {by}"
     if placed is None or not any(key.name == _PROMPT and key.holds(placed) for key in keys):
-        _refuse_partial(keys, names, records, where)
+        _refuse_partial([key for key in keys if not key.accident(files.running)], names, records, where)
     for key in whole:  # numbers under a key of any name
         if placed is None or any(records[key.rows[file][0]] != records[file] for file in placed):
             raise _refused(where, f"{key.name!r} numbers the files in another order than theirs")
@@ -112,8 +127,6 @@ def _refused(where: str, why: str) -> ConfigError:
 def _refuse_partial(keys: Sequence[_Key], names: Sequence[str], records: Sequence[Record], where: str) -> None:
     """Refuse a list of which some values name files, and none of its keys all of them."""
     for key in sorted(keys, key=lambda key: key.rank):
-        if not key.means_files or key.name == _REFERENCES:
-            continue
         doubled = _doubled(key, records)
         if doubled is not None:
             raise _refused(where, f"two records name the same file, {names[doubled]!r}, under {key.name!r}")
@@ -122,7 +135,7 @@ def _refuse_partial(keys: Sequence[_Key], names: Sequence[str], records: Sequenc
             where, f"no record has the file {lacking[0]!r} under {key.name!r} ({len(lacking)} of {len(names)} lack one)"
         )
     for _, metadata in records:
-        name = next((name for name in _SAYING if isinstance(metadata.get(name), str)), None)
+        name = next((name for name in _SAYING if isinstance(metadata.get(name), str) and metadata[name].strip()), None)
         if name is not None:
             raise _refused(where, f"no record has the file {names[0]!r}; {name!r} is {metadata[name][:60]!r}")
 
@@ -136,16 +149,27 @@ def _keys(files: _Files, records: Sequence[Record]) -> list[_Key]:
     """Keys that name at least one file."""
     rows: dict[str, dict[int, list[int]]] = {}
     words: set[str] = set()
+    numbers: dict[str, list[int]] = {}
+    begun: dict[int, list[int]] = {}
     for number, (text, metadata) in enumerate(records):
         for key, value in _values(metadata):
             found, as_number = files.named(value)
             for file in found:
                 rows.setdefault(key, {}).setdefault(file, []).append(number)
                 words |= set() if as_number else {key}
-        for file in files.called(text):
+            if as_number and (said := _number(value)) is not None:
+                numbers.setdefault(key, []).append(said)
+        called = files.called(text)
+        for file in called:
             rows.setdefault(_PROMPT, {}).setdefault(file, []).append(number)
-            words.add(_PROMPT)
-    return [_Key(key, own, key not in words) for key, own in rows.items()]
+        for file in () if called else files.begun(text):
+            begun.setdefault(file, []).append(number)
+    by_prompt = begun | rows.get(_PROMPT, {})
+    if by_prompt:
+        rows[_PROMPT] = by_prompt
+        words.add(_PROMPT)
+    shared = {key for key, said in numbers.items() if 2 * len(set(said)) <= len(said)}
+    return [_Key(key, own, key not in words, key in shared) for key, own in rows.items()]
 
 
 def _values(metadata: Any, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -169,6 +193,8 @@ class _Files:
         self.numbers: dict[int, list[int]] = {}
         self.samples: dict[int, list[int]] = {}
         self.words: dict[str, list[int]] = {}
+        self.cut: dict[str, list[int]] = {}
+        """Of files that hold no prompt: their names may be cut, and a number may stand before them."""
         for file, name in enumerate(names):
             stem = PurePosixPath(name).stem
             self.exact.setdefault(_folded(name), []).append(file)
@@ -179,8 +205,19 @@ class _Files:
             elif re.fullmatch(r"\D*\d+[-_ ]\d+", stem):  # the prompt's number and the sample's
                 self.samples.setdefault(int(digits[0]), []).append(file)
             called = {_words(stem), _words(re.sub(r"[-_ ]+\d+$", "", stem))}
-            for words in {_words(held[file])} if held and held[file] else called:
+            told = {_words(held[file])} if held and held[file] else set[str]()
+            for words in told or called:
                 self.words.setdefault(words, []).append(file)
+            if not told:
+                for words in {rest for name in called for rest in _without_numbers(name)}:
+                    self.cut.setdefault(words, []).append(file)
+        self.lengths = sorted({len(words) for words in self.cut if len(words) >= _CUT}, reverse=True)
+
+    @property
+    def running(self) -> bool:
+        """Whether the files are numbered one after the other."""
+        count, first = len(self.numbers), min(self.numbers, default=0)
+        return count > 1 and max(self.numbers) == first + count - 1 and all(len(f) == 1 for f in self.numbers.values())
 
     def named(self, value: Any) -> tuple[list[int], bool]:
         """(files that a value is the name, the stem, the path, the address or the number of; by digits alone)."""
@@ -203,6 +240,19 @@ class _Files:
         """Files that are called by a prompt, perhaps with the number of a sample after it."""
         words = _words(text)
         return self.words.get(words, []) if words and not words.isdecimal() else []
+
+    def begun(self, text: str) -> list[int]:
+        """Files that are called by the beginning of a prompt, the longest that there is."""
+        words = _words(text)
+        return next((self.cut[words[:size]] for size in self.lengths if words[:size] in self.cut), [])
+
+
+def _without_numbers(words: str) -> Iterator[str]:
+    """Words, and what is left of them without the first number, the first two, and so on."""
+    yield words
+    while leading := re.match(r"\d+ ", words):
+        words = words[leading.end() :]
+        yield words
 
 
 def _number(value: Any) -> int | None:

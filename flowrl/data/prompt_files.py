@@ -94,13 +94,13 @@ def missing_package(error: ModuleNotFoundError, where: str) -> ConfigError:
 # ---- lines
 
 
-def _raw(file: Path, where: str, newline: str = "\n") -> Iterator[str]:
-    """The lines of a file as they are read, never all of them at once; `newline` as of `open`.
+def _raw(file: Path, where: str) -> Iterator[str]:
+    """The lines of a file as they are read, never all of them at once; each ends with a newline, whatever it was.
 
-    The default is no splitlines, which also breaks at U+2028 and the like, and JSON strings may hold those.
+    It is no splitlines, which also breaks at U+2028 and the like, and JSON strings may hold those.
     """
     try:
-        with file.open(encoding="utf-8-sig", newline=newline) as stream:
+        with file.open(encoding="utf-8-sig") as stream:
             for number, line in enumerate(stream, 1):
                 if "\0" in line:
                     raise ConfigError(f"{where}, line {number}: holds a NUL, so it is not text; save it as UTF-8")
@@ -152,17 +152,20 @@ def _short(value: Any) -> str:
 
 
 def _separated(comma: str) -> Callable[[Path, str, Sequence[str]], Records]:
-    # Tables with tabs know no quotes: a cell may begin with one that is never closed, as in PartiPrompts.tsv.
     tabs = comma == "\t"
-    quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
 
     def read(file: Path, where: str, texts: Sequence[str]) -> Records:
-        rows = csv.reader(_raw(file, where, ""), delimiter=comma, strict=True, quoting=quoting)
+        first = next((line.strip() for line in _raw(file, where) if line.strip()), "")
+        # A table with tabs whose header has no quotes knows none: a cell may begin with one that is never closed, as in
+        # PartiPrompts.tsv.
+        bare = tabs and not all(cell[:1] == cell[-1:] == '"' for cell in first.split(comma))
+        quoting = csv.QUOTE_NONE if bare else csv.QUOTE_MINIMAL
+        rows = csv.reader(_raw(file, where), delimiter=comma, strict=True, quoting=quoting)
         header: list[str] = []
         column = ""
         try:
             for cells in rows:
-                row = [_unquoted(cell) for cell in cells] if tabs else cells
+                row = [_unquoted(cell) for cell in cells] if bare else cells
                 place = f"{where}, line {rows.line_num}"
                 if not any(cell.strip() for cell in row):
                     continue
@@ -170,7 +173,8 @@ def _separated(comma: str) -> Callable[[Path, str, Sequence[str]], Records]:
                     header, column = _header(row, place, texts, "tabs" if tabs else "commas")
                     continue
                 if len(row) != len(header):
-                    raise ConfigError(f"{place}: has {len(row)} cells, but the header has {len(header)} columns")
+                    more = "; a cell with a line break or a tab needs a .csv" if bare else ""
+                    raise ConfigError(f"{place}: has {len(row)} cells, but the header has {len(header)} columns{more}")
                 record = dict(zip(header, row, strict=True))
                 if not record[column].strip():
                     raise ConfigError(f"{place}: {column!r} is empty; fill it, or leave the row out")

@@ -135,6 +135,41 @@ def test_files_that_hold_their_prompts_have_the_records_of_those():
     assert matched(names[:2], [("ein Hund", {}), ("eine Katze", {})], "p", ["a dog", "a cat"])[0] == [0, 1]
 
 
+def test_files_called_by_the_beginning_of_their_prompts_have_them():
+    """As other programs name them: cut, with a number before it, and in another order than the list's."""
+    texts = ["3 red cats asleep on a sofa, oil", "a dog that runs along a beach", "red cats asleep on a mat in the sun"]
+    records: list[tuple[str, dict[str, Any]]] = [(text, {}) for text in reversed(texts)]
+    for named in ("{cut}", "0001{place}-77{place}-{cut}", "{cut}-0"):
+        names = [
+            named.format(place=place, cut=text[:18].replace(" ", "_")) + ".png" for place, text in enumerate(texts)
+        ]
+        assert matched(names, records, "p")[0] == [2, 1, 0], named
+    assert matched(["2 red cats-0.png", "red cats-0.png"], [("red cats", {}), ("2 red cats", {})], "p")[0] == [1, 0]
+    many: list[tuple[str, dict[str, Any]]] = [(f"a photo of {thing}", {}) for thing in ("cats", "a dog")]
+    assert matched(["a photo of_01.png", "a photo of_02.png"], many, "p")[0] == [0, 1], "the name of all says nothing"
+    with pytest.raises(ConfigError, match=r"no record has the file 'zebra.png' under 'prompt'"):
+        matched([*(text[:12] + ".png" for text in texts[1:]), "zebra.png"], records, "p")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda n: {"seed": 3},
+        lambda n: {"seed": 5 + n},
+        lambda n: {"group_id": n // 3, "class_idx": n % 2},
+        lambda n: {"image_path": "", "path": " "},
+    ],
+    ids=["one seed", "seeds that count", "groups", "empty cells"],
+)
+def test_numbers_that_hit_a_file_by_accident_and_empty_cells_are_no_names(record):
+    names, records = [f"{n:05d}.png" for n in range(12)], [(f"text {n}!", record(n)) for n in range(12)]
+    assert matched(names, records, "p")[0] == list(range(12))
+    if "seed" in record(0):
+        scattered = ["1.png", "3.png", "5.png", "8.png", "9.png"]  # files called by seeds
+        with pytest.raises(ConfigError, match="under 'seed'"):
+            matched(scattered, [(f"text {n}!", {"seed": n}) for n in (1, 3, 5, 7, 9)], "p")
+
+
 def test_counts_are_no_names():
     records = [("x", {"count": 1, "images": ["/in/1.png"]}), ("y", {"count": 1, "images": ["/in/1.png"]})]
     assert matched(["0.png", "1.png"], records, "p")[0] == [0, 1]

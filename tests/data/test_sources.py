@@ -132,7 +132,14 @@ def test_tables_and_lists_are_read_as_what_they_are(put, name, content):
     [
         ("p.json", '["a", "b"]', [Prompt("a"), Prompt("b")]),
         ("p.tsv", 'prompt\tn\n"STOP" on a wall\t"\n', [Prompt('"STOP" on a wall', {"n": '"'})]),
+        (
+            "p.tsv",
+            '"prompt"\t"n"\n"one\ntwo"\t1\n"a ""b"""\t2\n',
+            [Prompt("one\ntwo", {"n": "1"}), Prompt('a "b"', {"n": "2"})],
+        ),
         ("p.csv", 'prompt,n\n"one\ntwo",1\n', [Prompt("one\ntwo", {"n": "1"})]),
+        ("p.csv", 'prompt,n\r\n"one\r\ntwo",1\r\n', [Prompt("one\ntwo", {"n": "1"})]),
+        ("p.txt", "a cat\ra dog\r", [Prompt("a cat"), Prompt("a dog")]),
         ("p.jsonl", '{"prompt": "a", "tag": [1]}\n\n{"prompt": "b"}\n', [Prompt("a", {"tag": [1]}), Prompt("b")]),
         # legal in JSON, where str.splitlines would cut
         ("p.jsonl", '{"prompt": "one\u2028two\x85three"}\n', [Prompt("one\u2028two\x85three")]),
