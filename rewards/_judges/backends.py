@@ -56,10 +56,11 @@ class Backend:
 def judge_card(*outputs: str, **own: Any) -> Card:
     """A card with what the judges of images have in common; `own` comes before it.
 
-    Memory is that of a judge of 4 billion parameters in bfloat16.
+    Memory and precision are those of a judge of 4 billion parameters in bfloat16.
     """
     sees = "as the judge's processor takes it; Qwen-VL keeps the aspect"
     common: dict[str, Any] = {"low": 0.0, "high": 1.0, "modality": "image", "resolution": sees, "memory_gib": 8.3}
+    common["half_precision"] = True
     return Card(outputs=outputs, **(common | own))
 
 
