@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.paths import CACHE, PAIRS, PROMPTS
 from flowrl.core.strict import require_positive
 from flowrl.data.preferences import PreferenceOptions
@@ -84,9 +85,9 @@ class DataConfig:
         if self.text_cache == "":
             raise ValueError("text_cache='' is no folder; give a path, or memory")
         if self.text_cache is not None and not self.caches_text:
-            raise ValueError(
-                f"text_cache={self.text_cache!r} has no effect: texts are embedded when they are drawn; set "
-                "cache_text=true, or leave it out"
+            raise OptionError(
+                f"text_cache={self.text_cache!r} has no effect: texts are embedded when they are drawn",
+                remedies=[Remedy({"cache_text": True}), Remedy({"text_cache": None})],
             )
         if not 0 <= self.eval_share < 1:
             raise ValueError(f"eval_share={self.eval_share} is a share of the prompts: give 0 to below 1")

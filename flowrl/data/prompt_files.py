@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.core.console import log
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.registry import suggest
 from flowrl.core.strict import read_text
 
@@ -88,7 +88,10 @@ def named_as_file(word: str) -> bool:
 
 
 def missing_package(error: ModuleNotFoundError, where: str) -> ConfigError:
-    return ConfigError(f'{where} needs a package that is not installed ({error.name}): run pip install "flowrl[data]"')
+    return ConfigError(
+        f"{where} needs a package that is not installed ({error.name})",
+        remedies=[Remedy(command="pip install 'flowrl[data]'")],
+    )
 
 
 # ---- lines

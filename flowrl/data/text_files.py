@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowrl.core.console import log
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import fsync, writing
 from flowrl.core.types import Condition, Identity
 from flowrl.data.options import DataConfig
@@ -54,7 +54,10 @@ def text_folder(data: DataConfig, output: str, size: int | None, *, images: bool
         return Path(output) / FOLDER if size is not None and size > IN_MEMORY and not images else None
     if size is None or images:
         reason = "prompts with images have embeddings" if images else "an adapter without a pipeline has text encoders"
-        raise ConfigError(f"data.text_cache={chosen!r}: {reason} that a file cannot be told by; set it to memory")
+        raise ConfigError(
+            f"data.text_cache={chosen!r}: {reason} that a file cannot be told by",
+            remedies=[Remedy({"data.text_cache": "memory"})],
+        )
     return Path(chosen)
 
 

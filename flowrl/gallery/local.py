@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 from urllib.parse import unquote, urlsplit
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 
 HOST, PORT, TRIED = "127.0.0.1", 8420, 20
 """Address; the first port that is tried where none is given, and how many more are before the system gives one."""
@@ -70,9 +70,7 @@ def _bound(port: int | None) -> socket.socket:
             if port is None and error.errno == errno.EADDRINUSE:
                 continue
             why = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror or error
-            raise ConfigError(
-                f"--port {number}: {why}; give another one, or leave --port out to take a free one"
-            ) from None
+            raise ConfigError(f"--port {number}: {why}", remedies=[Remedy(without="--port")]) from None
     raise AssertionError("the system gives a free port")
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from flowrl.config.load import resolve
 from flowrl.config.resolved import Resolved
-from flowrl.core.errors import OutOfMemory
+from flowrl.config.schema import RunConfig, to_tree
+from flowrl.core.errors import Fault, OutOfMemory, Remedy
 from flowrl.core.phases import lacking, out_of_memory
+from flowrl.core.strict import overridden, validate
 from flowrl.core.units import size
 from flowrl.evaluation.held_out import run_prompts
 from flowrl.planning.memory import Estimate, estimate, skeleton
@@ -31,6 +34,11 @@ _ESTIMATED = {
     "evaluation": "evaluation",
 }
 
+_RESUMED = (
+    "Other batches, gradient_checkpointing, vae_slicing and group_offload go on with --resume; other options need a "
+    "new run"
+)
+
 
 def explained(error: BaseException, resolved: Resolved, world: World) -> BaseException:
     """The same failure or, for a lack of memory, one with its remedy."""
@@ -40,7 +48,9 @@ def explained(error: BaseException, resolved: Resolved, world: World) -> BaseExc
         error = lacking(error, "run")
     if not error.advice:
         facts = [_peak(world.device), _estimated(error.phases, resolved, world)]
-        error.advice = f". {'; '.join(facts)}. {_remedy(error.phases, resolved, world)}"
+        error.remedies = tuple(each for each in _remedies(error.phases, resolved, world) if _is_valid(each, resolved))
+        ways = [*map(str, error.remedies), *_others(error.phases, world)]
+        error.advice = f". {'; '.join(facts)}. What lowers it: {', '.join(ways)}. {_RESUMED}"
     return error
 
 
@@ -102,61 +112,66 @@ def planned(resolved: Resolved, processes: int) -> Estimate:
     return estimate(resolved, adapter, plan, prompts=len(texts), processes=processes)
 
 
-def _remedy(phases: Sequence[str], resolved: Resolved, world: World) -> str:
-    """The options that lower the memory, with their values."""
-    inner, ways = phases[0], list[str]()
-    for options in (_batches, _decoding, _training, _weights):
-        ways += options(set(phases), resolved)
-    if inner.startswith("reward"):
-        ways.insert(0, "the reward's own options (flowrl list rewards NAME), or serve it elsewhere (flowrl serve)")
-    if world.size > 1 and not resolved.model.config.shard:
-        ways.append("model.shard=true")
-    if world.size == 1:
-        ways.append("more processes with model.shard=true")
-    return (
-        f"What lowers it: {', '.join(ways)}. Other batches, gradient_checkpointing, vae_slicing and group_offload go "
-        "on with --resume; other options need a new run"
-    )
+def _others(phases: Sequence[str], world: World) -> list[str]:
+    """What else lowers the memory, and is no option with a value."""
+    own = ["the reward's own options (flowrl list rewards NAME), or serving it elsewhere (flowrl serve)"]
+    more = ["more processes with model.shard=true"] if world.size == 1 else []
+    return [*(own if phases[0].startswith("reward") else []), *more, "smaller model.height and model.width"]
 
 
-def _batches(phases: set[str], resolved: Resolved) -> list[str]:
-    run = resolved.run
-    result: dict[str, Any] = {}
-    if "evaluation" in phases:
-        result["eval.batch_size"] = run.eval.batch_size
-    elif "update" in phases:
-        result["optim.batch_size"] = run.optim.batch_size
-    elif "explore" in phases and run.rollout.exploration is not None:
-        result["rollout.exploration.batch_size"] = run.rollout.exploration.batch_size
-    elif phases & {"rollout", "decode", "pictures", "maps", "iteration"}:
-        result["rollout.batch_size"] = run.rollout.batch_size
-    return [f"a lower {key} (it is {value})" for key, value in result.items() if value is None or value > 1]
-
-
-def _decoding(phases: set[str], resolved: Resolved) -> list[str]:
-    memory = resolved.model.config.memory
-    if not phases & {"decode", "pictures", "evaluation"}:
-        return []
-    result = [] if memory.vae_slicing else ["model.memory.vae_slicing=true"]
-    result += [] if memory.vae_tiling else ["model.memory.vae_tiling=true"]
-    return result + ([] if "vae" in memory.group_offload else ["model.memory.group_offload=[vae]"])
-
-
-def _training(phases: set[str], resolved: Resolved) -> list[str]:
-    config = resolved.model.config
-    if "update" not in phases:
-        return []
-    result = [] if config.gradient_checkpointing is True else ["model.gradient_checkpointing=true"]
-    return result + (["model.lora (all weights are trained now)"] if config.lora is None else [])
-
-
-def _weights(phases: set[str], resolved: Resolved) -> list[str]:
-    """Smaller weights or images, which help in every phase."""
-    config, result = resolved.model.config, list[str]()
-    if phases & {"loading", "text"} and "text_encoders" not in config.memory.group_offload:
-        result.append("model.memory.group_offload=[text_encoders]")
+def _remedies(phases: Sequence[str], resolved: Resolved, world: World) -> Iterator[Remedy]:
+    """Options that lower the memory of the phases; some are of no use to the model or the method."""
+    there, config, memory = set(phases), resolved.model.config, resolved.model.config.memory
+    visits = world.device.type == "cuda"  # parts in host memory visit a GPU
+    batch = _batch(there, resolved)
+    if batch is not None:
+        yield batch
+    if there & {"decode", "pictures", "evaluation"}:
+        if not memory.vae_slicing:
+            yield Remedy({"model.memory.vae_slicing": True})
+        if not memory.vae_tiling:
+            yield Remedy({"model.memory.vae_tiling": True})
+        if visits and "vae" not in memory.group_offload:
+            yield Remedy({"model.memory.group_offload": [*memory.group_offload, "vae"]})
+    if "update" in there:
+        if config.gradient_checkpointing is not True:
+            yield Remedy({"model.gradient_checkpointing": True})
+        if config.lora is None:
+            yield Remedy({"model.lora": {}})
+    if visits and there & {"loading", "text"} and "text_encoders" not in memory.group_offload:
+        yield Remedy({"model.memory.group_offload": [*memory.group_offload, "text_encoders"]})
     if config.dtype == "float32":
-        result.append("model.dtype=bfloat16")
-    if config.lora is not None and config.memory.quantize is None and config.memory.layerwise_casting is None:
-        result.append("model.memory.quantize=nf4 or int8")
-    return [*result, "smaller model.height and model.width"]
+        yield Remedy({"model.dtype": "bfloat16"})
+    if config.lora is not None and not memory.few_bits:
+        yield Remedy({"model.memory.quantize": "int8"})
+    if world.size > 1 and not config.shard:
+        yield Remedy({"model.shard": True})
+
+
+def _batch(phases: set[str], resolved: Resolved) -> Remedy | None:
+    """Half the batch of the phases; None: they have none, or one row."""
+    run, key = resolved.run, ""
+    if "evaluation" in phases:
+        key, size = "eval.batch_size", run.eval.batch_size
+    elif "update" in phases:
+        key, size = "optim.batch_size", run.optim.batch_size
+    elif "explore" in phases and run.rollout.exploration is not None:
+        key, size = "rollout.exploration.batch_size", run.rollout.exploration.batch_size
+    elif phases & {"rollout", "decode", "pictures", "maps", "iteration"}:
+        key, size = "rollout.batch_size", run.rollout.batch_size
+    else:
+        return None
+    size = size or run.rollout.batch_size
+    return Remedy({key: size // 2}) if size > 1 else None
+
+
+def _is_valid(remedy: Remedy, resolved: Resolved) -> bool:
+    """Whether the configuration with a remedy is valid: a forward may need whole groups, a model its own way."""
+    try:
+        tree = overridden(
+            to_tree(resolved.run), [f"{key}={json.dumps(value)}" for key, value in remedy.settings.items()]
+        )
+        resolve(validate(RunConfig, tree, ""), offline=True)
+    except Fault:
+        return False
+    return True

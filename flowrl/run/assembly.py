@@ -15,7 +15,7 @@ from flowrl.config.resolved import Resolved
 from flowrl.core.console import log
 from flowrl.core.contents import Input, set_of
 from flowrl.core.display import working
-from flowrl.core.errors import ConfigError, Diverged
+from flowrl.core.errors import ConfigError, Diverged, Remedy
 from flowrl.core.rng import derive
 from flowrl.core.types import Condition, Identity
 from flowrl.data.given_samples import Given, require_encoder
@@ -335,7 +335,8 @@ def _require_whole_groups(algorithm: Method, prompts: int, world: World) -> None
         key = "data.pairs.per_iteration" if algorithm.members else "rollout.prompts_per_iteration"
         raise ConfigError(
             f"{key}={prompts}: the loss compares all samples of a prompt, which must be on "
-            f"one of {world.size} processes; raise it to at least {world.size}, or start fewer processes"
+            f"one of {world.size} processes",
+            remedies=[Remedy({key: world.size})],
         )
 
 

@@ -200,7 +200,8 @@ class RunFolder:
             agreed = accept.agreed(changed)
             if not resume:
                 raise ConfigError(
-                    f"the run folder {self.path} already holds this run; add --resume to go on, or choose another name"
+                    f"the run folder {self.path} already holds this run, or choose another name",
+                    remedies=[Remedy(flag="--resume")],
                 )
         start = saved[-1] if resume and saved else 0
         if started and record is None:

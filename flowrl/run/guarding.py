@@ -19,7 +19,7 @@ import numpy as np
 from flowrl.config.schema import GuardConfig
 from flowrl.config.watched import Scored, require_watched, watched_outputs
 from flowrl.core.console import log, verdict
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import is_mapping
 from flowrl.core.status import GUARDED, SUMMARY
 from flowrl.data.prompts import Prompt, identity
@@ -53,8 +53,8 @@ def refuse_guarded(folder: Path, guard: GuardConfig) -> None:
     ended = f"the guard ended this run after iteration {facts.get('ended')}: {facts.get('sentence')}"
     if guard.acts:
         raise ConfigError(
-            f"{folder}: {ended} guard.mode={guard.mode} would leave it there; go on with --resume guard.mode=warn, or "
-            "guard.mode=off"
+            f"{folder}: {ended} guard.mode={guard.mode} would leave it there",
+            remedies=[Remedy({"guard.mode": "warn"}), Remedy({"guard.mode": "off"})],
         )
     log.info("%s It goes on from there, and the guard does not end it again", ended)
 
@@ -107,7 +107,8 @@ class Guarding:
             if guard.asked:
                 raise ConfigError(
                     f"guard.mode={guard.mode}: evaluations during training have {count} different prompts, and half of "
-                    f"them are the guard's: it needs {LEAST}; evaluate more of them, or set guard.mode=off"
+                    f"them are the guard's: it needs {LEAST}",
+                    remedies=[Remedy({"guard.mode": "off"})],
                 )
             return None, True
         cards = [entry.reward.card for entry in scorers.watched.distinct]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flowrl.core.errors import ConfigError, ModelError
+from flowrl.core.errors import ConfigError, ModelError, Remedy
 from flowrl.models.paths import loading, null_components, require_folder, resolve_path
 from flowrl.models.weights import lora_file
 from flowrl.rollout.learned_noise import LearnedNoise
@@ -69,11 +69,20 @@ def load(
     folder, facts = Path(target), dict[str, Any]()
     is_run, is_file = (folder / "config.yaml").is_file(), folder.suffix == ".safetensors"
     if base and not is_run:
-        raise ConfigError(f"--base: {target!r} is no run folder, so it has no other base than itself; leave it out")
+        raise ConfigError(
+            f"--base: {target!r} is no run folder, so it has no other base than itself",
+            remedies=[Remedy(without="--base")],
+        )
     if config is not None and not is_file:
-        raise ConfigError(f"--config {config}: it belongs to a single .safetensors file, and {target!r} is none")
+        raise ConfigError(
+            f"--config {config}: it belongs to a single .safetensors file, and {target!r} is none",
+            remedies=[Remedy(without="--config")],
+        )
     if revision is not None and (is_run or is_file or folder.exists()):
-        raise ConfigError(f"--revision {revision}: it belongs to a hub id, and {target!r} is on this disk")
+        raise ConfigError(
+            f"--revision {revision}: it belongs to a hub id, and {target!r} is on this disk",
+            remedies=[Remedy(without="--revision")],
+        )
     noise = None if base or not is_run else learned_noise(folder)
     if is_run:
         pipeline, call = load_run_pipeline(folder, base=base)

@@ -19,7 +19,7 @@ from types import TracebackType
 from flowrl.core import polls
 from flowrl.core.console import log
 from flowrl.core.display import working
-from flowrl.core.errors import Abandoned, ConfigError, WriteError
+from flowrl.core.errors import Abandoned, ConfigError, Remedy, WriteError
 from flowrl.core.files import writing
 from flowrl.core.media import FPS
 from flowrl.core.polls import OCCASION, Occasion
@@ -63,7 +63,8 @@ class People:
         if slots < world.size:
             raise ConfigError(
                 f"rollout.prompts_per_iteration={slots}: {name} compares all samples of a prompt, which must be on one "
-                f"of {world.size} processes; raise it to at least {world.size}, or start fewer processes"
+                f"of {world.size} processes",
+                remedies=[Remedy({"rollout.prompts_per_iteration": world.size})],
             )
         for what in (_DONE, _LEFT) if world.main else ():  # of an earlier call of the program
             for mark in (run / FOLDER).glob(f"{polls.ROUND}*/.{what}-*"):

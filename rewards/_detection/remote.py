@@ -59,8 +59,8 @@ class RemoteDetector:
             import httpx
         except ModuleNotFoundError as error:
             raise RewardError(
-                f"a detector at {self.address} needs a package that is not installed ({error.name}): run "
-                'pip install "flowrl[serve]"'
+                f"a detector at {self.address} needs a package that is not installed ({error.name})",
+                remedies=[Remedy(command="pip install 'flowrl[serve]'")],
             ) from error
         self._client = httpx.Client(timeout=self.timeout_s)
 

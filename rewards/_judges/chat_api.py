@@ -28,6 +28,7 @@ from flowrl.rewards._vision.arrays import jpeg
 from PIL import Image
 from torch import Tensor
 
+from flowrl.core.errors import Remedy
 from flowrl.core.subprocesses import require_patience
 from flowrl.reward import RewardError, unscored
 
@@ -279,7 +280,8 @@ def load(config: Http, reward: str) -> HttpJudge:
         import openai  # noqa: F401
     except ModuleNotFoundError as error:
         raise RewardError(
-            f'reward {reward!r} needs a package that is not installed ({error.name}): run pip install "flowrl[vlm]"'
+            f"reward {reward!r} needs a package that is not installed ({error.name})",
+            remedies=[Remedy(command="pip install 'flowrl[vlm]'")],
         ) from error
     return HttpJudge(config, reward)
 

@@ -21,6 +21,7 @@ from flowrl.rewards._remote.options import Config
 from flowrl.rewards._remote.servers import Server, Servers
 from torch import Tensor
 
+from flowrl.core.errors import Remedy
 from flowrl.core.media import open_image
 from flowrl.core.transport import pack, png
 from flowrl.core.wire import SCHEMA, WireError, WireImage, require_schema, write_image
@@ -316,7 +317,8 @@ def _http_client(config: Config) -> httpx.Client:
         import httpx
     except ModuleNotFoundError as error:
         raise RewardError(
-            f"reward 'remote' needs a package that is not installed ({error.name}): run pip install 'flowrl[serve]'"
+            f"reward 'remote' needs a package that is not installed ({error.name})",
+            remedies=[Remedy(command="pip install 'flowrl[serve]'")],
         ) from error
     token = None
     if config.token_file is not None:

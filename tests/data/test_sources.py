@@ -418,7 +418,7 @@ def test_a_missing_package_is_named_with_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     for source in (str(tmp_path / "set.parquet"), "hf:owner/name"):
         assert "is not installed" in refusal(source)
-        assert 'run pip install "flowrl[data]"' in refusal(source)
+        assert "run pip install 'flowrl[data]'" in refusal(source)
 
 
 def test_images_are_kept_in_the_users_cache_unless_set_otherwise(monkeypatch, tmp_path):

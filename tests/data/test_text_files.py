@@ -181,7 +181,7 @@ def test_many_embeddings_are_in_files_and_few_in_memory(options, size, images, e
 
 @pytest.mark.parametrize(("size", "images"), [(None, False), (1, True)])
 def test_a_folder_for_embeddings_that_a_file_cannot_be_told_by_is_refused(size, images):
-    with pytest.raises(ConfigError, match=r"data\.text_cache='/texts'.*set it to memory"):
+    with pytest.raises(ConfigError, match=r"data\.text_cache='/texts'.*; try data\.text_cache=memory"):
         text_folder(data(text_cache="/texts"), "runs", size, images=images)
 
 

@@ -38,13 +38,13 @@ def failing(method: Any, when: Callable[..., bool]) -> Any:
 
 
 PHASES: dict[str, tuple[str, Callable[..., bool], tuple[str, ...]]] = {
-    "loading": ("encode", lambda x: True, ("model.memory.group_offload=[text_encoders]",)),
-    "evaluation": ("predict", lambda x: len(x) == 1, ("a lower eval.batch_size (it is 8)", "vae_slicing=true")),
-    "rollout": ("predict", lambda x: len(x) == 4 and not torch.is_grad_enabled(), ("a lower rollout.batch_size (it",)),
-    "decode": ("decode", lambda x: len(x) == 4, ("a lower rollout.batch_size (it is 4)", "vae_tiling=true")),
+    "loading": ("encode", lambda x: True, ("model.dtype=bfloat16", "smaller model.height")),
+    "evaluation": ("predict", lambda x: len(x) == 1, ("eval.batch_size=4", "vae_slicing=true")),
+    "rollout": ("predict", lambda x: len(x) == 4 and not torch.is_grad_enabled(), ("rollout.batch_size=2",)),
+    "decode": ("decode", lambda x: len(x) == 4, ("rollout.batch_size=2", "vae_tiling=true")),
     "update": (
         *("predict", lambda x: torch.is_grad_enabled()),
-        ("a lower optim.batch_size (it is 4)", "model.gradient_checkpointing=true"),
+        ("optim.batch_size=2", "model.gradient_checkpointing=true"),
     ),
 }
 

@@ -167,7 +167,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--out", "out", "--margin", "-1"), "--margin -1.0: give a number from 0"),
     (("--out", "out", "--margin", "nan"), "--margin nan: give a number from 0"),
     (("--out", "out", "rollout.shared_noise=true"), "all samples of a prompt would be the same"),
-    (("--out", "out", "model.shard=true"), "add model.shard=false"),
+    (("--out", "out", "model.shard=true"), "try model.shard=false"),
     (("--out", "out", "data.prompts=nowhere.txt"), "there is no such file"),
     (("--out", "out", "data.prompts=own.jsonl"), "has 'margin', a key of the pairs"),
     (("--out", "out", "rewards=[{path: fails.py}]"), "fails on a probe batch"),

@@ -58,7 +58,7 @@ def test_a_run_is_worked_with_from_any_folder_and_goes_on_where_it_was_moved_to(
         assert code == 0, printed
     code, printed = command(monkeypatch, capsys, "train", run)
     assert code == 2
-    assert "add --resume" in printed
+    assert "give --resume" in printed
     code, printed = command(monkeypatch, capsys, "train", run, "iterations=2", "--resume")
     assert code == 0, printed
     assert "resumed after iteration 1" in printed

@@ -115,5 +115,5 @@ def test_an_answer_that_is_not_of_the_schema_stops_with_the_reason(served, answe
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
-    with pytest.raises(RewardError, match=r'pip install "flowrl\[serve\]"'):
+    with pytest.raises(RewardError, match=r"pip install 'flowrl\[serve\]'"):
         RemoteDetector("http://127.0.0.1:9")

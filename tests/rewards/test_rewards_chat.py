@@ -158,7 +158,7 @@ def test_a_missing_key_model_or_package_is_named(server, monkeypatch):
     with pytest.raises(RewardError, match=r"http\.model is required"):
         vlm_judge.build(vlm_judge.Config(backend="http"))
     monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(RewardError, match=r'pip install "flowrl\[vlm\]"'):
+    with pytest.raises(RewardError, match=r"pip install 'flowrl\[vlm\]'"):
         judge(server)
 
 

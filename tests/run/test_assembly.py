@@ -41,7 +41,7 @@ def test_rules_on_the_grid_and_on_sigma_are_accepted_on_a_noise_process():
 
 def test_a_method_on_whole_groups_needs_a_prompt_for_every_process():
     world = World(0, 3, torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"prompts_per_iteration=2: .* one of 3 processes; raise it to at least 3"):
+    with pytest.raises(ConfigError, match=r"prompts_per_iteration=2: .* one of 3 processes; try .*=3"):
         _require_whole_groups(dgpo.build(dgpo.Config()), 2, world)
     _require_whole_groups(dgpo.build(dgpo.Config()), 3, world)
     _require_whole_groups(awm.build(awm.Config()), 2, world)

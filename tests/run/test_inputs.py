@@ -18,6 +18,7 @@ from flowrl.data.prompts import Prompt
 from flowrl.run import inputs
 from flowrl.run.changes import Accepted
 from flowrl.run.folder import RunFolder
+from tests.remedies import follows
 
 SCORE = (
     "import flowrl, helper_of_mine, sys, numpy.linalg\nCARD = flowrl.Card(outputs=('mine',), modality='any')\n\n"
@@ -96,11 +97,12 @@ def test_every_file_is_recorded_with_its_hash_and_code_and_lists_are_copied(proj
         assert (run / one.copy).read_bytes() == (project / one.name).read_bytes()
 
 
+@follows("flowrl/run/folder.py:RunFolder.begin")
 def test_a_run_that_has_only_its_base_is_a_run(project):
     """What was killed between the base evaluation and the first row took any configuration, and kept the old base."""
     started()
     assert "another configuration: seed was 0, now 1" in refusal("seed=1")
-    assert "add --resume" in refusal(resume=False)
+    assert "give --resume" in refusal(resume=False)
     begin(read())
 
 

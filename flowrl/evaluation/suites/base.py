@@ -38,7 +38,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flowrl.core import registry
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.excerpt import Excerpt
 from flowrl.evaluation.suites.intervals import Part as Part
 from flowrl.evaluation.suites.intervals import stratified
@@ -348,7 +348,7 @@ def require_path(path: Path | None, name: str, facts: Facts, forms: str) -> Path
 def refuse_path(path: Path | None, name: str) -> None:
     """Raise ConfigError where a suite that generates or ships its prompts was given others."""
     if path is not None:
-        raise ConfigError(f"--prompts {path}: {name} makes its own prompts; leave --prompts out")
+        raise ConfigError(f"--prompts {path}: {name} makes its own prompts", remedies=[Remedy(without="--prompts")])
 
 
 def require_each_once(

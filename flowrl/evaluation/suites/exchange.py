@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from flowrl.core import media
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import writing
 from flowrl.evaluation.suites.base import Row, require_each_once
 from flowrl.evaluation.suites.folder import ResultsFolder
@@ -28,7 +28,10 @@ def export(task: Task, folder: ResultsFolder, out: Path) -> int:
     """
     suite = task.suite
     if suite.layout is None:
-        raise ConfigError(f"--export: {suite.name} has no official evaluator that reads a folder; leave it out")
+        raise ConfigError(
+            f"--export: {suite.name} has no official evaluator that reads a folder",
+            remedies=[Remedy(without="--export")],
+        )
     missing = [sample for sample in task.all() if not folder.image(*sample).is_file()]
     if missing:
         item, k = missing[0]
@@ -70,8 +73,8 @@ def _grid(folder: ResultsFolder, samples: list[Sample], target: Path) -> None:
     columns = math.isqrt(len(samples))
     if columns * columns != len(samples):
         raise ConfigError(
-            f"--export: the official evaluator reads a square of images of each prompt, and {len(samples)} make none; "
-            f"use --samples {max(1, columns) ** 2} or {(columns + 1) ** 2}"
+            f"--export: the official evaluator reads a square of images of each prompt, and {len(samples)} make none",
+            remedies=[Remedy(flag=f"--samples {max(1, columns) ** 2}"), Remedy(flag=f"--samples {(columns + 1) ** 2}")],
         )
     sheet, _ = media.contact_sheet(images, columns, max(images.shape[-2:]))
     file = media.write(sheet, target.with_suffix(""))

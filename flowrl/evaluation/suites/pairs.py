@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.display import Progress
-from flowrl.core.errors import ConfigError, RewardError, RewardFailure, described
+from flowrl.core.errors import ConfigError, Remedy, RewardError, RewardFailure, described
 from flowrl.core.files import json_ready, writing
 from flowrl.data.prompts import distinct_numbers
 from flowrl.evaluation.suites.base import Item
@@ -176,8 +176,8 @@ def compare_folders(
         if row.judge != mark:
             if not rejudge:
                 raise ConfigError(
-                    f"{file} holds pairs judged by another judge, or of other models; give another folder with --out, "
-                    "or --rejudge"
+                    f"{file} holds pairs judged by another judge, or of other models; another --out keeps it",
+                    remedies=[Remedy(flag="--rejudge")],
                 )
             known.clear()
             file.rename(out / f"pairs-judged-{1 + len(list(out.glob('pairs-judged-*.jsonl')))}.jsonl")

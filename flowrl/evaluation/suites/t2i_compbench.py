@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.evaluation.suites.base import (
     Facts,
     Item,
@@ -152,7 +152,8 @@ def layout(item: Item, k: int) -> str:
     """
     if k >= _IMAGES:
         raise ConfigError(
-            f"--export: the tools of t2i_compbench read {_IMAGES} images a prompt; use --samples {_IMAGES}"
+            f"--export: the tools of t2i_compbench read {_IMAGES} images a prompt",
+            remedies=[Remedy(flag=f"--samples {_IMAGES}")],
         )
     if "/" in item.text or "_" in item.text or "\0" in item.text:
         raise ConfigError(f"--export: {item.text!r} holds / or _, and the tools read the prompt from the file's name")

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.evaluation.suites.base import (
     Facts,
     Item,
@@ -164,7 +164,9 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
 def layout(item: Item, k: int) -> str:
     """Raises ConfigError for a second image: the evaluator reads one of each prompt."""
     if k:
-        raise ConfigError("--export: the evaluator of wise reads one image of each prompt; use --samples 1")
+        raise ConfigError(
+            "--export: the evaluator of wise reads one image of each prompt", remedies=[Remedy(flag="--samples 1")]
+        )
     return f"{item.id}.png"
 
 

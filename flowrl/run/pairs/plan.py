@@ -12,7 +12,7 @@ from typing import Any
 
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import to_tree
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.data.prompt_sources import Columns, load_prompts
 from flowrl.data.prompts import Prompt
 from flowrl.diffusion.plan import StepPlan, solver_plan, window
@@ -90,14 +90,18 @@ def check(resolved: Resolved, wanted: Wanted) -> None:
     if not (math.isfinite(wanted.margin) and wanted.margin >= 0):
         raise ConfigError(f"--margin {wanted.margin}: give a number from 0")
     if rollout.exploration is not None:
-        raise ConfigError("rollout.exploration: pairs are drawn in full; add rollout.exploration=null")
+        raise ConfigError(
+            "rollout.exploration: pairs are drawn in full", remedies=[Remedy({"rollout.exploration": None})]
+        )
     if rollout.shared_noise and (rollout.sampler is None or resolved.sampler.build().default_noise_level() == 0):
         raise ConfigError(
-            "rollout.shared_noise=true without a stochastic rollout.sampler: all samples of a prompt would be the "
-            "same; set it to false, or set rollout.sampler"
+            "rollout.shared_noise=true without a stochastic rollout.sampler: all samples of a prompt would be the same",
+            remedies=[Remedy({"rollout.shared_noise": False})],
         )
     if resolved.model.config.shard:
-        raise ConfigError("model.shard=true: `flowrl pairs` keeps the network whole; add model.shard=false")
+        raise ConfigError(
+            "model.shard=true: `flowrl pairs` keeps the network whole", remedies=[Remedy({"model.shard": False})]
+        )
 
 
 def made_with(resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted) -> dict[str, Any]:

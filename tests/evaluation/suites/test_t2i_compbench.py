@@ -104,7 +104,7 @@ def test_missing_and_double_results_are_named(items, tmp_path):
 
 def test_the_layout_is_the_tools_and_what_they_cannot_read_is_refused(items):
     assert t2i_compbench.layout(items[1], 3) == "color/samples/a green bench and a blue bowl again_000013.png"
-    with pytest.raises(ConfigError, match="use --samples 10"):
+    with pytest.raises(ConfigError, match="give --samples 10"):
         t2i_compbench.layout(items[0], 10)
     with pytest.raises(ConfigError, match="holds / or _"):
         t2i_compbench.layout(t2i_compbench.Item("color-000", "a_b"), 0)

@@ -1,0 +1,263 @@
+"""Remedies of runs, data and benchmark suites, given by one function."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl.core.errors import ModelError, Remedy
+from tests.remedies import follows
+from tests.remedies.following import each_ends, loaded, numbered, recipe, require_package, words_of
+
+
+def get(remedy: Remedy, key: str, given: Any) -> Any:
+    """The value of an option that a remedy sets, else the given one."""
+    return remedy.settings.get(key, given)
+
+
+def number_of(remedy: Remedy, flag: str, given: int) -> int:
+    """The number after a flag that a remedy gives, else the given one."""
+    words = remedy.flag.split()
+    assert words[:1] in ([], [flag])
+    return int(words[1]) if words else given
+
+
+def ended_by_its_guard(remedy: Remedy) -> None:
+    from flowrl.config.schema import GuardConfig
+    from flowrl.run.guarding import GUARDED, SUMMARY, refuse_guarded
+
+    Path(SUMMARY).write_text(json.dumps({"status": GUARDED}))
+    refuse_guarded(Path(), GuardConfig(mode=get(remedy, "guard.mode", "stop")))
+
+
+def few_prompts(remedy: Remedy) -> None:
+    from flowrl.config.schema import GuardConfig
+    from flowrl.run import guarding
+
+    guard = GuardConfig(mode=get(remedy, "guard.mode", "warn"))
+    scorers = SimpleNamespace(trained=None, watched=SimpleNamespace(entries=["jpeg"], distinct=[]))
+    config = SimpleNamespace(eval=SimpleNamespace(every=5))
+    session = SimpleNamespace(config=config, parts=SimpleNamespace(scorers=scorers))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guarding, "_scored", lambda entry: entry)
+        patch.setattr(guarding, "require_watched", lambda *given: None)
+        patch.setattr(guarding, "watched_outputs", lambda *given: ["jpeg"])
+        guarding.Guarding._chosen(SimpleNamespace(session=session, options=guard, _prompts=[]))  # pyright: ignore
+
+
+def judged(remedy: Remedy, option: str, target: str, value: object) -> None:
+    """`load` with an option that has no meaning for its target."""
+    from flowrl.run import judged
+
+    given = {} if remedy.without == f"--{option}" else {option: value}
+    with suppress(*([ModelError] if remedy.without else [])):  # it is no model, which is found later
+        judged.load(target, **given)  # pyright: ignore
+
+
+def made_pairs(remedy: Remedy, *words: str) -> None:
+    from flowrl.config.load import load_config, resolve
+    from flowrl.run.pairs.plan import Wanted, check
+
+    file = Path("recipe.yaml")
+    file.write_text(json.dumps(recipe("flow_grpo")))
+    resolved = resolve(load_config(file, ["rollout.shared_noise=false", *words, *words_of(remedy)]))
+    check(resolved, Wanted(per_prompt=2, margin=0.0, count=None))
+
+
+def asked_people(remedy: Remedy) -> None:
+    from flowrl.run.people import People
+
+    Path("config.yaml").write_text("")
+    people = SimpleNamespace(name="votes", reward=SimpleNamespace(card=SimpleNamespace(by_people=True)))
+    world = SimpleNamespace(size=4, main=False, rank=0)
+    slots = get(remedy, "rollout.prompts_per_iteration", 2)
+    People.of(SimpleNamespace(entries=[people]), Path(), world, lambda: False, slots)  # pyright: ignore
+
+
+def whole_groups(remedy: Remedy, members: tuple[str, ...], key: str) -> None:
+    from flowrl.run.assembly import _require_whole_groups
+
+    method = SimpleNamespace(unit="group", members=members)
+    _require_whole_groups(method, get(remedy, key, 2), SimpleNamespace(size=4))  # pyright: ignore
+
+
+def taken_port(remedy: Remedy) -> None:
+    from flowrl.gallery.local import _bound
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        _bound(None if remedy.without == "--port" else other.getsockname()[1]).close()
+
+
+def folder_of_texts(remedy: Remedy) -> None:
+    from flowrl.data.text_files import text_folder
+
+    data = SimpleNamespace(text_cache=get(remedy, "data.text_cache", "kept"), caches_text=True)
+    text_folder(data, "runs", None, images=False)  # pyright: ignore
+
+
+def without_package(remedy: Remedy, module: str, missing: str, act: Callable[[], object]) -> None:
+    """An action that needs a package, which the extra of the remedy brings."""
+    if remedy.command:
+        return require_package(remedy, missing)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module, None)  # pyright: ignore
+        act()
+
+
+def no_datasets() -> None:
+    from flowrl.data.prompt_sources import load_prompts
+
+    load_prompts("hf:nobody/nothing", "data.prompts")
+
+
+def no_openai() -> None:
+    from flowrl.rewards._judges.chat_api import Http, load
+
+    load(Http(base_url="http://localhost:1", model="a"), "vlm_judge")
+
+
+def no_httpx() -> None:
+    from flowrl.rewards._remote.client import _http_client
+
+    _http_client(SimpleNamespace())  # pyright: ignore
+
+
+def no_httpx_for_a_detector() -> None:
+    from flowrl.rewards._detection.remote import RemoteDetector
+
+    RemoteDetector("http://localhost:1")  # pyright: ignore
+
+
+def own_prompts(remedy: Remedy) -> None:
+    from flowrl.evaluation.suites.base import refuse_path
+
+    refuse_path(None if remedy.without == "--prompts" else Path("a.txt"), "geneval")
+
+
+def exported(remedy: Remedy) -> None:
+    from flowrl.evaluation.suites.exchange import export
+
+    if remedy.without == "--export":
+        return
+    export(SimpleNamespace(suite=SimpleNamespace(name="drawbench", layout=None)), SimpleNamespace(), Path("x"))  # pyright: ignore
+
+
+def squared(remedy: Remedy) -> None:
+    from flowrl.evaluation.suites.exchange import _grid
+
+    count = number_of(remedy, "--samples", 3)
+    folder = SimpleNamespace(read=lambda *sample: torch.zeros(3, 8, 8))
+    _grid(folder, [("0", k) for k in range(count)], Path("sheet.png"))  # pyright: ignore
+
+
+def named(remedy: Remedy, suite: str) -> None:
+    from flowrl.core import registry
+
+    module = registry.importlib.import_module(f"flowrl.evaluation.suites.{suite}")
+    for k in range(number_of(remedy, "--samples", 11)):
+        module.layout(SimpleNamespace(id="color-0", text="a red circle"), k)
+
+
+def other_judge(remedy: Remedy) -> None:
+    from flowrl.evaluation.suites import pairs
+
+    header = SimpleNamespace(header={"made_with": {}})
+    row = SimpleNamespace(judge="another", item="0", k=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pairs, "_rows", lambda file: [row])
+        task = SimpleNamespace(all=lambda: [], items=[], batch_size=1, samples=1)
+        judge = SimpleNamespace(facts={})
+        Path(pairs.FILE).write_text("")
+        folders = {"base": header, "model": header}
+        pairs.compare_folders(task, folders, judge, Path(), rejudge=remedy.flag == "--rejudge")  # pyright: ignore
+
+
+def cached_texts(remedy: Remedy) -> None:
+    loaded(Path(), recipe("flow_grpo"), ["data.cache_text=false", "data.text_cache=kept", *words_of(remedy)])
+
+
+AWM = "algorithm={name: awm, times: {name: uniform, count: 2}}"
+CASES: list[tuple[str, Callable[[Remedy], object]]] = [
+    ("run/guarding.py:refuse_guarded 1 2", ended_by_its_guard),
+    ("run/guarding.py:Guarding._chosen", few_prompts),
+    ("run/judged.py:load 1", lambda remedy: judged(remedy, "base", "owner/model", True)),
+    ("run/judged.py:load 2", lambda remedy: judged(remedy, "config", "owner/model", "other/model")),
+    ("run/judged.py:load 3", lambda remedy: judged(remedy, "revision", ".", "main")),
+    ("run/pairs/plan.py:check 1", lambda remedy: made_pairs(remedy, AWM, "rollout.sampler=null",
+                                                            "rollout.exploration.pool=64")),
+    ("run/pairs/plan.py:check 2", lambda remedy: made_pairs(remedy, "rollout.shared_noise=true",
+                                                            "rollout.sampler=null")),
+    ("run/pairs/plan.py:check 3", lambda remedy: made_pairs(remedy, "model.shard=true")),
+    ("run/people.py:People.of", asked_people),
+    ("run/assembly.py:_require_whole_groups", lambda remedy: whole_groups(remedy, (), "rollout.prompts_per_iteration")),
+    ("run/assembly.py:_require_whole_groups", lambda remedy: whole_groups(remedy, ("a",), "data.pairs.per_iteration")),
+    ("gallery/local.py:_bound", taken_port),
+    ("data/text_files.py:text_folder", folder_of_texts),
+    ("data/options.py:DataConfig.__post_init__ 1 2", cached_texts),
+    ("data/prompt_files.py:missing_package",
+     lambda remedy: without_package(remedy, "datasets", "datasets", no_datasets)),
+    ("rewards/_judges/chat_api.py:load", lambda remedy: without_package(remedy, "openai", "openai", no_openai)),
+    ("rewards/_remote/client.py:_http_client", lambda remedy: without_package(remedy, "httpx", "httpx", no_httpx)),
+    ("rewards/_detection/remote.py:RemoteDetector.__post_init__",
+     lambda remedy: without_package(remedy, "httpx", "httpx", no_httpx_for_a_detector)),
+    ("evaluation/suites/base.py:refuse_path", own_prompts),
+    ("evaluation/suites/exchange.py:export", exported),
+    ("evaluation/suites/exchange.py:_grid 1 2", squared),
+    ("evaluation/suites/wise.py:layout", lambda remedy: named(remedy, "wise")),
+    ("evaluation/suites/t2i_compbench.py:layout", lambda remedy: named(remedy, "t2i_compbench")),
+    ("evaluation/suites/pairs.py:compare_folders", other_judge),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "act"), CASES, ids=[place for place, _ in CASES])
+@follows(*dict.fromkeys(place for case in CASES for place in numbered(case[0])))
+def test_a_function_does_its_work_with_each_remedy(place, act, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    each_ends(act, place)
+
+
+@pytest.mark.parametrize(("phase", "device"), [("rollout", "cpu"), ("evaluation", "cuda"), ("update", "cuda")])
+@follows(*(f"flowrl/planning/out_of_memory.py:_remedies{number}" for number in ("", *(f"#{n}" for n in range(2, 10)))))
+@follows("flowrl/planning/out_of_memory.py:_batch")
+def test_what_lowers_the_memory_of_a_phase_is_valid_and_does_not_raise_it(phase, device, tmp_path, monkeypatch):
+    from flowrl.config.load import load_config, resolve
+    from flowrl.core.errors import OutOfMemory
+    from flowrl.planning import out_of_memory
+    from flowrl.training.world import World
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(out_of_memory, "_peak", lambda device: "Peak")
+    file, found = Path("recipe.yaml"), set[str]()
+    file.write_text(json.dumps(recipe("flow_grpo")))
+
+    def peaks(*words: str) -> dict[str, int]:
+        resolved = resolve(load_config(file, list(words)))
+        return {each.name: each.peak for each in out_of_memory.planned(resolved, 1).phases}
+
+    for words in ([], ["model.lora={}"]):
+        for size, name in ((1, phase), (2, "text" if device == "cuda" else phase)):
+            resolved = resolve(load_config(file, words))
+            world = World(0, size, torch.device(device))
+            fault = out_of_memory.explained(OutOfMemory("no more", [name]), resolved, world)
+            assert isinstance(fault, OutOfMemory)
+            assert fault.remedies
+            for remedy in fault.remedies:
+                assert str(remedy) in str(fault)
+                loaded(Path(), recipe("flow_grpo"), [*words, *words_of(remedy)], deep=True)
+                found |= remedy.settings.keys()
+                before, after = peaks(*words)[phase], peaks(*words, *words_of(remedy))[phase]
+                assert after <= before, remedy
+                assert after < before or "batch_size" not in str(remedy), remedy
+    assert "model.shard" in found
+    assert ("model.memory.group_offload" in found) is (device == "cuda")  # it is refused on the CPU
