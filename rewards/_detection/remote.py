@@ -26,6 +26,7 @@ import numpy as np
 from flowrl.rewards._detection.detectors import Detection, DetectionError
 from PIL import Image
 
+from flowrl.core.errors import Remedy
 from flowrl.core.media import UNREADABLE, opened
 from flowrl.reward import RewardError
 

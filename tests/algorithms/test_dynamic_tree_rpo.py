@@ -67,7 +67,9 @@ def test_growth_that_would_leave_more_noise_than_sigma_is_refused_and_what_the_m
     for growth, level in ((0.5, 0.8), (0.5, 1.0), (0.1, 0.99), (3.0, 0.5)):
         with pytest.raises(ValueError, match=rf"growth={growth}.*try growth=.*, or rollout\.sampler\.{key}=") as error:
             Config(growth=growth).check(law.build(law.Config(**{key: level})), 10)
-        growths, levels = (float(text) for text in re.findall(r"at most ([\d.]+\d|\d+)", str(error.value)))
+        growths, levels = (
+            float(text) for text in re.findall(r"=([\d.]+)(?:,|$)", str(error.value).partition("; try ")[2])
+        )
         for fits, own in ((growths, level), (growth, levels)):
             config, sampler = Config(growth=fits, window=window(4)), law.build(law.Config(**{key: own}))
             config.check(sampler, 10)

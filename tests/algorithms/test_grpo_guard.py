@@ -154,5 +154,5 @@ def test_the_published_weights_are_refused_where_they_equalise_nothing(form, spr
     if form == "exact":
         Config(reweight=form).check_process(process)
         return
-    with pytest.raises(ValueError, match=f"reweight={form} .*use exact"):
+    with pytest.raises(ValueError, match=f"reweight={form} .*try reweight=exact"):
         Config(reweight=form).check_process(process)

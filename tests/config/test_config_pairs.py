@@ -79,7 +79,7 @@ def test_slots_are_filled_as_the_method_says(read, method, size, drawn):
         (["data.pairs.crop=left"], ["data.pairs.crop"]),
         (["data.pairs.records={chosn: a}"], ["data.pairs.records.chosn", "chosen"]),
         (["data={pairs: {flip: false}}"], ["data.pairs.path: is required"]),
-        (["optim.batch_size=1"], ["optim.batch_size=1", "all samples of a prompt", "at least 2"]),
+        (["optim.batch_size=1"], ["optim.batch_size=1", "all samples of a prompt", "try optim.batch_size=2"]),
         (["algorithm.name=seppo", "optim.batch_size=7"], ["at all their times", "8 rows"]),
         (["algorithm.beta=0"], ["beta=0"]),
         (["algorithm={name: diffusion_kto, liked_share: 1.0}"], ["liked_share=1.0", "both classes"]),

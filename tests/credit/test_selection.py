@@ -83,7 +83,7 @@ def test_more_than_the_group_or_an_odd_number_is_refused_with_the_choices():
         advantages(r, ONE, AdvantageConfig(select=SelectConfig(keep=8)))
     with pytest.raises(ValueError, match=r"use one of 2, 3, 4, 5, 6$"):
         advantages(r, ONE, AdvantageConfig(select=SelectConfig(name="variance", keep=7)))
-    with pytest.raises(ValueError, match="use 2 or 4, or select"):
+    with pytest.raises(ValueError, match="try keep=2, or keep=4, or name=variance"):
         SelectConfig(keep=3)
     with pytest.raises(ValueError, match="keep=3 must be even"):
         best_and_worst(r[0], everyone(r[0]), 3)

@@ -239,7 +239,9 @@ def test_dinov2_gives_patch_tokens_of_the_whole_frame(tmp_path, registers):
 
 
 def test_weights_that_cannot_be_found_are_named(tmp_path):
-    with pytest.raises(ModelError, match=r"backbone='.*nowhere' cannot be loaded; give 'fixed'"):
+    with pytest.raises(
+        ModelError, match=r"backbone='.*nowhere' cannot be loaded.*; try algorithm.spatial.backbone=fixed"
+    ):
         load_backbone(str(tmp_path / "nowhere"))
 
 

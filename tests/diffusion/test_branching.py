@@ -379,7 +379,7 @@ def test_shares_hold_whole_trees_and_every_credited_edge_once(name, updates):
         ("tempflow_grpo, steps: [5]", "can branch whose stochastic step ends"),
         ("g2rpo, strides: [1, 1]", "none twice"),
         ("g2rpo, steps: [4], strides: [1, 2]", "would take the same steps"),
-        ("flow_grpo_fast, branch: 5", "multiple of 5"),
+        ("flow_grpo_fast, branch: 5", "try rollout.group_size=25"),
         ("flow_grpo_fast, branch: 1", "at least 2"),
         ("flow_grpo_fast, branch: 4, spatial: {}", "branch=4 with spatial"),
         (
@@ -416,13 +416,13 @@ def test_the_last_step_of_a_moving_window_is_the_last_it_ever_holds(options, siz
         (
             "branch_grpo, splits: [0, 1], split_inflation: 4.0",
             *("rollout.sampler={name: dance_sde}", "rollout.sampler={name: cps}"),
-            r"split_inflation=4\.0.*; try split_inflation=1\.0",
+            r"split_inflation=4\.0.*; try algorithm\.split_inflation=1\.0",
         ),
-        ("tp_grpo, window: 5", "rollout.group_size=12", "rollout.group_size=6", "raise it to at least 12"),
+        ("tp_grpo, window: 5", "rollout.group_size=12", "rollout.group_size=6", "try rollout.group_size=12"),
         (  # 8 prompts x 24 samples in trees of 12: an update without a tree would be none
             "flow_grpo_fast, branch: 12",
             *("optim.updates_per_iteration=16", "optim.updates_per_iteration=12"),
-            "does not divide the 16 trees .* values that do: 4, 8, 16",
+            "does not divide the 16 trees .*=4, or .*=8, or .*=16",
         ),
     ],
 )

@@ -88,7 +88,7 @@ def test_what_cannot_work_is_refused_with_the_remedy(monkeypatch):
     with pytest.raises(ConfigError, match=r"this run is on cpu; try optim\.name=adamw_8bit"):
         optimizers.require("paged_adamw_8bit", CPU)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs bitsandbytes: pip install 'flowrl\[quant\]'"):
+    with pytest.raises(ConfigError, match=r"needs bitsandbytes; run pip install 'flowrl\[quant\]'"):
         optimizers.require("adamw_8bit", CPU)
     with pytest.raises(ValueError, match="name=adafactor takes neither betas"):
         OptimConfig(name="adafactor", betas=[0.9, 0.95])
