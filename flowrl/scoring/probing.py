@@ -78,7 +78,8 @@ def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapte
         joined |= try_reward(entry, batch, conduct)
         _warn_of_conduct(entry.name, conduct)
     for entry in scorer.entries if len(tried) == len(scorer.distinct) else ():
-        if entry.training_value(joined).isnan().all():
+        told = any(entry.reward is reward for reward in earlier)
+        if not told and entry.training_value(joined).isnan().all():
             log.warning(
                 "reward %r has no score for any of a probe batch of noise, %s: every sample that it cannot score "
                 "is masked, and the run stops where that is more than half of them",

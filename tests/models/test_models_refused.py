@@ -11,8 +11,10 @@ import pytest
 
 from flowrl.core import registry
 from flowrl.core.errors import ModelError
+from flowrl.models import generic
 from flowrl.models.base import LoraSettings
 from flowrl.models.weights import Weights
+from flowrl.planning import parity
 from tests import tiny_pipelines as tiny
 
 CASES = {"sd3": "sd3", "flux": "flux", "qwen_image": "qwen_image", "wan": "wan", "generic": "flux"}
@@ -83,7 +85,7 @@ def test_a_text_encoder_that_is_null(name, copied):
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"generic"}))
 def test_a_folder_of_another_class_than_the_named_adapters(name, copied):
     folder = copied(name, _class_name="SanaPipeline")
-    with pytest.raises(ModelError, match=rf"is a SanaPipeline, and this adapter is for {CLASSES[name]}; leave"):
+    with pytest.raises(ModelError, match=rf"is a SanaPipeline, and this adapter is for {CLASSES[name]}, .*; leave"):
         build(name, folder)
 
 
@@ -119,3 +121,9 @@ def test_lora_targets_that_match_nothing(name):
 def test_a_size_that_the_vae_cannot_divide(name):
     with pytest.raises(ModelError, match=r"model\.height=17 must be a multiple of \d+.*; try model\.height=16"):
         build(name, Path("tiny"), tiny.make(CASES[name]), height=17)
+
+
+def test_a_size_that_the_network_has_no_positions_for_is_one_line():
+    """As `flowrl doctor --model tiny-wan`, at the size of Wan's own call."""
+    with pytest.raises(ModelError, match="WanPipeline cannot be used at 832 x 480 px: RuntimeError: shape"):
+        next(parity.checks(generic.build(generic.Config(path="tiny-wan")), 1.0))

@@ -271,15 +271,9 @@ class Generic(ModelAdapter):
         times = None
         if any(value != values[0] for value in values):
             times = torch.stack([self._time(value)[1] for value in values])
+        given = {**self._answers(cond), "latents": x, "timesteps": self._pin([values[0]]), "times": times}
         with autocast(self.device, self.dtype, self.autocasts):
-            visit = self.entrance.enter(
-                len(x),
-                guidance_scale,
-                **self._answers(cond),
-                latents=x,
-                timesteps=self._pin([values[0]]),
-                times=times,
-            )
+            visit = self.entrance.enter(len(x), guidance_scale, first=not self._entered, **given)
         prediction = None if visit.prediction is None else self.images.stepped(visit.prediction, self._shape)
         if prediction is None or prediction.shape != x.shape:
             raise ModelError(f"{self.kind}: its loop did not end in scheduler.step() with a prediction of {x.shape}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -94,9 +94,15 @@ class Entrance:
                 text += " (it hands images to its VAE in model.dtype: set model.vae_precision to that type)"
             raise ModelError(text) from error
 
-    def enter(self, batch: int, guidance_scale: float, *, steps: int = PROBE_STEPS, **options: Any) -> Visit:
-        """One call of the pipeline for `batch` samples; other options are those of `Reentry.enter`."""
+    def enter(
+        self, batch: int, guidance_scale: float, *, steps: int = PROBE_STEPS, first: bool = False, **options: Any
+    ) -> Visit:
+        """One call of the pipeline for `batch` samples; other options are those of `Reentry.enter`.
+
+        `first`: of the network, which may show that it has no positions for this size.
+        """
         output_type = options.pop("output_type", "latent")
         arguments = self.call.arguments(batch, guidance_scale, options.pop("prompts", None), steps, output_type)
         arguments |= self.images.arguments(options.pop("images", ()), batch)
-        return self.reentry.enter(arguments, **options)
+        with self.explained(f"at {self.size.width} x {self.size.height} px") if first else nullcontext():
+            return self.reentry.enter(arguments, **options)
