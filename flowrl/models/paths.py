@@ -82,8 +82,7 @@ def require_folder(path: str, kind: str | None = None) -> None:
         )
     if kind is not None and parts.get("_class_name") != kind:
         raise ModelError(
-            f"model.path={path!r} is a {parts.get('_class_name')}, and this adapter is for {kind}, whose class decides "
-            "where no model.name is given",
+            f"model.path={path!r} is a {parts.get('_class_name')}, and this adapter is for {kind}",
             remedies=[Remedy(without="model.name")],
         )
 

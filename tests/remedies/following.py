@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,9 +42,9 @@ def recorded() -> Iterator[set[str]]:
     def init(self: Remedy, *arguments: Any, **named: Any) -> None:
         frame = sys._getframe(1)
         file = Path(frame.f_code.co_filename)
-        where = list(frame.f_code.co_positions())[frame.f_lasti // 2]
+        first, last, left, right = (each or 0 for each in list(frame.f_code.co_positions())[frame.f_lasti // 2])
         if file.is_relative_to(ROOT):
-            made.add(places(file).get((where[0], where[1], where[2], where[3]), ""))
+            made.add(places(file).get((first, last, left, right), ""))
         build(self, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -65,6 +66,11 @@ def each_ends(act: Callable[[Remedy], object], place: str) -> None:
     fault = provoked(lambda: act(Remedy()), numbered(place))
     for remedy in fault.remedies:
         act(remedy)
+
+
+def stand_in(**fields: Any) -> Any:
+    """An object with these attributes, in the place of a larger one."""
+    return SimpleNamespace(**fields)
 
 
 def words_of(remedy: Remedy) -> list[str]:

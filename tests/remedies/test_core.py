@@ -7,7 +7,6 @@ import importlib.util
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -23,6 +22,7 @@ from tests.remedies.following import (
     provoked,
     recipe,
     require_package,
+    stand_in,
     with_remedy,
     words_of,
 )
@@ -32,7 +32,8 @@ from tests.remedies.source import ROOT
 @follows("flowrl/config/locate.py:_refuse_elsewhere")
 def test_a_path_of_the_working_directory_is_given_on_the_command_line(tmp_path, monkeypatch):
     own, here = tmp_path / "own", tmp_path / "here"
-    own.mkdir(), here.mkdir()
+    own.mkdir()
+    here.mkdir()
     monkeypatch.chdir(here)
     Path("list.txt").write_text("a red circle\n")
     tree = recipe("flow_grpo") | {"data": {"prompts": "list.txt"}}
@@ -173,7 +174,7 @@ def test_a_run_that_learned_its_noise_is_evaluated_without_a_suite(tmp_path, mon
     from flowrl.run import judged
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(judged, "load", lambda *given, **named: SimpleNamespace(noise="means and stds"))
+    monkeypatch.setattr(judged, "load", lambda *given, **named: stand_in(noise="means and stds"))
     line = ["eval", "tiny-sd3", "--suite", "geneval", "--out", "out", "--judge", "jpeg"]
     fault = provoked(lambda: command_fault(line), numbered("commands/_suite.py:_load"))
     for remedy in fault.remedies:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from flowrl.core.errors import ModelError, Remedy
 from flowrl.core.types import SampleId
 from tests import native, tiny_pipelines, tiny_sd3
 from tests.remedies import follows
-from tests.remedies.following import each_ends, numbered, require_package
+from tests.remedies.following import each_ends, numbered, require_package, stand_in
 
 CPU = torch.device("cpu")
 
@@ -41,30 +40,30 @@ def options_of(**options: Any) -> Any:
 def autocasts(remedy: Remedy) -> None:
     from flowrl.models._precision import autocasts
 
-    options = SimpleNamespace(
+    options = stand_in(
         precision=get(remedy, "model.precision", "native"),
         dtype=get(remedy, "model.dtype", "bfloat16"),
         lora=get(remedy, "model.lora", None),
     )
-    autocasts(options, trained=True)  # pyright: ignore[reportArgumentType]
+    autocasts(options, trained=True)
 
 
 def videos(remedy: Remedy) -> None:
     from flowrl.config.checks import _check_videos
 
-    run = SimpleNamespace(eval=SimpleNamespace(videos=get(remedy, "eval.videos", "mp4")))
-    _check_videos(SimpleNamespace(run=run), SimpleNamespace(num_frames=5, height=9, width=16))  # pyright: ignore
+    run = stand_in(eval=stand_in(videos=get(remedy, "eval.videos", "mp4")))
+    _check_videos(stand_in(run=run), stand_in(num_frames=5, height=9, width=16))
 
 
 def held_pairs(remedy: Remedy) -> None:
     """A method of a user that learns from pairs and compares no images."""
     from flowrl.config.checks import _check_source
 
-    pairs = SimpleNamespace(eval=None if remedy.without == "data.pairs.eval" else "held")
-    data, eval_ = SimpleNamespace(pairs=pairs, eval_prompts=None), SimpleNamespace(best_guidance=[], rewards=[])
-    run, method = SimpleNamespace(data=data, rewards=[], eval=eval_), SimpleNamespace(prefers=False)
-    resolved = {"run": run, "method": method, "members": ("chosen",), "algorithm": SimpleNamespace(name="mine")}
-    _check_source(SimpleNamespace(**resolved))  # pyright: ignore
+    pairs = stand_in(eval=None if remedy.without == "data.pairs.eval" else "held")
+    data, eval_ = stand_in(pairs=pairs, eval_prompts=None), stand_in(best_guidance=[], rewards=[])
+    run, method = stand_in(data=data, rewards=[], eval=eval_), stand_in(prefers=False)
+    resolved = {"run": run, "method": method, "members": ("chosen",), "algorithm": stand_in(name="mine")}
+    _check_source(stand_in(**resolved))
 
 
 def vae(remedy: Remedy, option: str) -> None:
@@ -72,17 +71,17 @@ def vae(remedy: Remedy, option: str) -> None:
 
     key = f"model.memory.{option}"
     memory = dict.fromkeys(("vae_slicing", "vae_tiling", "vae_channels_last"), False) | {option: get(remedy, key, True)}
-    pipeline = SimpleNamespace(components={"vae": nn.Linear(2, 2)})
-    set_up_vae(pipeline, SimpleNamespace(memory=SimpleNamespace(**memory), vae_precision=None))  # pyright: ignore
+    pipeline = stand_in(components={"vae": nn.Linear(2, 2)})
+    set_up_vae(pipeline, stand_in(memory=stand_in(**memory), vae_precision=None))
 
 
 def overflow(remedy: Remedy) -> None:
     from flowrl.models._vae import set_up_vae
 
-    memory = SimpleNamespace(vae_slicing=False, vae_tiling=False, vae_channels_last=False)
-    part = SimpleNamespace(config={"force_upcast": True})
-    pipeline = SimpleNamespace(components={"vae": part}, upcast_vae=None)
-    set_up_vae(pipeline, SimpleNamespace(memory=memory, vae_precision=get(remedy, "model.vae_precision", "float16")))  # pyright: ignore
+    memory = stand_in(vae_slicing=False, vae_tiling=False, vae_channels_last=False)
+    part = stand_in(config={"force_upcast": True})
+    pipeline = stand_in(components={"vae": part}, upcast_vae=None)
+    set_up_vae(pipeline, stand_in(memory=memory, vae_precision=get(remedy, "model.vae_precision", "float16")))
 
 
 def counted(remedy: Remedy) -> None:
@@ -118,21 +117,21 @@ def packed(remedy: Remedy) -> None:
     from flowrl.models.base import packed_grid
 
     if get(remedy, "algorithm.spatial", {}) is not None:
-        packed_grid(SimpleNamespace(grid=lambda: None, latent_shape=lambda: (16, 4)))  # pyright: ignore
+        packed_grid(stand_in(grid=lambda: None, latent_shape=lambda: (16, 4)))
 
 
 def sized(remedy: Remedy) -> None:
     from flowrl.models.generic.options import Size
 
     size = Size(get(remedy, "model.height", 40), get(remedy, "model.width", 32), 8)
-    size.require(torch.zeros(1, 4, 4, 4), SimpleNamespace(vae_scale_factor=8))
+    size.require(torch.zeros(1, 4, 4, 4), stand_in(vae_scale_factor=8))
 
 
 def random_weights(remedy: Remedy) -> None:
     from flowrl.models.random import _require_plain
 
-    memory = SimpleNamespace(quantize=get(remedy, "model.memory.quantize", "int8"))
-    _require_plain(SimpleNamespace(memory=memory, init_lora=None, vae=None))  # pyright: ignore
+    memory = stand_in(quantize=get(remedy, "model.memory.quantize", "int8"))
+    _require_plain(stand_in(memory=memory, init_lora=None, vae=None))
 
 
 def offloaded(remedy: Remedy) -> None:
@@ -222,7 +221,7 @@ def evaluated(remedy: Remedy) -> None:
 
     own = [Prompt("a red circle")]
     other = get(remedy, "data.eval_prompts", [Prompt("a blue cross")])
-    NoiseTraining(SimpleNamespace()).check_prompts(own, own if other is None else other)  # pyright: ignore
+    NoiseTraining(stand_in()).check_prompts(own, own if other is None else other)
 
 
 def preview(remedy: Remedy, adapter: Any) -> None:
@@ -237,7 +236,7 @@ def previewed(remedy: Remedy, kind: str, missing: bool) -> None:
     if remedy.command:
         return require_package(remedy, "torchao")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "torchao", None if missing else SimpleNamespace())  # pyright: ignore
+        patch.setitem(sys.modules, "torchao", None if missing else stand_in())
         _require(get(remedy, "rollout.exploration.network", kind))
 
 
@@ -354,27 +353,27 @@ def unguided(remedy: Remedy) -> None:
 def gate(remedy: Remedy) -> None:
     from flowrl.training.edge_batches import EdgeBatches
 
-    method = SimpleNamespace(
+    method = stand_in(
         recompute=get(remedy, "algorithm.old_log_prob", "rollout") == "recompute",
         parity_tolerance=lambda sampler, dtype: 1e-6,
     )
-    world = SimpleNamespace(gather=lambda value: [value])
-    context = SimpleNamespace(
-        method=method, optim=SimpleNamespace(batch_size=1), world=world,
-        networks=SimpleNamespace(policy=SimpleNamespace(sampler=None)),
+    world = stand_in(gather=lambda value: [value])
+    context = stand_in(
+        method=method, optim=stand_in(batch_size=1), world=world,
+        networks=stand_in(policy=stand_in(sampler=None)),
     )  # fmt: skip
-    batches = SimpleNamespace(
-        context=context, rollout=SimpleNamespace(plan=SimpleNamespace(leaves=1)), _deviation=lambda edges: (1.0, 0),
+    batches = stand_in(
+        context=context, rollout=stand_in(plan=stand_in(leaves=1)), _deviation=lambda edges: (1.0, 0),
         full_and_partial=lambda: (torch.zeros(1), torch.zeros(1)), first_drawn=lambda: torch.zeros(1),
     )  # fmt: skip
-    EdgeBatches.pass_gate(batches, torch.float32)  # pyright: ignore
+    EdgeBatches.pass_gate(batches, torch.float32)
 
 
 def saliency(remedy: Remedy) -> None:
     from flowrl.rollout.saliency_maps import mapper
 
-    settings = SimpleNamespace(backbone=get(remedy, "algorithm.spatial.backbone", "/nowhere"))
-    mapper(settings, (16, 4, 4), CPU, grid=None, channel_axis=1)  # pyright: ignore
+    settings = stand_in(backbone=get(remedy, "algorithm.spatial.backbone", "/nowhere"))
+    mapper(settings, (16, 4, 4), CPU, grid=None, channel_axis=1)
 
 
 def foreign(remedy: Remedy, kind: str) -> None:
@@ -454,8 +453,8 @@ def drawn(remedy: Remedy) -> None:
     draw(config, grid, [SampleId(0, 0)], (0, 1, 0))
 
 
-ONE = SimpleNamespace(own_network=False, network=nn.Linear(2, 2))
-EXPERTS = SimpleNamespace(own_network=True, network=nn.ModuleDict())
+ONE = stand_in(own_network=False, network=nn.Linear(2, 2))
+EXPERTS = stand_in(own_network=True, network=nn.ModuleDict())
 CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("models/_precision.py:autocasts 1 2 3", autocasts),
     ("config/checks.py:_check_videos", videos),

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 
 from flowrl.core.errors import ModelError, Remedy
 from tests.remedies import follows
-from tests.remedies.following import each_ends, loaded, numbered, recipe, require_package, words_of
+from tests.remedies.following import each_ends, loaded, numbered, recipe, require_package, stand_in, words_of
 
 
 def get(remedy: Remedy, key: str, given: Any) -> Any:
@@ -44,23 +43,23 @@ def few_prompts(remedy: Remedy) -> None:
     from flowrl.run import guarding
 
     guard = GuardConfig(mode=get(remedy, "guard.mode", "warn"))
-    scorers = SimpleNamespace(trained=None, watched=SimpleNamespace(entries=["jpeg"], distinct=[]))
-    config = SimpleNamespace(eval=SimpleNamespace(every=5))
-    session = SimpleNamespace(config=config, parts=SimpleNamespace(scorers=scorers))
+    scorers = stand_in(trained=None, watched=stand_in(entries=["jpeg"], distinct=[]))
+    config = stand_in(eval=stand_in(every=5))
+    session = stand_in(config=config, parts=stand_in(scorers=scorers))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guarding, "_scored", lambda entry: entry)
         patch.setattr(guarding, "require_watched", lambda *given: None)
         patch.setattr(guarding, "watched_outputs", lambda *given: ["jpeg"])
-        guarding.Guarding._chosen(SimpleNamespace(session=session, options=guard, _prompts=[]))  # pyright: ignore
+        guarding.Guarding._chosen(stand_in(session=session, options=guard, _prompts=[]))
 
 
 def judged(remedy: Remedy, option: str, target: str, value: object) -> None:
     """`load` with an option that has no meaning for its target."""
     from flowrl.run import judged
 
-    given = {} if remedy.without == f"--{option}" else {option: value}
+    given: dict[str, Any] = {} if remedy.without == f"--{option}" else {option: value}
     with suppress(*([ModelError] if remedy.without else [])):  # it is no model, which is found later
-        judged.load(target, **given)  # pyright: ignore
+        judged.load(target, **given)
 
 
 def made_pairs(remedy: Remedy, *words: str) -> None:
@@ -77,17 +76,17 @@ def asked_people(remedy: Remedy) -> None:
     from flowrl.run.people import People
 
     Path("config.yaml").write_text("")
-    people = SimpleNamespace(name="votes", reward=SimpleNamespace(card=SimpleNamespace(by_people=True)))
-    world = SimpleNamespace(size=4, main=False, rank=0)
+    people = stand_in(name="votes", reward=stand_in(card=stand_in(by_people=True)))
+    world = stand_in(size=4, main=False, rank=0)
     slots = get(remedy, "rollout.prompts_per_iteration", 2)
-    People.of(SimpleNamespace(entries=[people]), Path(), world, lambda: False, slots)  # pyright: ignore
+    People.of(stand_in(entries=[people]), Path(), world, stand_in(), slots)
 
 
 def whole_groups(remedy: Remedy, members: tuple[str, ...], key: str) -> None:
     from flowrl.run.assembly import _require_whole_groups
 
-    method = SimpleNamespace(unit="group", members=members)
-    _require_whole_groups(method, get(remedy, key, 2), SimpleNamespace(size=4))  # pyright: ignore
+    method = stand_in(unit="group", members=members)
+    _require_whole_groups(method, get(remedy, key, 2), stand_in(size=4))
 
 
 def taken_port(remedy: Remedy) -> None:
@@ -102,8 +101,8 @@ def taken_port(remedy: Remedy) -> None:
 def folder_of_texts(remedy: Remedy) -> None:
     from flowrl.data.text_files import text_folder
 
-    data = SimpleNamespace(text_cache=get(remedy, "data.text_cache", "kept"), caches_text=True)
-    text_folder(data, "runs", None, images=False)  # pyright: ignore
+    data = stand_in(text_cache=get(remedy, "data.text_cache", "kept"), caches_text=True)
+    text_folder(data, "runs", None, images=False)
 
 
 def without_package(remedy: Remedy, module: str, missing: str, act: Callable[[], object]) -> None:
@@ -111,7 +110,7 @@ def without_package(remedy: Remedy, module: str, missing: str, act: Callable[[],
     if remedy.command:
         return require_package(remedy, missing)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, module, None)  # pyright: ignore
+        patch.setitem(sys.modules, module, None)
         act()
 
 
@@ -130,13 +129,13 @@ def no_openai() -> None:
 def no_httpx() -> None:
     from flowrl.rewards._remote.client import _http_client
 
-    _http_client(SimpleNamespace())  # pyright: ignore
+    _http_client(stand_in())
 
 
 def no_httpx_for_a_detector() -> None:
     from flowrl.rewards._detection.remote import RemoteDetector
 
-    RemoteDetector("http://localhost:1")  # pyright: ignore
+    RemoteDetector("http://localhost:1")
 
 
 def own_prompts(remedy: Remedy) -> None:
@@ -150,15 +149,15 @@ def exported(remedy: Remedy) -> None:
 
     if remedy.without == "--export":
         return
-    export(SimpleNamespace(suite=SimpleNamespace(name="drawbench", layout=None)), SimpleNamespace(), Path("x"))  # pyright: ignore
+    export(stand_in(suite=stand_in(name="drawbench", layout=None)), stand_in(), Path("x"))
 
 
 def squared(remedy: Remedy) -> None:
     from flowrl.evaluation.suites.exchange import _grid
 
     count = number_of(remedy, "--samples", 3)
-    folder = SimpleNamespace(read=lambda *sample: torch.zeros(3, 8, 8))
-    _grid(folder, [("0", k) for k in range(count)], Path("sheet.png"))  # pyright: ignore
+    folder = stand_in(read=lambda *sample: torch.zeros(3, 8, 8))
+    _grid(folder, stand_in(samples=[("0", k) for k in range(count)]).samples, Path("sheet.png"))
 
 
 def named(remedy: Remedy, suite: str) -> None:
@@ -166,21 +165,21 @@ def named(remedy: Remedy, suite: str) -> None:
 
     module = registry.importlib.import_module(f"flowrl.evaluation.suites.{suite}")
     for k in range(number_of(remedy, "--samples", 11)):
-        module.layout(SimpleNamespace(id="color-0", text="a red circle"), k)
+        module.layout(stand_in(id="color-0", text="a red circle"), k)
 
 
 def other_judge(remedy: Remedy) -> None:
     from flowrl.evaluation.suites import pairs
 
-    header = SimpleNamespace(header={"made_with": {}})
-    row = SimpleNamespace(judge="another", item="0", k=0)
+    header = stand_in(header={"made_with": {}})
+    row = stand_in(judge="another", item="0", k=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pairs, "_rows", lambda file: [row])
-        task = SimpleNamespace(all=lambda: [], items=[], batch_size=1, samples=1)
-        judge = SimpleNamespace(facts={})
+        task = stand_in(all=lambda: [], items=[], batch_size=1, samples=1)
+        judge = stand_in(facts={})
         Path(pairs.FILE).write_text("")
         folders = {"base": header, "model": header}
-        pairs.compare_folders(task, folders, judge, Path(), rejudge=remedy.flag == "--rejudge")  # pyright: ignore
+        pairs.compare_folders(task, folders, judge, Path(), rejudge=remedy.flag == "--rejudge")
 
 
 def cached_texts(remedy: Remedy) -> None:
@@ -241,7 +240,7 @@ def test_what_lowers_the_memory_of_a_phase_is_valid_and_does_not_raise_it(phase,
     file, found = Path("recipe.yaml"), set[str]()
     file.write_text(json.dumps(recipe("flow_grpo")))
 
-    def peaks(*words: str) -> dict[str, int]:
+    def peaks(*words: str) -> dict[str, Any]:
         resolved = resolve(load_config(file, list(words)))
         return {each.name: each.peak for each in out_of_memory.planned(resolved, 1).phases}
 
