@@ -9,6 +9,7 @@ import functools
 import inspect
 import json
 import operator
+import re
 import sys
 import types
 import typing
@@ -97,7 +98,8 @@ def _evaluated(hint: Any) -> Any:
     try:
         return eval(hint, dict(vars(typing))) if isinstance(hint, str) else hint
     except NameError:
-        return hint
+        marked = re.fullmatch(r"Annotated\[(.*), \w+\]", hint)
+        return hint if marked is None else _evaluated(marked[1])
 
 
 _WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "null", Any: "anything"}

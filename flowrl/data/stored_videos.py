@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 NO_VIDEO, NO_PATH, UNREADABLE = "not a video", "video not given as a path", "unreadable video"
 COUNTS, RATES, LENGTH = "frame counts differ", "frame rates differ", "frames the model does not take"
 VIDEO = "a video, for a model of images"
+FRAME_SUFFIXES = tuple(suffix for suffix in media.IMAGE_SUFFIXES if suffix != ".gif")
+"""Suffixes of the images in a folder of frames: a GIF next to them is a preview of the whole."""
 _RATE_TOLERANCE = 0.01
 """Relative difference of two equal frame rates: 29.97 and 30 a second are one, and so are 16 and 62 ms a frame."""
 
@@ -127,9 +129,9 @@ def frame_files(folder: Path) -> list[Path]:
     Raises:
         ValueError: there is none.
     """
-    files = [file for file in folder.iterdir() if file.suffix.lower() in media.IMAGE_SUFFIXES and file.is_file()]
+    files = [file for file in folder.iterdir() if file.suffix.lower() in FRAME_SUFFIXES and file.is_file()]
     if not files:
-        raise ValueError(f"a folder without frames ({', '.join(media.IMAGE_SUFFIXES)})")
+        raise ValueError(f"a folder without frames ({', '.join(FRAME_SUFFIXES)})")
     return sorted(files, key=lambda file: natural(file.name))
 
 

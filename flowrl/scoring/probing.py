@@ -102,7 +102,7 @@ def try_reward(entry: WeightedReward, batch: Batch, conduct: Conduct) -> dict[st
     again = _scored(entry, batch, second)
     for apart in _differing(scores, again, alone_tolerance(card)):  # sums on a GPU may have no fixed order
         differs = f"differs from call to call: {_values(apart, apart.row, batch, 'in one', 'in the next')}"
-        raise RewardError(_refused(entry.name, differs, REPEATABLE, [*conduct.reasons, *second.reasons]))
+        raise RewardError(_refused(entry, differs, REPEATABLE, [*conduct.reasons, *second.reasons]))
     if card.needs_groups:
         return scores
     # Neither the best nor the worst: a rank, or a share of the best, would be the same alone.
@@ -114,7 +114,7 @@ def try_reward(entry: WeightedReward, batch: Batch, conduct: Conduct) -> dict[st
         differs = f"depends on its batch: {_values(apart, row, batch, f'among {len(batch)}', 'alone')}"
         # On the CPU float32 is float32; a GPU rounds convolutions to TF32 by default, whatever type a reward has.
         if not (torch.cuda.is_available() and could_be_rounding(apart)):
-            raise RewardError(_refused(entry.name, differs, BY_ITSELF, [*conduct.reasons, *lone.reasons]))
+            raise RewardError(_refused(entry, differs, BY_ITSELF, [*conduct.reasons, *lone.reasons]))
         log.warning("reward %r %s; if this is more than rounding, %s", entry.name, differs, BY_ITSELF)
     return scores
 
@@ -135,9 +135,10 @@ def _values(apart: Apart, row: int, batch: Batch, first: str, second: str) -> st
     )
 
 
-def _refused(name: str, differs: str, remedy: str, reasons: Sequence[str]) -> str:
+def _refused(entry: WeightedReward, differs: str, remedy: str, reasons: Sequence[str]) -> str:
     why = f" ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
-    return f"reward {name!r} {differs}{why}; {remedy}; nothing was trained"
+    named = remedy.replace("Card(...", f"Card(outputs={entry.reward.card.outputs}")
+    return f"reward {entry.name!r} {differs}{why}; {named}; nothing was trained"
 
 
 def _given(batch: Batch) -> str:

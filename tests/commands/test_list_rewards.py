@@ -45,6 +45,11 @@ def test_one_reward_is_shown_whole_with_its_options(capsys, tmp_path):
         listing.command("rewards", str(file))
 
 
+def test_marks_of_a_type_are_none_of_its_words(capsys):
+    listing.command("rewards", "remote")
+    assert "text or null. File that holds the bearer token." in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("bounds", "shown"),
     [({}, "any"), ({"low": -2.5}, "-2.5 and up"), ({"high": 3}, "up to 3"), ({"low": 0, "high": 1}, "0 to 1")],

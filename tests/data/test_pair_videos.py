@@ -84,6 +84,7 @@ def encoded(source: str, **options: Any) -> tuple[Videos, Tensor]:
 def test_webp_and_folders_hold_the_same_frames_to_the_last_bit(tmp_path):
     chosen, rejected = video(1), video(2)
     one = write(tmp_path, (put(tmp_path, "a.webp", chosen), put(tmp_path, "b", rejected)))
+    Image.new("RGB", (16, 16)).save(tmp_path / "b" / "preview.gif")
     adapter, x0 = encoded(one)
     (given,) = adapter.seen
     assert torch.equal(given, torch.stack([chosen, rejected]) / 255)

@@ -71,7 +71,10 @@ def test_both_values_are_shown_and_exit_code_2_says_that_nothing_was_trained():
         calls.append(len(prompts))
         return [float(len(calls))] * len(prompts)
 
-    with pytest.raises(RewardError, match=r"from call to call: .* is 1 in one and 2 in the next; .*repeatable=False"):
+    with pytest.raises(
+        RewardError,
+        match=r"from call to call: .* is 1 in one and 2 in the next; .*Card\(outputs=\('mine',\), repeatable=False",
+    ):
         tried(entry(counts))
     calls.clear()
     tried(entry(counts, repeatable=False))
