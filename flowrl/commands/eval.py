@@ -275,11 +275,15 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
         found = moved.measure(
             moved.saved_pairs(saved.with_suffix(""), place / "eval" / result.tag, range(len(result.prompts)))
         )
-        _against(base, result, parts, moved.sentence(found, moved.trained(resolved.tree())))
+        noun = "video" if resolved.model.config.frames > 1 else "image"
+        _against(base, result, parts, moved.sentence(found, moved.trained(resolved.tree())), noun)
 
 
-def _against(base: Evaluation, tuned: Evaluation, parts: Parts, change: str) -> None:
-    """Print base, paired difference and win rate where both were evaluated alike; then `change`, how far images are."""
+def _against(base: Evaluation, tuned: Evaluation, parts: Parts, change: str, noun: str) -> None:
+    """Print base, paired difference and win rate where both were evaluated alike; then `change`, how far images are.
+
+    `noun`: "image" or "video".
+    """
     from flowrl.evaluation.statistics import difference, summary, win_rate
     from flowrl.run.report import format_estimate, format_win_rate
 
@@ -293,6 +297,6 @@ def _against(base: Evaluation, tuned: Evaluation, parts: Parts, change: str) -> 
             alike, found = True, win_rate(base, tuned, name, higher_is_better=higher[name], tie=tie)
             print(f"base{on} {name} {format_estimate(summary(base)[name])}")
             print(f"paired difference{on} {format_estimate(difference(base, tuned)[name], signed=True)}")
-            print(format_win_rate(name, found, on))
+            print(format_win_rate(name, found, on, noun))
     if alike:
         print(change)

@@ -18,7 +18,7 @@ from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import accuracy, difference, summary, win_rate
 from flowrl.gallery import build as build_gallery
 from flowrl.gallery import moved
-from flowrl.gallery.runs import load_run
+from flowrl.gallery.runs import Run, load_run
 from flowrl.run.card import try_card
 from flowrl.run.folder import RunFolder
 from flowrl.run.guarding import Guarding
@@ -143,7 +143,7 @@ class Report:
                 page = build_gallery([self.folder.path])
             self.guard.say_end()
             run = load_run(self.folder.path)
-            _log_verdict(self.metric, result, before[1], self.prompts, moved.of_run_in_words(run))
+            _log_verdict(self.metric, result, before[1], self.prompts, run)
             log.info("report: %s (%.1f s)", page, time.monotonic() - started)
             for line in cause(run):
                 verdict.info("%s", line)
@@ -208,9 +208,9 @@ def row_line(row: dict[str, Any], iterations: int, prompts: RunPrompts) -> str:
 
 
 def _log_verdict(
-    metric: str | None, result: dict[str, Any], best: Evaluation | None, prompts: RunPrompts, change: str
+    metric: str | None, result: dict[str, Any], best: Evaluation | None, prompts: RunPrompts, run: Run
 ) -> None:
-    """The lines of the end; `change` is the sentence on how much the images change."""
+    """The lines of the end; `run` is the run as its folder has it."""
     if metric is not None and metric in result["difference"]:
         on = prompts.on
         verdict.info("base%s  %s %s", on, metric, format_estimate(result["base"][metric]))
@@ -219,8 +219,8 @@ def _log_verdict(
             verdict.info("base with its best CFG %g%s  %s %s", best.guidance_scale, on, metric, rival)
         verdict.info("tuned%s %s %s", on, metric, format_estimate(result["tuned"][metric]))
         verdict.info("paired difference%s %s", on, format_estimate(result["difference"][metric], signed=True))
-        verdict.info("%s", format_win_rate(metric, result["win_rate"][metric], on))
-        verdict.info("%s", change)
+        verdict.info("%s", format_win_rate(metric, result["win_rate"][metric], on, run.noun))
+        verdict.info("%s", moved.of_run_in_words(run))
         if prompts.name == "training prompts":
             verdict.info("%s", prompts.remark)
     if "implicit_accuracy" in result:
@@ -238,15 +238,15 @@ def format_mean(prompts: RunPrompts, key: str, value: float) -> str:
     return f"{key.removeprefix('eval/')}{what} {value:.3f}" if what else f"held-out {key[5:]} {value:.3f}"
 
 
-def format_win_rate(metric: str, value: Mapping[str, Any], on: str = "") -> str:
-    """A win rate and its rule in words; `on` names its prompts unless they are held out."""
-    rule = moved.rule(value)
+def format_win_rate(metric: str, value: Mapping[str, Any], on: str = "", noun: str = "image") -> str:
+    """A win rate of images or videos and its rule in words; `on` names its prompts unless they are held out."""
+    rule = moved.rule(value, noun)
     if not value["n"] + value["ties"]:
-        return f"win rate{on} by {metric}: none, no image has a score in both evaluations"
+        return f"win rate{on} by {metric}: none, no {noun} has a score in both evaluations"
     if not value["n"]:
-        return f"win rate{on} by {metric}: none, since all {value['ties']} images are tied ({rule})"
+        return f"win rate{on} by {metric}: none, since all {value['ties']} {noun}s are tied ({rule})"
     return (
-        f"win rate{on} by {metric}: {value['rate']:.1%} of {value['n']} images that are not tied "
+        f"win rate{on} by {metric}: {value['rate']:.1%} of {value['n']} {noun}s that are not tied "
         f"({format_interval(value, '.1%')}); {value['ties']} ties, {value['tie_rate']:.1%} ({rule})"
     )
 

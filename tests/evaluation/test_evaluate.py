@@ -346,6 +346,8 @@ def test_nothing_but_ties_has_no_rate():
     assert (found["n"], found["ties"], found["tie_rate"]) == (0, 1, 1.0)
     assert np.isnan(found["rate"])
     assert "all 1 images are tied" in format_win_rate("a", found)
+    said = format_win_rate("a", found, noun="video")
+    assert (said.count("image"), said.count("video")) == (0, 2)
     unscored = win_rate(record("base", a=[[1.0]]), record("tuned", a=[[NAN]]), "a")
     assert "no image has a score in both" in format_win_rate("a", unscored)
 
