@@ -56,7 +56,7 @@ class Ending:
         """
         if isinstance(error, Abandoned):
             return self._stop()
-        last = exited(error) if isinstance(error, SystemExit) else error
+        last = self._moved(exited(error) if isinstance(error, SystemExit) else error)
         try:
             note = self._rescue(last, self._shared(error))
         except Moved:  # as the first failure says
@@ -67,6 +67,16 @@ class Ending:
             last.remedies = (self._other_value(self.saver.session, last.option),)
         self._report(last, note)
         return last
+
+    def _moved(self, error: BaseException) -> BaseException:
+        """An error, or `Moved` where a file could not be written since the folder is elsewhere by now."""
+        if isinstance(error, OSError):
+            try:
+                self.folder.require_own()
+            except Moved as moved:
+                moved.__cause__ = error
+                return moved
+        return error
 
     def _stop(self) -> BaseException:
         stopped = self.signals.stopped(self.world)

@@ -149,7 +149,8 @@ class RunFolder:
         if here is not None and (here.st_dev, here.st_ino) == (own.st_dev, own.st_ino):
             return
         now = _present(self._lock)
-        where = "deleted" if now is None else f"moved to {now}"
+        gone = "deleted" if here is None else "replaced by another"
+        where = gone if now is None else f"moved to {now}"
         resumes = now is not None and self.key == "output"
         raise Moved(
             f"the folder {self.path} was {where} while it was being written, so nothing more is written there; "

@@ -36,7 +36,13 @@ def write(run: Path, iteration: int, save: Callable[[Path], object]) -> None:
 
 
 def begin(run: Path) -> None:
-    """Remove the stamp: from here on the weights count as torn."""
+    """Remove the stamp: from here on the weights count as torn. A run folder that is gone is not made again."""
+    forget(run)
+    (run / FOLDER).mkdir(exist_ok=True)
+
+
+def forget(run: Path) -> None:
+    """Remove the stamp, if there is one."""
     if (run / FOLDER / STAMP).exists():
         (run / FOLDER / STAMP).unlink()
         fsync(run / FOLDER)  # before the first byte: a power cut must not keep the stamp of torn weights

@@ -98,7 +98,7 @@ class Trainer:
         if not start:
             # A run that was killed before its first checkpoint may have left rows.
             self.folder.forget_after(0)
-            handover.begin(self.folder.path)  # weights of a checkpoint that is gone
+            handover.forget(self.folder.path)  # weights of a checkpoint that is gone
         return start
 
     def _train(self, start: int, accept: bool) -> dict[str, Any]:

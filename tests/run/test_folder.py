@@ -6,13 +6,15 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flowrl.core.errors import ConfigError, Moved
+from flowrl.run import checkpoint, handover
 from flowrl.run.folder import RunFolder
 from flowrl.run.pairs.folder import PairFolder
-from tests.e2e.conftest import finish, place, start
+from tests.e2e.conftest import finish, place, start, train
 
 __all__ = ["place"]
 
@@ -38,9 +40,31 @@ def test_a_folder_that_is_no_longer_the_locked_one_takes_no_file(tmp_path):
         folder.add_row({"iteration": 1})
     second.add_row({"iteration": 1})
     shutil.rmtree(tmp_path / "other")
-    with pytest.raises(Moved, match=r"run was deleted while .* what it held is gone") as caught:
+    with pytest.raises(Moved, match=r"run was replaced by another while .* what it held is gone") as caught:
         folder.require_own()
     assert not caught.value.remedies
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(Moved, match=r"run was deleted while .* what it held is gone"):
+        folder.require_own()
+
+
+def test_a_move_between_the_checkpoint_and_the_weights_is_said_and_makes_no_second_folder(place, monkeypatch):
+    """No full disk is blamed, and the command that goes on is that of the moved folder: the old one starts anew."""
+    save = checkpoint.save
+
+    def moving(*args: Any, **options: Any) -> Path:
+        made = save(*args, **options)
+        os.rename("runs/run", "runs/other")
+        return made
+
+    monkeypatch.setattr(checkpoint, "save", moving)
+    with pytest.raises(Moved, match=f"run was moved to {place}/runs/other while") as caught:
+        train("iterations=1", "data.max_eval_prompts=1", "rollout.num_inference_steps=2")
+    assert [str(remedy) for remedy in caught.value.remedies] == [f"run flowrl train {place}/runs/other --resume"]
+    assert not Path("runs/run").exists()
+    monkeypatch.setattr(checkpoint, "save", save)
+    assert train("iterations=1", "data.max_eval_prompts=1", "name=other", "rollout.num_inference_steps=2", resume=True)
+    assert handover.outdated(Path("runs/other")) is None
 
 
 def test_a_folder_of_pairs_that_was_moved_takes_no_line(tmp_path):
