@@ -219,10 +219,13 @@ def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
         return f"{label} went {levels} ({metric.change(change.mean)}; {when})", "same"
     interval = f"95 % CI {metric.value(change.low, unit='')} to {metric.value(change.high, unit='')}"
     verb = "rose" if change.low > 0 else "fell" if change.high < 0 else "did not change measurably:"
-    return (
-        f"{label} {verb} {levels} ({metric.change(change.mean)}, {interval})",
-        metric.tone(change.low, change.high),
-    )
+    tone, found = metric.tone(change.low, change.high), moved.of_run(run)
+    # What nobody can see is no success.
+    if verb in ("rose", "fell") and metric.value(base.mean) == metric.value(tuned.mean):
+        verb, tone = "did not change visibly:", "same"
+    if found is not None and found.hardly:
+        tone = "same"
+    return f"{label} {verb} {levels} ({metric.change(change.mean)}, {interval})", tone
 
 
 def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]) -> list[tuple[str, str]]:

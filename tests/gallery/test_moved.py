@@ -91,6 +91,23 @@ def test_every_door_counts_what_nobody_sees_as_ties_and_says_how_much_the_images
     assert "at most 0.05 of the base" in page
 
 
+def test_a_change_that_nobody_sees_is_no_success_in_the_title(folders, monkeypatch):
+    """Four decimals: from 0.1268 to 0.1268 nothing rose, and what rises while the images stay has no colour."""
+    run = load_run(folders[0])
+    metric = results.Metric("look", percent=False, decimals=4)
+
+    def title(gain: float) -> tuple[str, str]:
+        base, change = results.Estimate(0.12680), results.Estimate(gain, 0.9 * gain, 1.1 * gain)
+        tuned = results.Estimate(base.mean + gain)
+        return results.verdict(run, metric, {"base": base, "tuned": tuned, "difference": change})
+
+    assert title(1e-6)[0].startswith("look did not change visibly: from 0.1268 to 0.1268")
+    assert title(0.01)[0].startswith("look rose from 0.1268 to 0.1368")
+    assert [title(gain)[1] for gain in (1e-6, 0.01)] == ["same", "same"]
+    monkeypatch.setattr(moved, "of_run", lambda run: moved.Moved(moved.HALF_LEVEL, 1))
+    assert [title(gain)[1] for gain in (1e-6, 0.01)] == ["same", "better"]
+
+
 def test_a_run_of_an_older_version_keeps_its_numbers_and_says_what_is_not_known(tmp_path, folders):
     run = load_run(write(tmp_path / "older", older=True))
     (metric,) = results.metrics_of(run)
