@@ -156,9 +156,15 @@ def test_results_that_are_called_by_the_other_model_are_refused(name):
         ({"suite": "drawbench"}, r"give them with --prompts PATH. They are here: hub dataset sayakpaul/drawbench"),
         ({"settings": ["hight=64"]}, r"--set hight: .*did you mean 'height'"),
         ({"base": "tiny-sd3"}, r"is MODEL itself: there is nothing to compare"),
-        ({"overrides": ["model.name=sd"]}, r"model.name=sd belongs to an evaluation by a configuration"),
-        ({"suite": None}, r"--judge belongs to a benchmark suite: add --suite NAME"),
-        ({"results": [Path("r.jsonl")]}, r"--judge: --results takes the scores of the official evaluator, so leave"),
+        (
+            {"overrides": ["model.name=sd"]},
+            r"model.name=sd: for an evaluation by a configuration, without --suite; leave out model.name=sd",
+        ),
+        ({"suite": None}, r"--judge.*: for a benchmark suite, which --suite names .*; leave out --judge"),
+        (
+            {"results": [Path("r.jsonl")]},
+            r"--judge: --results takes the scores of the official evaluator; leave out --judge$",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(tmp_path, bright, options, words):

@@ -251,5 +251,5 @@ def test_guidance_is_set_in_the_pipelines_own_units_and_refused_where_it_has_non
     assert guidance.guidance_arguments(guider, 2.0, {}) == {}
     assert guider.guider.guidance_scale == 2.0
     monkeypatch.setattr(guidance, "guidance_of", lambda *_: "none")
-    with pytest.raises(ModelError, match="FluxPipeline takes no guidance scale; leave --guidance out"):
+    with pytest.raises(ModelError, match="FluxPipeline takes no guidance scale; leave out --guidance"):
         guidance.guidance_arguments(tiny.make("flux"), 2.0, {})

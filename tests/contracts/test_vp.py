@@ -115,5 +115,5 @@ def test_a_law_for_flows_only_says_what_to_use(name):
 
 
 def test_the_sa_solver_says_what_to_use_on_a_grid_that_ends_above_zero():
-    with pytest.raises(ValueError, match=r"ends at 0\.0292; set algorithm\.solver to ode"):
+    with pytest.raises(ValueError, match=r"ends at 0\.0292; try algorithm\.solver=ode algorithm\.solver_noise=0\.0$"):
         session_of("awm", 8, solver="sa")

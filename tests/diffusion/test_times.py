@@ -178,7 +178,7 @@ def test_times_on_sigma_are_fed_in_the_networks_units_and_refused_where_these_ar
     assert found.sigma.dtype == found.timestep.dtype == torch.float32
     assert bool(((found.sigma > 0) & (found.sigma <= 1)).all())
     unknown = Schedule(vp_schedule(10).sigmas, vp_schedule(10).timesteps)
-    with pytest.raises(ValueError, match=rf"times.name={name}: .* use one of discrete, "):
+    with pytest.raises(ValueError, match=rf"times.name={name}: .* try times.name=discrete, or "):
         draw(TimesConfig(name=name), unknown, IDS, (0, 1))
 
 

@@ -222,7 +222,7 @@ def test_exact_refuses_what_would_be_cropped(tmp_path):
     config = Config(path="tiny", height=16, width=32, first_frame="exact", call=tiny.IMAGED["wan_2_2_frame"].call)
     model, whole, other = Generic(tiny.make("wan_2_2_frame"), config), saved(tmp_path, (64, 32)), (64, 40)
     require_images([whole], model, "data.prompts", whole)
-    with pytest.raises(ConfigError, match=r"64 x 40 .* not the aspect ratio of a frame of 32 x 16, .* set .*=crop"):
+    with pytest.raises(ConfigError, match=r"64 x 40 .* not the aspect ratio of a frame of 32 x 16, .* try .*=crop"):
         require_images([saved(tmp_path, other)], model, "data.prompts", whole)
 
 

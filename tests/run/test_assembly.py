@@ -18,7 +18,7 @@ from tests.toys import ToyAdapter
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        (fpo.build(fpo.Config()), "times.name=uniform: .* use one of discrete"),
+        (fpo.build(fpo.Config()), "times.name=uniform: .* try algorithm.times.name=discrete, or "),
         (awm.build(awm.Config(solver="sa")), "SA-Solver needs a grid .* ends at sigma 0"),
     ],
     ids=["times", "solver"],

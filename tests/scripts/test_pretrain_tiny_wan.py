@@ -149,7 +149,10 @@ def test_tiny_wans_loss_reads_the_vae_and_the_text_as_the_pipeline_does(scripts)
         texts = [captions[row] for row in rows]
         wanted = pipe.encode_prompt(texts, do_classifier_free_guidance=False, max_sequence_length=12)[0]
         assert torch.equal(_tiny_wan.FlowMatching(pipe).embed(rows), wanted)
-    for frames, message in ((8, "one more than a multiple of 2; use 9"), (5, "makes 3 latent frames, .* 5 at a time")):
+    for frames, message in (
+        (8, "one more than a multiple of 2; try model.num_frames=9"),
+        (5, "makes 3 latent frames, .* 5 at a time"),
+    ):
         with pytest.raises(ModelError, match=f"model.num_frames={frames} .*{message}"):
             native.adapter("wan", pipe, (32, 32), num_frames=frames, max_sequence_length=12)
     for words in ([], ["height=32"]):
@@ -157,7 +160,9 @@ def test_tiny_wans_loss_reads_the_vae_and_the_text_as_the_pipeline_does(scripts)
             ConfigError, match=rf"{'width=832' if words else 'height=480'}: .* positions for 256 pixels"
         ):
             call_of(pipe, {}, None, None, words)
-    with pytest.raises(ConfigError, match=r"num_frames=7: it makes 4 latent frames, .* 5 at a time; use 9"):
+    with pytest.raises(
+        ConfigError, match=r"num_frames=7: it makes 4 latent frames, .* 5 at a time; give --set num_frames=9"
+    ):
         call_of(pipe, {}, None, None, ["num_frames=7"])
     assert call_of(pipe, {"height": 32, "width": 32}, None, None, ["num_frames=9"])["num_frames"] == 9
     assert set(captions[:-1]).isdisjoint(moving_shapes.prompts("heldout") + moving_shapes.prompts("train"))
