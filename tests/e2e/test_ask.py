@@ -148,7 +148,7 @@ def test_what_was_asked_for_and_fails_does_not_end_the_run(folder, asking, monke
     ("word", "options", "message"),
     [
         ("sve", {}, "did you mean 'save'"),
-        ("save", {"seed": 1}, "--seed is an option of sample"),
+        ("save", {"seed": 1}, "--seed: for sample alone; leave out --seed"),
         ("save", {}, "has finished: flowrl sample"),
     ],
 )

@@ -96,7 +96,7 @@ def test_a_resumed_run_of_two_processes_ends_bitwise_where_the_whole_one_ends():
         (
             "branch_grpo",
             ["optim.updates_per_iteration=4"],
-            "does not divide the 2 trees .* that do: 1, 2",
+            "does not divide the 2 trees .*; try .*updates_per_iteration=1, or .*updates_per_iteration=2",
         ),
     ],
 )

@@ -141,7 +141,10 @@ def test_too_many_without_a_vote_end_the_run_with_the_remedy_and_a_resume_asks_a
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("eval.rewards=[{name: votes}]", "rewards=[{name: jpeg}]"), r"eval.rewards.0: votes asks .*flowrl vote RUN"),
+        (
+            ("eval.rewards=[{name: votes}]", "rewards=[{name: jpeg}]"),
+            r"eval.rewards.0: votes asks .*flowrl vote.*; leave out eval.rewards.0",
+        ),
         (("rollout.exploration={pool: 8}", ASK), r"rollout.exploration looks at more candidates"),
         (("rollout.group_size=1", "algorithm.advantages={name: batch}", ASK), r"group_size=1: votes compares"),
         (("rewards=[{name: votes, timeout: 5}]",), r"timeout=5 ends a call that hangs"),

@@ -363,7 +363,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path, folder):
 def test_a_port_in_use_is_named_and_the_default_takes_the_next(folder, monkeypatch):
     with serving(folder) as server:
         port = server.server_address[1]
-        with pytest.raises(ConfigError, match=f"--port {port}: another program listens; leave out --port"):
+        with pytest.raises(ConfigError, match=f"--port {port}: another program listens there; leave out --port"):
             Server([folder], port)
         monkeypatch.setattr("flowrl.gallery.local.PORT", port)
         with Server([folder]) as other:

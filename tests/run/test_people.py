@@ -102,7 +102,9 @@ def test_marks_of_an_earlier_call_are_removed_and_what_cannot_work_is_refused(tm
     with pytest.raises(ConfigError, match=r"process 0 does not see .*all machines of the run share"):
         People.of(scorer, tmp_path, world, NEVER, 2)
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=r"prompts_per_iteration=1: asked compares .* at least 2, or start fewer"):
+    with pytest.raises(
+        ConfigError, match=r"prompts_per_iteration=1: asked compares .*; try rollout.prompts_per_iteration=2$"
+    ):
         People.of(scorer, tmp_path, world, NEVER, 1)
     mark = tmp_path / FOLDER / "iteration-000001/.left-1"
     mark.parent.mkdir(parents=True)

@@ -135,8 +135,8 @@ def test_a_private_push_to_a_public_repository_is_refused(run, api, tmp_path):
     [
         ({"push": "my-lora"}, "the owner is missing; give OWNER/NAME"),
         ({"push": "a/b/c"}, "give OWNER/NAME"),
-        ({"private": True}, "--private: it belongs to --push"),
-        ({"dry_run": True}, "--dry-run: it belongs to --push"),
+        ({"private": True}, "--private: for --push alone; leave out --private"),
+        ({"dry_run": True}, "--dry-run: for --push alone; leave out --dry-run"),
         ({}, "--out is missing"),
     ],
 )
