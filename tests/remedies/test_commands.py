@@ -30,15 +30,8 @@ CASES = [
 ]  # fmt: skip
 
 
-# These go on to plans of a whole recipe, models and servers.
-SLOW = ("_arguments", "ask", "doctor", "eval", "list", "score", "serve")
-
-
-def marks(place: str) -> tuple[pytest.MarkDecorator, ...]:
-    return (pytest.mark.slow,) if place.partition("/")[2].partition(".")[0] in SLOW else ()
-
-
-@pytest.mark.parametrize(("place", "line"), [pytest.param(*case, id=case[0], marks=marks(case[0])) for case in CASES])
+@pytest.mark.slow  # they go on to plans, models and servers
+@pytest.mark.parametrize(("place", "line"), CASES, ids=[case[0] for case in CASES])
 @follows(*(place for case in CASES for place in numbered(case[0])))
 def test_a_command_goes_on_with_each_remedy(place, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
