@@ -26,7 +26,7 @@ SILENT = (
         "config/extends",
         "config/locate",
         "config/places",
-        "config/retired",
+        "config/older",
         "core/contents",
         "core/errors",
     ),

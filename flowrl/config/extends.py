@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.config.locate import located, origin_of
-from flowrl.config.retired import as_it_was
+from flowrl.config.older import as_it_was
 from flowrl.config.schema import RunConfig
 from flowrl.core import assets, registry, strict
 from flowrl.core.errors import ConfigError, told

@@ -9,9 +9,9 @@ from flowrl.config.checks import check
 from flowrl.config.components import component, model_component
 from flowrl.config.extends import KEY, load_layers
 from flowrl.config.locate import located, origin_of
+from flowrl.config.older import as_it_was
 from flowrl.config.places import placed
 from flowrl.config.resolved import Resolved
-from flowrl.config.retired import as_it_was
 from flowrl.config.schema import RunConfig, to_tree
 from flowrl.core import registry
 from flowrl.core.contents import stand_ins

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 
 from flowrl.config.locate import Origin, located
+from flowrl.config.older import as_it_was
 from flowrl.config.resolved import Resolved
-from flowrl.config.retired import as_it_was
 from flowrl.config.schema import RunConfig
 from flowrl.core import contents
 from flowrl.core.contents import Input

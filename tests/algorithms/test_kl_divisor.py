@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from flowrl.algorithms.flow_grpo import KLConfig
 from flowrl.config.load import load_config, resolve
-from flowrl.config.retired import as_it_was
+from flowrl.config.older import as_it_was
 from flowrl.core import registry
 from flowrl.core.strict import Options
 from flowrl.run.folder import differences

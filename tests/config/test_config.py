@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flowrl.config.checks import check_model
 from flowrl.config.load import load_config, resolve
-from flowrl.config.retired import run_tree
+from flowrl.config.older import run_tree
 from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import apply_override, parse_yaml, validate

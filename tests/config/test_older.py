@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowrl.config import retired
-from flowrl.config.retired import Added, Changed, Place, as_it_was
+from flowrl.config import older
+from flowrl.config.older import Added, Changed, Place, as_it_was
 from flowrl.core.errors import ConfigError
 from tests.e2e.conftest import place as place
 from tests.e2e.conftest import train
@@ -39,8 +39,8 @@ KL = Changed(
 def test_a_value_with_a_new_meaning_keeps_the_old_one_in_the_files_that_lack_an_option_that_came_with_it(
     sampler, newer, then, monkeypatch
 ):
-    monkeypatch.setattr(retired, "CHANGED", (KL,))
-    monkeypatch.setattr(retired, "ADDED", (Added(Place("run", "*", "eval.tie"), 0.0),))
+    monkeypatch.setattr(older, "CHANGED", (KL,))
+    monkeypatch.setattr(older, "ADDED", (Added(Place("run", "*", "eval.tie"), 0.0),))
     tree = {
         "rollout": {"sampler": {"name": sampler}},
         "algorithm": {"name": "a", "kl": {"divisor": None}},
@@ -61,7 +61,7 @@ def test_a_resumed_older_run_keeps_its_value_or_is_refused_by_key(place, monkeyp
     (change,) = changes = (
         Changed(Place("run", "*", "optim.schedule"), "constant", "linear", Place("run", "*", "optim.ema.repeats")),
     )
-    monkeypatch.setattr(retired, "CHANGED", changes)
+    monkeypatch.setattr(older, "CHANGED", changes)
     with pytest.raises(ConfigError, match=r"optim\.schedule was 'linear', now 'constant'"):
         train("iterations=1", *small, resume=True)
     before = copy.deepcopy(yaml.safe_load(file.read_text()))
