@@ -179,7 +179,8 @@ def _takes_value(command: str, word: str) -> bool:
 
     import flowrl.cli
 
-    parameters = typer.main.get_command(flowrl.cli.app).commands[command].params
+    app: Any = typer.main.get_command(flowrl.cli.app)
+    parameters = app.commands[command].params
     return any(word in each.opts and not each.is_flag for each in parameters if each.param_type_name == "option")
 
 

@@ -20,7 +20,7 @@ def test_the_configuration_of_a_tool_that_is_not_converted(tmp_path, monkeypatch
     with pytest.raises(ConfigError, match="kohya's scripts, are not converted") as caught:
         tool_of("config.toml", None)
     (remedy,) = caught.value.remedies
-    program, name, *words = shlex.split(remedy.command)
+    program, name, kind, file = shlex.split(remedy.command)
     assert (program, name) == ("flowrl", "new")
-    command(*words, Path())
+    command(kind, file, Path())
     assert resolve(load_config("mine.yaml")).algorithm.name == "flow_grpo"

@@ -127,7 +127,8 @@ def test_a_merged_pipeline_in_half_precision_runs_as_the_page_loads_it(base, tmp
         parts = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
         assert {part.dtype for part in parts} == {found}
         call: Any = {"num_inference_steps": 1, "height": 32, "width": 32, "output_type": "pt"}
-        assert pipe("a red circle", max_sequence_length=tiny.TOKENS, **call).images.isfinite().all()
+        drawn: Any = pipe("a red circle", max_sequence_length=tiny.TOKENS, **call)
+        assert drawn.images.isfinite().all()
         # Two roundings: of the frozen weight, and of the sum.
         right = plain[f"{key}.weight"].to(half).float() + layer.get_delta_weight("default")
         merged = pipe.transformer.get_parameter(f"{key}.weight").float()
