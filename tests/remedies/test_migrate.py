@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def test_the_configuration_of_a_tool_that_is_not_converted(tmp_path, monkeypatch
     with pytest.raises(ConfigError, match="kohya's scripts, are not converted") as caught:
         tool_of("config.toml", None)
     (remedy,) = caught.value.remedies
-    program, name, kind, file = shlex.split(remedy.command)
-    assert (program, name) == ("flowrl", "new")
-    command(kind, file, Path())
+    words: list[Any] = shlex.split(remedy.command)
+    assert words[:2] == ["flowrl", "new"]
+    command(words[2], words[3], Path())
     assert resolve(load_config("mine.yaml")).algorithm.name == "flow_grpo"
