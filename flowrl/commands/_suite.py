@@ -163,9 +163,8 @@ def _launch(options: Options) -> int:
     require_devices(options.making.processes)
     folder = RunFolder(options.folder, "--out")
     descriptor = folder.lock()
-    os.environ["FLOWRL_LOCKED"] = str(descriptor)
     try:
-        return launch(sys.argv[1:], options.making.processes, pass_fds=[descriptor], warn=print)
+        return launch(sys.argv[1:], options.making.processes, lock=descriptor, warn=print)
     finally:
         folder.unlock()
 
@@ -185,8 +184,8 @@ def _make(options: Options, task: Task, every: Sequence[Item], folders: dict[str
     world, lock = join(), RunFolder(options.folder, "--out")
     judges: list[RewardJudge | None] = []
     try:
-        if world.main and "FLOWRL_LOCKED" not in os.environ:
-            lock.lock()
+        if world.main:
+            lock.hold()
         with phase("loading"):
             world.agree(lambda: judges.append(_judge(options, task)))
         for name, folder in folders.items():

@@ -118,9 +118,8 @@ def _launch(out: Path, processes: int) -> int:
     require_devices(processes)
     folder = RunFolder(out, "--out")
     descriptor = folder.lock()
-    os.environ["FLOWRL_LOCKED"] = str(descriptor)
     try:
-        return launch(sys.argv[1:], processes, pass_fds=[descriptor], warn=print)
+        return launch(sys.argv[1:], processes, lock=descriptor, warn=print)
     finally:
         folder.unlock()
 

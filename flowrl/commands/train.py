@@ -101,10 +101,9 @@ def _launch(config: str, overrides: list[str], flags: list[str], processes: int)
     folder = RunFolder(resolved.run.folder)
     descriptor = folder.lock()
     open_desk(folder.path)
-    os.environ["FLOWRL_LOCKED"] = str(descriptor)
     try:
         arguments = ["train", config, *overrides, *flags]
         # The workers inherit the lock: it is held until the last of them has ended.
-        return launch(arguments, processes, pass_fds=[descriptor], warn=log.warning)
+        return launch(arguments, processes, lock=descriptor, warn=log.warning)
     finally:
         folder.unlock()

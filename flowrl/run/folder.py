@@ -40,6 +40,7 @@ from flowrl.evaluation import previews
 from flowrl.evaluation.held_out import splits
 from flowrl.run import checkpoint, inputs
 from flowrl.run.changes import MAY_CHANGE, Accepted, differences
+from flowrl.run.launch import LOCKED
 
 
 class MetricsFile:
@@ -129,9 +130,22 @@ class RunFolder:
                 )
             time.sleep(0.1)
 
-    def inherit(self, descriptor: int) -> None:
-        """Take over the lock that the launcher of this process holds (`FLOWRL_LOCKED`)."""
-        self._lock = os.dup(descriptor)
+    def hold(self) -> bool:
+        """Lock the folder, or take over the lock that the launcher of this process holds on it; whether that was so."""
+        held = os.environ.get(LOCKED)
+        # A program that a worker starts has the variable and no such descriptor.
+        if held is None or not self._is_lock(int(held)):
+            self.lock()
+            return False
+        self._lock = os.dup(int(held))
+        return True
+
+    def _is_lock(self, descriptor: int) -> bool:
+        """Whether a descriptor is that of this folder's lock."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self.path / LOCK))
+        except OSError:
+            return False
 
     def require_own(self) -> None:
         """Look whether the folder at this path is still the locked one; nothing to look at without a lock.
@@ -139,17 +153,10 @@ class RunFolder:
         Raises:
             Moved: it was moved, deleted or replaced.
         """
-        if self._lock is None:
-            return
-        own = os.fstat(self._lock)
-        try:
-            here = os.stat(self.path / LOCK)
-        except OSError:
-            here = None
-        if here is not None and (here.st_dev, here.st_ino) == (own.st_dev, own.st_ino):
+        if self._lock is None or self._is_lock(self._lock):
             return
         now = _present(self._lock)
-        gone = "deleted" if here is None else "replaced by another"
+        gone = "replaced by another" if (self.path / LOCK).exists() else "deleted"
         where = gone if now is None else f"moved to {now}"
         resumes = now is not None and self.key == "output"
         raise Moved(

@@ -20,6 +20,9 @@ PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 COMMAND = "FLOWRL_COMMAND"
 """The user's command line, in a worker's environment."""
 
+LOCKED = "FLOWRL_LOCKED"
+"""The descriptor of the lock that the launcher holds, in a worker's environment."""
+
 _PLEA = signal.SIGUSR1
 """Signal of a worker to its launcher: it is saving, and needs more time."""
 
@@ -48,7 +51,7 @@ def free_port() -> int:
 def launch(
     arguments: Sequence[str],
     processes: int,
-    pass_fds: Sequence[int] = (),
+    lock: int | None = None,
     *,
     warn: Callable[[str], None] = lambda text: None,
 ) -> int:
@@ -60,7 +63,7 @@ def launch(
     Args:
         arguments: of the command line.
         processes: number of workers.
-        pass_fds: descriptors that they inherit.
+        lock: descriptor of a locked file, which they inherit (`LOCKED`); None: there is none.
         warn: called with a warning before anything starts, if they will be slow.
     """
     port, cores = free_port(), os.cpu_count() or processes
@@ -87,13 +90,15 @@ def launch(
                 "MASTER_PORT": str(port),
                 PARENT: str(os.getpid()),
                 COMMAND: command_line(),
+                **({} if lock is None else {LOCKED: str(lock)}),
                 "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), PACKAGE_ROOT])),
             }
             environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
             # -P: a user's types.py in the working directory would end Python itself.
             command = [sys.executable, "-P", "-m", "flowrl", *arguments]
             # A session of its own: Ctrl-C reaches the children once, through us.
-            children.append(subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=list(pass_fds)))
+            held = () if lock is None else (lock,)
+            children.append(subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=held))
         return _wait(children, received)
     finally:
         for child in children:

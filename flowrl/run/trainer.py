@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -85,12 +84,7 @@ class Trainer:
         self.trackers = Trackers(self.config, self.resolved.tree(), self.folder, main=self.world.main)
         if not self.world.main:
             return 0
-        launched = os.environ.get("FLOWRL_LOCKED")
-        if launched is None:
-            self.folder.lock()
-        else:
-            self.folder.inherit(int(launched))
-        self.desk.open(launched=launched is not None)
+        self.desk.open(launched=self.folder.hold())
         checkpoint.remove_leftovers(self.folder.path)
         if resume:
             refuse_guarded(self.folder.path, self.config.guard)

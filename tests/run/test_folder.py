@@ -13,18 +13,34 @@ import pytest
 from flowrl.core.errors import ConfigError, Moved
 from flowrl.run import checkpoint, handover
 from flowrl.run.folder import RunFolder
+from flowrl.run.launch import LOCKED
 from flowrl.run.pairs.folder import PairFolder
 from tests.e2e.conftest import finish, place, start, train
 
 __all__ = ["place"]
 
 
-def test_a_folder_that_is_no_longer_the_locked_one_takes_no_file(tmp_path):
+def test_a_lock_is_taken_over_from_the_launcher_of_this_folder_alone(tmp_path, monkeypatch):
+    """A program that a worker starts has its variable, and neither its descriptor nor its folder."""
+    first, other = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "two")
+    descriptor = first.lock()
+    monkeypatch.setenv(LOCKED, str(descriptor))
+    assert RunFolder(tmp_path / "one").hold()
+    assert not other.hold()
+    other.unlock()
+    monkeypatch.setenv(LOCKED, "987654")
+    assert not other.hold()
+    with pytest.raises(ConfigError, match="in use by another process"):
+        RunFolder(tmp_path / "two").lock(0.0)
+
+
+def test_a_folder_that_is_no_longer_the_locked_one_takes_no_file(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "run")
     descriptor = folder.lock()
     folder.write_json("summary.json", {})
     worker = RunFolder(tmp_path / "run")
-    worker.inherit(descriptor)
+    monkeypatch.setenv(LOCKED, str(descriptor))
+    assert worker.hold()
     os.rename(tmp_path / "run", tmp_path / "other")
     for held in (folder, worker):
         for write in (lambda held=held: held.add_row({"iteration": 1}), lambda held=held: held.write_json("x", {})):

@@ -8,7 +8,6 @@ batch size, any number of processes, and wherever an earlier call was interrupte
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -259,10 +258,6 @@ def make(resolved: Resolved, wanted: Wanted, out: Path) -> Done:
 
 
 def _begin(folder: PairFolder, lock: RunFolder) -> Done:
-    launched = os.environ.get("FLOWRL_LOCKED")
-    if launched is None:
-        lock.lock()
-    else:
-        lock.inherit(int(launched))
+    lock.hold()
     folder.require_own = lock.require_own
     return folder.begin()
