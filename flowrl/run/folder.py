@@ -131,13 +131,16 @@ class RunFolder:
             time.sleep(0.1)
 
     def hold(self) -> bool:
-        """Lock the folder, or take over the lock that the launcher of this process holds on it; whether that was so."""
+        """Lock the folder, or take over the lock that the launcher of this process holds; whether that was so.
+
+        A folder that was moved since the launcher locked it is not made again: `require_own` tells of it.
+        """
         held = os.environ.get(LOCKED)
-        # A program that a worker starts has the variable and no such descriptor.
-        if held is None or not self._is_lock(int(held)):
+        if held is None:
             self.lock()
             return False
         self._lock = os.dup(int(held))
+        self.require_own()
         return True
 
     def _is_lock(self, descriptor: int) -> bool:

@@ -20,18 +20,17 @@ from tests.e2e.conftest import finish, place, start, train
 __all__ = ["place"]
 
 
-def test_a_lock_is_taken_over_from_the_launcher_of_this_folder_alone(tmp_path, monkeypatch):
-    """A program that a worker starts has its variable, and neither its descriptor nor its folder."""
-    first, other = RunFolder(tmp_path / "one"), RunFolder(tmp_path / "two")
-    descriptor = first.lock()
-    monkeypatch.setenv(LOCKED, str(descriptor))
-    assert RunFolder(tmp_path / "one").hold()
-    assert not other.hold()
-    other.unlock()
-    monkeypatch.setenv(LOCKED, "987654")
-    assert not other.hold()
-    with pytest.raises(ConfigError, match="in use by another process"):
-        RunFolder(tmp_path / "two").lock(0.0)
+def test_a_folder_that_is_moved_before_a_worker_has_started_is_not_made_again(tmp_path, monkeypatch):
+    launcher, worker = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    monkeypatch.setenv(LOCKED, str(launcher.lock()))
+    assert worker.hold()
+    worker.unlock()
+    os.rename(tmp_path / "run", tmp_path / "other")
+    with pytest.raises(Moved, match=rf"run was moved to {tmp_path}/other"):
+        worker.hold()
+    assert not (tmp_path / "run").exists()
+    monkeypatch.delenv(LOCKED)
+    assert not RunFolder(tmp_path / "free").hold()
 
 
 def test_a_folder_that_is_no_longer_the_locked_one_takes_no_file(tmp_path, monkeypatch):
