@@ -31,9 +31,9 @@ from flowrl.rewards._vision.arrays import to_uint8
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.core.media import open_image
 from flowrl.core.paths import PATH
 from flowrl.core.strict import require_positive
+from flowrl.media.media import open_image
 from flowrl.reward import Images, Reward, RewardError
 
 LEVEL = "experimental"

@@ -27,8 +27,8 @@ from flowrl.rewards._shapes.kept import kept
 from flowrl.rewards._shapes.tracks import cell_of, tracked
 from torch import Tensor
 
-from flowrl.core.first_frame import fitted_frame
-from flowrl.core.media import UNREADABLE, open_image, pixels
+from flowrl.media.first_frame import fitted_frame
+from flowrl.media.media import UNREADABLE, open_image, pixels
 from flowrl.moving_shapes import MovingScene, parse
 from flowrl.reward import Card, Images, Reward, RewardError
 from flowrl.shapes import BACKGROUND, coverage

@@ -24,11 +24,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowrl.core import media, polls
-from flowrl.core.display import working
+from flowrl.core import polls
 from flowrl.core.errors import Abandoned, ConfigError, RewardError, WriteError
 from flowrl.core.polls import OCCASION, Closed, Occasion, Question
 from flowrl.core.votes import Vote, keep_image
+from flowrl.display.display import working
+from flowrl.media import media
 from flowrl.reward import Card, Images, Reward, unscored
 from flowrl.statistics.bradley_terry import strengths
 

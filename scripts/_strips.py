@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from flowrl.core import media
+from flowrl.media import media
 
 SCALE, LABEL, CAPTION, GAP = 2, 96, 18, 2
 """Times that pixels are enlarged, width of the names, height of a caption, and between frames, in pixels."""

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from flowrl.gallery import build
+from flowrl.apps.gallery import build
 
 DISTINCT = 32
 WORDS = [
@@ -120,7 +120,7 @@ def write_rows(folder: Path, count: int) -> None:
 WATCH = """
 import sys, threading, time
 from pathlib import Path
-from flowrl.gallery.server import Server
+from flowrl.apps.gallery.server import Server
 server = Server([Path(name) for name in sys.argv[1:]], 0)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 print(server.address, flush=True)
@@ -174,7 +174,7 @@ def watched(folders: list[Path], paint: bool) -> dict[str, object]:
 def answered(address: str, loads: int = 5) -> dict[str, object]:
     """Seconds until Chromium paints a page of a server, and until its script has run and shows the state."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from tests.gallery.browser import launched
+    from tests.apps.gallery.browser import launched
 
     paints, ready = [], []
     with launched() as browser:
@@ -192,7 +192,7 @@ def answered(address: str, loads: int = 5) -> dict[str, object]:
 def first_paints(page_file: Path, loads: int = 5) -> list[float]:
     """Seconds until Chromium paints the first content of the page, of each load."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from tests.gallery.browser import launched, opened
+    from tests.apps.gallery.browser import launched, opened
 
     paints = []
     with launched() as browser:

@@ -24,7 +24,7 @@ SHOTS = (("comparison", "#compare-head", 1880), ("comparison_images", "#compare-
 
 def shoot(file: Path) -> None:
     """Write the pictures of a comparison's page."""
-    from tests.gallery.browser import launched, opened
+    from tests.apps.gallery.browser import launched, opened
 
     with launched() as browser, opened(browser, file, viewport=SIZE) as page:
         for name, place, height in SHOTS:
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="finished run folders")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    from flowrl.gallery import build
+    from flowrl.apps.gallery import build
 
     with tempfile.TemporaryDirectory() as temporary:
         runs = [Path(temporary) / run.name for run in options.runs]

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 from flowrl.config.load import load_config, resolve
-from flowrl.core.console import log, set_up_logging
 from flowrl.core.rng import derive
+from flowrl.display.console import log, set_up_logging
 from flowrl.evaluation.evaluator import Setting
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import interval

@@ -28,9 +28,9 @@ import numpy as np
 from _lab_fingerprints import ROOT, Fingerprints
 from _lab_runs import RUNS, Failed, Run, costs, read, train, write
 
-from flowrl.core.status import ENDED
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import difference
+from flowrl.run.status import ENDED
 
 NUMBERS, PAGE = ROOT / "docs" / "lab" / "guard.json", ROOT / "docs" / "watching.md"
 LAB, PROXY = ROOT / "configs" / "lab", ROOT / "configs" / "proxy"

@@ -1,4 +1,4 @@
-"""Write docs/migration.md from the tables of flowrl/config/migration: `python -m scripts.make_migration_doc`.
+"""Write docs/migration.md from the tables of flowrl/apps/migration: `python -m scripts.make_migration_doc`.
 
 Running it again changes nothing; a test compares the file with what this writes.
 """
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import yaml
 
-from flowrl.config.migration.table import Key, Tool
-from flowrl.config.migration.tools import TOOLS
+from flowrl.apps.migration.table import Key, Tool
+from flowrl.apps.migration.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "docs" / "migration.md"
 HEAD = """# Coming from another tool
 
-Written by `python -m scripts.make_migration_doc` from `flowrl/config/migration/`; do not edit.
+Written by `python -m scripts.make_migration_doc` from `flowrl/apps/migration/`; do not edit.
 
 `flowrl convert-config FILE` reads the configuration of another tool and writes a recipe of flowrl. The file is read as
 text and never executed. Each line of the recipe has a comment with the key that it came from and the conversion; a key

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrl.models.classes import natives
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.families import FAMILIES, Family, Guidance
 from flowrl.models.generic.options import find_networks
+from flowrl.models.pipelines.classes import natives
 from tests import tiny_pipelines as tiny
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -45,7 +45,8 @@ NEAR = {
     "algorithms": ("tests/algorithms",),
     "statistics": ("tests/statistics",),
     "core": ("tests/core/test_questions.py",),
-    "evaluation/suites": ("tests/evaluation/suites",),
+    "evaluation": ("tests/apps/suites",),
+    "apps/suites": ("tests/apps/suites",),
 }
 """Room -> the tests that run first; the doctests of the room come with them."""
 WIDE = (*(f"tests/{room}" for room in NEAR), "tests/contracts", "tests/training", "tests/models", "tests/run")
@@ -92,7 +93,7 @@ def locate(mutant: Mutant, root: Path) -> Path:
     Raises:
         ValueError: its text does not stand exactly once in the room, or the change is no Python.
     """
-    files = sorted((root / "flowrl" / mutant.room).glob("*.py"))
+    files = sorted((root / "flowrl" / mutant.room).rglob("*.py"))
     found = [(file, count) for file in files if (count := file.read_text().count(mutant.old))]
     total = sum(count for _, count in found)
     if total != 1:

@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig
+from flowrl.commands._option_texts import OptionText, option_texts
 from flowrl.config.schema import RunConfig
 from flowrl.core import registry
-from flowrl.core.option_texts import OptionText, option_texts
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
 from scripts.reference_pages import cell, code, value

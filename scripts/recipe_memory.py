@@ -17,8 +17,8 @@ from pathlib import Path
 
 from flowrl.commands._listed import MEMORY, recipe_tree
 from flowrl.core import assets
-from flowrl.core.contents import fingerprint
 from flowrl.core.files import write_atomically
+from flowrl.data.contents import fingerprint
 
 FILE = Path(__file__).resolve().parents[1] / "configs" / MEMORY
 UNITS = {"GiB": 1.0, "MiB": 1 / 1024, "KiB": 1 / 1024**2}

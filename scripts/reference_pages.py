@@ -22,9 +22,9 @@ from flowrl.cli import COMMANDS as COMMAND_NAMES
 from flowrl.cli import GROUPS
 from flowrl.commands._arguments import in_full
 from flowrl.commands._listed import credit_rules, described
+from flowrl.commands._option_texts import REQUIRED, OptionText, option_texts
 from flowrl.config.schema import RunConfig
 from flowrl.core import registry
-from flowrl.core.option_texts import REQUIRED, OptionText, option_texts
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.scoring.entries import RewardEntry
 

@@ -20,8 +20,8 @@ from _strips import drawn, strips
 from PIL import Image
 
 from flowrl import moving_shapes
+from flowrl.apps.gallery import builder
 from flowrl.evaluation.results import Evaluation
-from flowrl.gallery import builder
 
 RUN = "video-sage_grpo-seed0"
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "lab" / "video_report"

@@ -28,7 +28,7 @@ LOOK: tuple[Shot, ...] = (
 
 def shoot(server: Any, out: Path, shots: tuple[Shot, ...]) -> None:
     """Write a picture of the page after three votes for each shot."""
-    from tests.gallery.browser import launched
+    from tests.apps.gallery.browser import launched
 
     with launched() as browser:
         for done, (name, size, scheme) in enumerate(shots):
@@ -48,9 +48,9 @@ def shoot(server: Any, out: Path, shots: tuple[Shot, ...]) -> None:
 def main() -> None:
     """Make the run, vote and shoot."""
     sys.path.insert(0, str(ROOT))
-    from flowrl.gallery.voting.result import result
-    from tests.gallery.test_gallery import make_run
-    from tests.gallery.test_vote import voting
+    from flowrl.apps.voting.result import result
+    from tests.apps.gallery.test_gallery import make_run
+    from tests.apps.voting.test_vote import voting
 
     look = len(sys.argv) > 1
     out = Path(sys.argv[1]) if look else ROOT / "docs" / "votes"

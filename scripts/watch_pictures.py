@@ -44,8 +44,8 @@ def rewind(run: Path, iteration: int) -> None:
 
 def shoot(run: Path, shots: tuple[Shot, ...], state: str) -> None:
     """Write the pictures of a run folder's live page, once the page says that the run is in this state."""
-    from flowrl.gallery.server import Server
-    from tests.gallery.browser import launched
+    from flowrl.apps.gallery.server import Server
+    from tests.apps.gallery.browser import launched
 
     with Server([run], 0) as server, launched() as browser:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -125,7 +125,7 @@ def drain(terminal: int) -> None:
 
 def parts() -> dict[str, list[tuple[Any, str]]]:
     """Part -> (owner, name) of its functions, none of which calls another one."""
-    from flowrl.core import display
+    from flowrl.display import display
     from flowrl.run.guarding import Guarding
     from flowrl.run.trackers import Line, Trackers
 

@@ -23,7 +23,7 @@ from flowrl.diffusion.plan import solver_plan, window
 from flowrl.diffusion.process import FlowProcess
 from flowrl.models import generic
 from flowrl.models.base import LoraSettings
-from flowrl.models.weights import Weights, fit_network
+from flowrl.models.weights.roles import Weights, fit_network
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy

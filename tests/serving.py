@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from flowrl.core.transport import pack
 from flowrl.core.wire import SCHEMA, fingerprint, plain_card, write_image
+from flowrl.media.transport import pack
 from flowrl.reward import Card, Reward
 from flowrl.scoring.server.app import Service
 from flowrl.scoring.server.batching import Batcher

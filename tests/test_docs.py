@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.apps.diagnosis import CHECKS
 from flowrl.core import registry
-from flowrl.evaluation.diagnosis import CHECKS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -16,18 +16,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # In reading order. A late import and one under TYPE_CHECKING count: they hide a circle and do not break it.
 ORDER = (
-    *("core", "reward", "shapes", "moving_shapes", "statistics", "diffusion", "gallery", "samplers", "models"),
-    *("losses", "credit"),
-    *("data", "rollout", "scoring", "algorithms", "training", "config", "evaluation", "planning", "run", "contracts"),
-    *("commands", "cli"),
+    *("core", "reward", "shapes", "moving_shapes", "display", "media"),
+    *("statistics", "diffusion", "samplers", "losses", "credit"),
+    *("models", "data", "rollout", "scoring", "algorithms", "training"),
+    *("config", "evaluation", "planning", "run", "contracts"),
+    *("apps", "commands", "cli"),
 )
 PURE = ("statistics", "diffusion", "losses", "credit")
 """Packages of mathematics."""
-SEE_PROCESSES = ("training", "evaluation", "planning", "run", "contracts", "commands", "cli")
+SEE_PROCESSES = ("training", "evaluation", "planning", "run", "contracts", "apps", "commands", "cli")
 """Packages that know of ranks and of the number of processes."""
 FOR_REWARDS = (
     *("flowrl.core", "flowrl.reward", "flowrl.rewards", "flowrl.shapes", "flowrl.moving_shapes"),
-    "flowrl.statistics",  # arrays alone
+    *("flowrl.statistics", "flowrl.media"),  # arrays alone; images and videos as files
 )
 
 
@@ -118,6 +119,11 @@ def test_every_package_has_its_place():
 @pytest.mark.parametrize("name", ROOMS)
 def test_a_module_imports_only_its_own_package_and_earlier_ones(name):
     assert later(room_of(name), imported_modules(name)) == []
+
+
+def test_only_the_command_line_imports_the_wing():
+    users = {room_of(name) for name in MODULES if any(room_of(o) == "apps" for o in imported_modules(name))}
+    assert users <= {"apps", "commands", "cli"}
 
 
 def test_no_modules_import_each_other_in_a_circle():

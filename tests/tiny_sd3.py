@@ -19,7 +19,7 @@ from flowrl.core.types import SampleId
 from flowrl.diffusion.plan import window
 from flowrl.models.base import LoraSettings, ModelAdapter
 from flowrl.models.sd3 import LORA_TARGETS, Config, Sd3
-from flowrl.models.weights import Weights, fit_network
+from flowrl.models.weights.roles import Weights, fit_network
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy

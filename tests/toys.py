@@ -25,9 +25,9 @@ from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process, VPProcess, expand
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import LossOutput, Microbatch, NoisedBatch
+from flowrl.models._guidance import guided
 from flowrl.models.base import ModelAdapter
-from flowrl.models.guidance import guided
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.outputs import Outputs

@@ -32,7 +32,7 @@ from flowrl.diffusion.plan import StepPlan, solver_plan, window
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.training_times import Times, draw, of_process
 from flowrl.losses.batches import LossOutput, Microbatch, NoisedBatch
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.rollout.learned_noise import NoiseWeights
 from flowrl.rollout.outputs import Outputs, evaluate, is_cfg, training_guidance
 from flowrl.rollout.policy import Policy

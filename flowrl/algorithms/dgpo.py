@@ -26,7 +26,7 @@ from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import group_preference_weight
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 
 LEVEL = "tested"
 

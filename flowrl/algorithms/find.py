@@ -30,7 +30,7 @@ from flowrl.credit.critic import ValueConfig
 from flowrl.diffusion.solvers import SOLVERS, SolverName
 from flowrl.losses.batches import InitialBatch, LossOutput, summed
 from flowrl.losses.ratio import NoiseForm, clipped_ratio_loss, gaussian_log_prob, noise_prior
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.rollout.learned_noise import NoiseWeights, as_noise_weights
 
 LEVEL = "tested"

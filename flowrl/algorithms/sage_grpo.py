@@ -30,7 +30,7 @@ from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import Process
 from flowrl.losses.batches import LossOutput, Microbatch
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.samplers.base import Sampler, StepDistribution, step_std
 
 LEVEL = "tested"

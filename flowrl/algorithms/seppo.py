@@ -36,7 +36,7 @@ from flowrl.diffusion.solvers import SOLVERS, SolverName
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import group_mean
 from flowrl.losses.preference import Anchor, anchor_sign, preference_loss
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.rollout.outputs import Outputs, Space
 from flowrl.samplers.base import Sampler
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from flowrl.core.display import Display
+    from flowrl.display.display import Display
 
 
 _MORE: dict[str, str] = {}
@@ -115,8 +115,8 @@ def showing(quiet: bool = False, as_json: bool = False) -> Generator[Display]:
     Raises:
         ConfigError: both are asked for.
     """
-    from flowrl.core.display import opened
     from flowrl.core.errors import ConfigError, Remedy
+    from flowrl.display.display import opened
 
     if quiet and as_json:
         raise ConfigError(

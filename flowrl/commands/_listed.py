@@ -43,7 +43,7 @@ def described(kind: str, name: str) -> dict[str, Any]:
         UnknownName: there is no such component; with the nearest names.
         ConfigError: it has no options to show.
     """
-    from flowrl.core.option_texts import option_texts
+    from flowrl.commands._option_texts import option_texts
 
     result: dict[str, Any] = {"kind": kind, "name": name, "level": None, "page": page(kind, name), "card": None}
     if kind == "credits":
@@ -121,7 +121,7 @@ def _wrapped(text: str) -> Sequence[str]:
 
 def recipes() -> list[dict[str, Any]]:
     """The recipes as plain data: name, model, method, memory of the plan in GiB (null: not measured), what it is."""
-    from flowrl.core.contents import fingerprint
+    from flowrl.data.contents import fingerprint
 
     file = assets.recipe_file("quickstart")
     stored = {} if file is None or not (f := file.parent / MEMORY).is_file() else json.loads(f.read_text("ascii"))

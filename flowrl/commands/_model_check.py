@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowrl.core.errors import ModelError
-from flowrl.models.paths import require_folder, resolve_path
+from flowrl.models.pipelines.paths import require_folder, resolve_path
 
 if TYPE_CHECKING:
     from flowrl.models.base import ModelConfig

@@ -100,7 +100,7 @@ def places(session: Any) -> list[tuple[Any, str, str]]:
     """(owner, attribute, name) of each function that is timed."""
     import torch
 
-    from flowrl.models.weights import component_names
+    from flowrl.models.weights.roles import component_names
     from flowrl.rollout.noise import Noise
     from flowrl.run import collector
 

@@ -42,10 +42,10 @@ def look(source: str, words: Sequence[str]) -> bool:
     Raises:
         ConfigError: no such set or column, or nothing in it can be used.
     """
-    from flowrl.core.console import set_up_logging
     from flowrl.core.strict import overridden, validate
     from flowrl.data.preferences import PreferenceOptions, load_preferences
     from flowrl.data.stored_videos import Frames
+    from flowrl.display.console import set_up_logging
 
     options = validate(PreferenceOptions, overridden({}, words), "")
     set_up_logging(None, main=True)
@@ -77,9 +77,9 @@ def _verdict(who: str, good: int, left_out: int, usable: int, rows: int, allowed
 
 
 def _opened(pairs: PreferenceSet) -> Look:
-    from flowrl.core.display import Progress
     from flowrl.data.preference_records import EXAMPLES, Unreadable
     from flowrl.data.stored_videos import may_be_video
+    from flowrl.display.display import Progress
 
     result, bar = Look(), Progress(len(pairs), "opening", show=True)
     for index in range(len(pairs)):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.models.weights import component_names
+from flowrl.models.weights.roles import component_names
 from flowrl.run.session import Session
 
 

@@ -44,8 +44,8 @@ def requests(clients: int, items: int) -> tuple[list[list[dict[str, Any]]], list
     """(items of each client, with images of its own; their scores in this process)."""
     import torch
 
-    from flowrl.core.transport import pack, unpack
     from flowrl.core.wire import write_image
+    from flowrl.media.transport import pack, unpack
     from flowrl.rewards import jpeg
 
     reward, generator = jpeg.build(jpeg.Config()), torch.Generator().manual_seed(0)

@@ -15,11 +15,11 @@ from flowrl.commands._arguments import reward_entries
 from flowrl.commands._suite_pairs import compared, image_change, pair_plan
 
 if TYPE_CHECKING:
-    from flowrl.evaluation.suites.base import Item, Row, Table
-    from flowrl.evaluation.suites.drawing import Drawing
-    from flowrl.evaluation.suites.folder import ResultsFolder
-    from flowrl.evaluation.suites.judging import RewardJudge
-    from flowrl.evaluation.suites.runner import Task
+    from flowrl.apps.suites.running.drawing import Drawing
+    from flowrl.apps.suites.running.folder import ResultsFolder
+    from flowrl.apps.suites.running.judging import RewardJudge
+    from flowrl.apps.suites.running.runner import Task
+    from flowrl.evaluation.suite import Item, Row, Table
     from flowrl.run.judged import Judged
     from flowrl.training.world import World
 
@@ -89,10 +89,10 @@ def evaluate(options: Options) -> None:
         ConfigError, ModelError, RewardError: something the user can mend.
         RewardFailure: the judge is away; what was judged is kept.
     """
+    from flowrl.apps.suites.running.runner import Task, limited
     from flowrl.core.errors import ConfigError, Remedy
     from flowrl.core.files import out_folder
-    from flowrl.evaluation.suites import base
-    from flowrl.evaluation.suites.runner import Task, limited
+    from flowrl.evaluation import suite as base
     from flowrl.run.judged import require_model
     from flowrl.scoring.build import require_modality
 
@@ -149,7 +149,7 @@ def _require_results_alone(options: Options) -> None:
 
 
 def _folders(options: Options, *, videos: bool) -> dict[str, ResultsFolder]:
-    from flowrl.evaluation.suites.folder import ResultsFolder
+    from flowrl.apps.suites.running.folder import ResultsFolder
 
     return {name: ResultsFolder(options.folder / name, videos) for name in options.models()}
 
@@ -174,9 +174,9 @@ def _launch(options: Options) -> int:
 
 def _make(options: Options, task: Task, every: Sequence[Item], folders: dict[str, ResultsFolder]) -> bool:
     """Make and judge the samples of every model; whether this process is the first and there are scores to report."""
-    from flowrl.core.phases import phase
-    from flowrl.evaluation.suites.exchange import export
-    from flowrl.evaluation.suites.runner import fill
+    from flowrl.apps.suites.running.exchange import export
+    from flowrl.apps.suites.running.runner import fill
+    from flowrl.display.phases import phase
     from flowrl.run.export import frame_rate
     from flowrl.run.folder import RunFolder
     from flowrl.training.world import join
@@ -212,8 +212,8 @@ def _make(options: Options, task: Task, every: Sequence[Item], folders: dict[str
 
 def _judge(options: Options, task: Task) -> RewardJudge | None:
     """The judge; None where images are exported for another one."""
+    from flowrl.apps.suites.running.judging import RewardJudge
     from flowrl.core.errors import ConfigError
-    from flowrl.evaluation.suites.judging import RewardJudge
     from flowrl.scoring.entries import check_plans, reward_plan
 
     if options.judging.names:
@@ -267,7 +267,7 @@ def _begin(
 
 def _identity(options: Options, every: Sequence[Item]) -> dict[str, Any]:
     """What decides which samples there are, and their noise."""
-    from flowrl.evaluation.suites.runner import fingerprint
+    from flowrl.apps.suites.running.runner import fingerprint
 
     return {"suite": options.suite, "prompts": fingerprint(every), "base_seed": options.making.seed}
 
@@ -295,8 +295,8 @@ def _load(options: Options, name: str) -> Judged:
 
 def _drawing(options: Options, loaded: Judged, world: World, *, videos: bool) -> Drawing:
     """The pipeline on this process's device, with the arguments of its call."""
+    from flowrl.apps.suites.running.drawing import Drawing
     from flowrl.commands._call import call_of
-    from flowrl.evaluation.suites.drawing import Drawing
 
     pipeline, making = loaded.pipeline, options.making
     pipeline.to(world.device)
@@ -309,7 +309,7 @@ def _drawing(options: Options, loaded: Judged, world: World, *, videos: bool) ->
 
 def _take_results(options: Options, task: Task, every: Sequence[Item], folders: dict[str, ResultsFolder]) -> None:
     """Put the scores of the official evaluator into the folders."""
-    from flowrl.evaluation.suites.exchange import fingerprint, of_models, with_results
+    from flowrl.apps.suites.running.exchange import fingerprint, of_models, with_results
 
     given = of_models(list(folders), options.judging.results)
     made = _identity(options, every)
@@ -334,10 +334,10 @@ def _report(
     pairs: tuple[dict[str, Any] | None, str],
 ) -> None:
     """Write table.md and result.json, and print the table; `listed` is the number of prompts before --limit."""
+    from flowrl.apps.suites.running.comparison import compare, markdown, plain, unlike
+    from flowrl.apps.suites.running.judge_noise import judge_noise, noise_text
+    from flowrl.apps.suites.running.runner import rows_of
     from flowrl.core.files import json_ready, write_atomically
-    from flowrl.evaluation.suites.comparison import compare, markdown, plain, unlike
-    from flowrl.evaluation.suites.judge_noise import judge_noise, noise_text
-    from flowrl.evaluation.suites.runner import rows_of
 
     suite = task.suite
     aggregate = suite.compat if options.judging.compat and suite.compat is not None else suite.aggregate

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from flowrl.commands._arguments import reward_entries
 
 if TYPE_CHECKING:
-    from flowrl.evaluation.suites.folder import ResultsFolder
-    from flowrl.evaluation.suites.runner import Task
+    from flowrl.apps.suites.running.folder import ResultsFolder
+    from flowrl.apps.suites.running.runner import Task
     from flowrl.scoring.entries import RewardPlan
 
 
@@ -52,8 +52,8 @@ def compared(
     """
     if plan is None:
         return None, ""
-    from flowrl.core.phases import phase
-    from flowrl.evaluation.suites import pairs
+    from flowrl.apps.suites.running import pairs
+    from flowrl.display.phases import phase
 
     with phase("loading"):
         judge = pairs.PairJudge(plan)
@@ -63,7 +63,7 @@ def compared(
 
 def image_change(task: Task, folders: Mapping[str, ResultsFolder]) -> str:
     """How far the model's first images of the prompts are from the base's, in a sentence; "" without a base."""
-    from flowrl.gallery import moved
+    from flowrl.evaluation import moved
 
     if "base" not in folders:
         return ""

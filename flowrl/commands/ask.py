@@ -50,7 +50,7 @@ def command(
     It is done after the iteration under way (stop: before the next forward). Ctrl-C withdraws a request that still
     waits. Exit code 0: done; 1: it failed, or the run ended before; 2: a fault in the input; 130: withdrawn.
     """
-    from flowrl.core import requests
+    from flowrl.run import desk as requests
 
     given = {"prompts": prompt, "steps": steps, "guidance": guidance, "seed": seed}
     options = {key: value for key, value in given.items() if value is not None}
@@ -78,9 +78,10 @@ def _checked(run: Path, word: str, options: dict[str, Any]) -> Any:
     Raises:
         ConfigError: with the remedy.
     """
-    from flowrl.core import requests, status
     from flowrl.core.errors import ConfigError, Remedy
     from flowrl.core.registry import suggest
+    from flowrl.run import desk as requests
+    from flowrl.run import status
 
     if word not in requests.WORDS:
         close = suggest(word, list(requests.WORDS))
@@ -106,7 +107,7 @@ def _checked(run: Path, word: str, options: dict[str, Any]) -> Any:
 
 def _ended(run: Path) -> str:
     """Why a run without a process takes no request, and the remedy."""
-    from flowrl.core import status
+    from flowrl.run import status
 
     summary, there = status.read(run), shlex.quote(str(run))
     if summary.get("status") in status.ENDED:
@@ -123,7 +124,8 @@ def answered(run: Path, name: str, word: str) -> dict[str, Any]:
     """The answer to a request, once it is final; or that the run has ended without one."""
     import time
 
-    from flowrl.core import requests, status
+    from flowrl.run import desk as requests
+    from flowrl.run import status
 
     began, line = time.monotonic(), _Line()
     while True:

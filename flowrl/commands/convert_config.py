@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from flowrl.commands._arguments import argument, option
 
 if TYPE_CHECKING:
-    from flowrl.config.migration.engine import Draft
+    from flowrl.apps.migration.engine import Draft
 
 File = Annotated[
     str,
@@ -37,8 +37,8 @@ def command(file: File, tool: From = None, gpus: Gpus = None, out: Out = None, s
     """Make a recipe of another tool's configuration. Keys without a counterpart go to the error stream."""
     import sys
 
-    from flowrl.config.migration.engine import convert, recipe_text, shown
-    from flowrl.config.migration.tools import TOOLS, tool_of
+    from flowrl.apps.migration.engine import convert, recipe_text, shown
+    from flowrl.apps.migration.tools import TOOLS, tool_of
     from flowrl.core.errors import ConfigError, Remedy
     from flowrl.core.files import write_atomically
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from flowrl.commands._arguments import argument, option
 
 if TYPE_CHECKING:
-    from flowrl.evaluation.diagnosis import Diagnosis
+    from flowrl.apps.diagnosis import Diagnosis
 
 Folder = Annotated[Path, argument("RUN", "Run folder, finished or not.", "No model is loaded.")]
 Json = Annotated[
@@ -19,9 +19,9 @@ Json = Annotated[
 
 def command(run: Folder, as_json: Json = False) -> None:
     """Explain in plain words what keeps a run from learning, likeliest cause first."""
+    from flowrl.apps.diagnosis import diagnose
+    from flowrl.apps.gallery.runs import load_run
     from flowrl.core.files import json_ready
-    from flowrl.evaluation.diagnosis import diagnose
-    from flowrl.gallery.runs import load_run
 
     result = diagnose(load_run(run))
     print(json.dumps(json_ready(result.plain())) if as_json else text(result))

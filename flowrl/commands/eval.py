@@ -237,13 +237,13 @@ def _require_fit(suite: str | None, own: dict[str, object], others: list[str], p
 def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path | None) -> None:
     """Mean scores with 95 % intervals on a configuration's prompts, and win rates against a run's base."""
     from flowrl.config.load import load_config, resolve
-    from flowrl.core import status
-    from flowrl.core.contents import require_unedited
     from flowrl.core.errors import no_exit
     from flowrl.core.files import out_folder
+    from flowrl.data.contents import require_unedited
+    from flowrl.evaluation import moved
     from flowrl.evaluation.results import Evaluation
     from flowrl.evaluation.statistics import accuracy, summary
-    from flowrl.gallery import moved
+    from flowrl.run import status
     from flowrl.run.inputs import collect
     from flowrl.run.report import format_accuracy, format_interval
     from flowrl.run.trainer import Trainer

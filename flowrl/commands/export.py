@@ -62,7 +62,7 @@ def command(
     if dry_run:
         # Before the hub's library is imported: a base model of the hub is not even looked up.
         os.environ["HF_HUB_OFFLINE"] = "1"
-    from flowrl.run import publish
+    from flowrl.apps.publish import publish
     from flowrl.run.export import export
 
     if push is None:
@@ -84,8 +84,8 @@ def _show(
     run: Path, folder: Path, layout: Literal["diffusers", "kohya", "comfyui", "merged"], push: str, private: bool
 ) -> None:
     """Export, and print what an upload would send."""
-    from flowrl.run import publish
-    from flowrl.run.card import FILE
+    from flowrl.apps.publish import publish
+    from flowrl.apps.publish.card import FILE
     from flowrl.run.export import export
 
     export(run, layout, folder)

@@ -25,10 +25,10 @@ Out = Annotated[
 
 def command(runs: Runs, accept: Accept = False, out: Out = None) -> None:
     """Build the HTML report of one run, or of several side by side. It opens from disk."""
+    from flowrl.apps.gallery import build
+    from flowrl.apps.gallery.places import PAGE
     from flowrl.core.errors import ConfigError
     from flowrl.core.files import out_folder
-    from flowrl.gallery import build
-    from flowrl.gallery.places import PAGE
 
     folders = [folder.resolve() for folder in runs]
     twice = next((run for run, folder in zip(runs, folders, strict=True) if folders.count(folder) > 1), None)

@@ -170,7 +170,7 @@ def _rewards() -> Iterator[tuple[str, ...]]:
 
 def _suites() -> Iterator[tuple[str, ...]]:
     from flowrl.core import registry
-    from flowrl.evaluation.suites.base import facts_of
+    from flowrl.evaluation.suite import facts_of
 
     come = {"generated": "generated here", "shipped": "shipped", "read": "not shipped: --prompts"}
     for name in registry.names("suites"):
@@ -183,7 +183,7 @@ def _show_suite(name: str) -> None:
     """Print a suite's facts."""
     import dataclasses
 
-    from flowrl.evaluation.suites.base import load_suite
+    from flowrl.evaluation.suite import load_suite
 
     suite = load_suite(name)
     print(about(suite.facts.title))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowrl.commands._arguments import Config, Overrides
 from flowrl.core.startup import imports, read_early
-from flowrl.core.units import operations, size
+from flowrl.display.units import operations, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -323,7 +323,7 @@ def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[flo
 
 
 def _memory_table(resolved: Resolved, result: Estimate, texts: int, cached: str) -> Table:
-    from flowrl.models.lora_kinds import LABELS
+    from flowrl.models.weights.lora_kinds import LABELS
 
     lora = resolved.model.config.lora
     what = "full weights"

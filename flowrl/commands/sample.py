@@ -75,7 +75,7 @@ def command(
 
     Each file holds its prompt, seed and settings, those of a video in a .json next to it.
     """
-    from flowrl.core import mp4
+    from flowrl.media import mp4
 
     if fps is not None:
         mp4.require_rate(fps, "--fps")
@@ -145,7 +145,7 @@ def _sample(
     from flowrl.commands._call import call_of, require_finite
     from flowrl.core.errors import ConfigError
     from flowrl.core.files import out_folder
-    from flowrl.core.phases import phase
+    from flowrl.display.phases import phase
     from flowrl.run import judged
     from flowrl.run.export import frame_rate, learned_noise
 
@@ -188,11 +188,11 @@ def _draw(
     import torch
 
     from flowrl.commands._drawn import provenance, stem
-    from flowrl.core import media
-    from flowrl.core.display import Progress
-    from flowrl.core.eight_bits import eight_bit
     from flowrl.core.errors import ConfigError
-    from flowrl.models.whole import require_finite
+    from flowrl.display.display import Progress
+    from flowrl.media import media
+    from flowrl.media.eight_bits import eight_bit
+    from flowrl.models.weights.whole import require_finite
 
     bar = Progress(len(records) * count, "sampling", show=True)
     for i, record in enumerate(records):
@@ -228,7 +228,7 @@ def _image_arguments(pipeline: Any, record: Prompt, call: dict[str, Any]) -> dic
         ModelError: too few images, or too many.
     """
     from flowrl.core.errors import ConfigError, ModelError
-    from flowrl.core.media import open_image
+    from flowrl.media.media import open_image
     from flowrl.models.generic.images import image_arguments
 
     try:
@@ -267,10 +267,10 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
         ConfigError: a file or an image that cannot be read, or images from --image and from a file at once.
     """
     from flowrl.core.errors import ConfigError, Remedy
-    from flowrl.core.media import UNREADABLE, open_image
     from flowrl.data.prompt_files import TEXTS, named_as_file
     from flowrl.data.prompt_sources import Columns, load_prompts
     from flowrl.data.prompts import Prompt
+    from flowrl.media.media import UNREADABLE, open_image
 
     for file in images:
         try:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from flowrl.commands._arguments import argument, option, reward_entries
-from flowrl.core.media import IMAGE_SUFFIXES
-from flowrl.core.mp4 import SUFFIXES
+from flowrl.media.media import IMAGE_SUFFIXES
+from flowrl.media.mp4 import SUFFIXES
 
 if TYPE_CHECKING:
     import torch
@@ -152,10 +152,10 @@ def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
 
 def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> list[tuple[Path, str, dict]]:
     """(file, prompt, metadata), 10 after 9; `prompts` None: those that `flowrl sample` wrote."""
-    from flowrl.core import media
     from flowrl.core.errors import ConfigError
     from flowrl.core.natural import natural
     from flowrl.data.matching import matched
+    from flowrl.media import media
 
     # Hidden files are those of other programs, such as macOS's ._clip.mp4: no video, in spite of the suffix.
     inside = [file for file in images.iterdir() if file.name[0] != "."] if images.is_dir() else []
@@ -207,8 +207,8 @@ def _with_rate(file: Path, prompt: str, record: dict) -> tuple[Path, str, dict]:
     Raises:
         ConfigError: a file that needs the extra `video`, which is not installed.
     """
-    from flowrl.core import media
     from flowrl.core.errors import ConfigError
+    from flowrl.media import media
 
     if not media.is_video_file(file) and file.suffix.lower() not in media.MAY_MOVE:
         return file, prompt, record
@@ -301,7 +301,7 @@ def _handed(levels: Sequence[torch.Tensor]) -> Any:
     """Images in 8 bits if they are of one size, else each in floats."""
     import torch
 
-    from flowrl.core.eight_bits import EightBitImages, unit_floats
+    from flowrl.media.eight_bits import EightBitImages, unit_floats
 
     if len({image.shape for image in levels}) == 1:
         return EightBitImages(torch.stack(list(levels)), torch.ones(len(levels), dtype=torch.bool))
@@ -310,8 +310,8 @@ def _handed(levels: Sequence[torch.Tensor]) -> Any:
 
 def _levels(file: Path) -> torch.Tensor:
     """The image or video of a file, uint8; ConfigError where there is none."""
-    from flowrl.core import media
     from flowrl.core.errors import ConfigError
+    from flowrl.media import media
 
     try:
         return media.read_levels(file)
@@ -341,8 +341,8 @@ def _records(
 def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts: str | None) -> bool:
     """Test the contract of a reward and print the findings; True if it holds."""
     from flowrl.contracts.rewards import COUNT, RewardTrial, trial_batch
-    from flowrl.core.eight_bits import unit_floats
     from flowrl.core.errors import ConfigError
+    from flowrl.media.eight_bits import unit_floats
     from flowrl.scoring.build import require_modality
     from flowrl.scoring.surroundings import Batch
 

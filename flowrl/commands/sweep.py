@@ -34,7 +34,7 @@ def command(
     The same command goes on after an interruption. Exit code 1: a run failed.
     """
     with imports():
-        from flowrl.commands import _sweep
+        from flowrl.apps import sweep as _sweep
         from flowrl.core.errors import ConfigError
 
     recipes = [word for word in words if "=" not in word or Path(word).exists()]
@@ -55,8 +55,8 @@ def command(
 
 def _finish(folder: Path, made: list) -> None:
     """Compare the finished runs, and name the failed ones."""
-    from flowrl.commands import _sweep
-    from flowrl.gallery import build
+    from flowrl.apps import sweep as _sweep
+    from flowrl.apps.gallery import build
 
     done = [folder / cell.run for cell in made if cell.status == "finished"]
     page = build(done, folder / "comparison") if len(done) > 1 else None

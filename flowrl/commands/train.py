@@ -69,8 +69,8 @@ def _split(words: list[str], accept: bool) -> tuple[list[str], list[str]]:
 
 
 def _train(config: str, overrides: list[str], resume: bool, accept: bool | list[str]) -> dict[str, Any]:
-    from flowrl.core.display import working
     from flowrl.core.errors import no_exit
+    from flowrl.display.display import working
 
     with working("loading the libraries"), imports():
         from flowrl.config.load import load_config, resolve
@@ -87,8 +87,8 @@ def _launch(config: str, overrides: list[str], flags: list[str], processes: int)
     with imports():
         from flowrl.config.load import load_config, resolve
         from flowrl.config.trackers import require
-        from flowrl.core.console import log, set_up_logging
-        from flowrl.core.requests import open_desk
+        from flowrl.display.console import log, set_up_logging
+        from flowrl.run.desk import open_desk
         from flowrl.run.folder import RunFolder
         from flowrl.run.launch import launch
         from flowrl.training.world import require_devices

@@ -11,8 +11,8 @@ from flowrl.commands._arguments import argument, option
 from flowrl.commands._browser import Open, Port, show
 
 if TYPE_CHECKING:
-    from flowrl.gallery.voting.ballot import Ballot
-    from flowrl.gallery.voting.server import VoteServer
+    from flowrl.apps.voting.ballot import Ballot
+    from flowrl.apps.voting.server import VoteServer
 
 RunArgument = Annotated[
     Path, argument("RUN", "Folder of a finished run with images of base and tuned, or of one that waits for votes.")
@@ -29,11 +29,11 @@ def command(run: RunArgument, voter: Voter = None, port: Port = None, open_page:
     Keys: left or 1, right or 2, down for a tie, s skips, u takes back. The votes are in RUN/votes, as preference pairs
     too. Ctrl-C ends, and prints the numbers.
     """
+    from flowrl.apps.voting.ballot import Ballot, require_name
+    from flowrl.apps.voting.pairs import Finished, load_pairs
+    from flowrl.apps.voting.server import VoteServer
+    from flowrl.apps.voting.waiting import Waiting, waits
     from flowrl.core.votes import FOLDER, VoteBook
-    from flowrl.gallery.voting.ballot import Ballot, require_name
-    from flowrl.gallery.voting.pairs import Finished, load_pairs
-    from flowrl.gallery.voting.server import VoteServer
-    from flowrl.gallery.voting.waiting import Waiting, waits
 
     name, books = require_name(_account() if voter is None else voter), list[VoteBook]()
     training = waits(run)
@@ -75,8 +75,8 @@ def _print_training(ballot: Ballot) -> None:
 
 
 def _print(ballot: Ballot) -> None:
+    from flowrl.apps.voting.result import result
     from flowrl.core import polls
-    from flowrl.gallery.voting.result import result
 
     votes = ballot.of_present_images()
     print("\n".join([*result(votes).lines(), _moved(ballot)]), flush=True)
@@ -90,7 +90,7 @@ def _print(ballot: Ballot) -> None:
 
 def _moved(ballot: Ballot) -> str:
     """How far the images are from the base's, which stands beside every win rate."""
-    from flowrl.gallery import moved
+    from flowrl.evaluation import moved
 
     return moved.sentence(moved.measure((pair.first, pair.second) for pair in ballot.pairs))
 

@@ -16,7 +16,7 @@ def command(runs: Runs, port: Port = None, open_page: Open = None, accept: Accep
     """Serve the live report of runs to browsers of this machine, until Ctrl-C. It only reads the run folders."""
     import os
 
-    from flowrl.gallery.server import Server
+    from flowrl.apps.gallery.server import Server
 
     os.nice(10)  # the run comes first
     with Server(runs, port, accept_changes=accept) as server:

@@ -7,9 +7,9 @@ from typing import Any
 
 from flowrl.config.resolved import Resolved
 from flowrl.config.watched import check_guard
-from flowrl.core import mp4
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.diffusion.plan import StepPlan
+from flowrl.media import mp4
 from flowrl.models.base import ModelAdapter
 from flowrl.rollout.outputs import is_cfg
 from flowrl.scoring.build import require_modality

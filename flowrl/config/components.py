@@ -15,7 +15,7 @@ from flowrl.core.strict import Options, UnknownKey, config_class, validate
 from flowrl.scoring.entries import imported
 
 if TYPE_CHECKING:
-    from flowrl.models.classes import Choice
+    from flowrl.models.pipelines.classes import Choice
 
 log = logging.getLogger("flowrl")
 
@@ -104,7 +104,7 @@ def model_component(options: Options, *, offline: bool = False) -> Component:
     """
     if options.get("name") is not None:
         return component("models", options, "model")
-    from flowrl.models.classes import GENERIC, choose
+    from flowrl.models.pipelines.classes import GENERIC, choose
 
     if options.get("pipeline") is not None:
         return component("models", {**options, "name": GENERIC}, "model")  # no other adapter takes a class by its name

@@ -14,9 +14,9 @@ from flowrl.config.places import placed
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig, to_tree
 from flowrl.core import registry
-from flowrl.core.contents import stand_ins
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import overridden, validate
+from flowrl.data.contents import stand_ins
 from flowrl.scoring.entries import reward_plan
 
 

@@ -18,13 +18,13 @@ from flowrl.config.components import Component, component
 from flowrl.config.load import resolve
 from flowrl.config.schema import RunConfig
 from flowrl.contracts.laws import Law, law, require
-from flowrl.core import media
 from flowrl.core.strict import validate
 from flowrl.core.types import Edges
 from flowrl.credit.advantages import Advantages
 from flowrl.diffusion.process import Process
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import InitialBatch, Microbatch
+from flowrl.media import media
 from flowrl.rollout.trajectories import Rollout
 from flowrl.run.session import Session
 from flowrl.samplers.base import Sampler, step_std

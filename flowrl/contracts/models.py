@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.contracts.laws import Law, law, require
-from flowrl.models.lora_kinds import adapted_modules
+from flowrl.models.weights.lora_kinds import adapted_modules
 from flowrl.rollout.library import Model
 from flowrl.rollout.policy import Evaluations
 

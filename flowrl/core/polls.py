@@ -29,9 +29,9 @@ import numpy as np
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import damaged, json_ready, read_object, write_atomically, writing
-from flowrl.core.media import FPS
 from flowrl.core.natural import natural
 from flowrl.core.votes import FOLDER, LOG, Vote, read_votes
+from flowrl.media.media import FPS
 
 if TYPE_CHECKING:
     from flowrl.core.types import SampleId

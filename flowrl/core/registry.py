@@ -25,45 +25,12 @@ FOLDERS: dict[str, str] = {
     "samplers": "flowrl.samplers",
     "algorithms": "flowrl.algorithms",
     "rewards": "flowrl.rewards",
-    "suites": "flowrl.evaluation.suites",
+    "suites": "flowrl.apps.suites",
 }
 BASES = {"samplers": ("flowrl.samplers.base", "Sampler"), "algorithms": ("flowrl.algorithms.base", "Method")}
 """Kind -> (module, class) that its components extend."""
 PLUGINS = {"rewards": "flowrl.rewards"}
 """Kind -> entry-point group by which packages add to it."""
-_HELPERS = {
-    *(
-        "base",
-        "blocks",
-        "classes",
-        "compiled",
-        "encoders",
-        "guidance",
-        "lora_formats",
-        "lora_kinds",
-        "paths",
-        "random",
-        "savings",
-        "weights",
-        "whole",
-    ),
-    *(
-        "comparison",
-        "drawing",
-        "exchange",
-        "folder",
-        "intervals",
-        "judge_noise",
-        "judging",
-        "pairs",
-        "points",
-        "reading",
-    ),
-    "runner",
-}
-"""Modules in the folders that are not components."""
-
-
 _SHORT = {"grpo": "flow_grpo", "dpo": "diffusion_dpo", "nft": "diffusion_nft"}
 """Short name of a paper -> the component that is meant where there is one of that name."""
 
@@ -95,12 +62,17 @@ def suggest(name: str, valid: Sequence[str]) -> str:
 
 
 def names(kind: str) -> list[str]:
-    """Names of the built-in components of a kind, one of `FOLDERS`."""
+    """Names of the built-in components of a kind, one of `FOLDERS`.
+
+    A component is a file, or a package with `build`. What else lies there, and none, is what components share: the
+    `base` that they extend, a name with an underscore, a package without `build`.
+    """
     # By the package's path: in a checkout the files of rewards are outside flowrl/.
     folders = [Path(folder) for folder in importlib.import_module(FOLDERS[kind]).__path__]
-    result = {file.stem for folder in folders for file in folder.glob("*.py")}
-    result |= {file.parent.name for folder in folders for file in folder.glob("*/__init__.py")}
-    return sorted(name for name in result if not name.startswith("_") and name not in _HELPERS)
+    result = {file.stem for folder in folders for file in folder.glob("*.py")} - {"base"}
+    packages = [file for folder in folders for file in folder.glob("*/__init__.py")]
+    result |= {file.parent.name for file in packages if "\ndef build(" in file.read_text(encoding="utf-8")}
+    return sorted(name for name in result if not name.startswith("_"))
 
 
 def name_of(component: object) -> str:

@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.core.console import log
-from flowrl.core.contents import Input, set_of
-from flowrl.core.eight_bits import unit_floats
 from flowrl.core.errors import Abandoned, ConfigError
-from flowrl.core.media import fitted
 from flowrl.core.rng import normal, permutation, stream
 from flowrl.core.types import Member, SampleId
+from flowrl.data.contents import Input, set_of
 from flowrl.data.labels import Labelled, LabelledSet, LabelledSource, labelled
 from flowrl.data.options import PairsConfig
 from flowrl.data.preference_records import Preference, StoredImage, Unreadable
 from flowrl.data.preferences import PreferenceSet, PreferenceSource, load_preferences
 from flowrl.data.stored_videos import Frames
+from flowrl.display.console import log
+from flowrl.media.eight_bits import unit_floats
+from flowrl.media.media import fitted
 from flowrl.models.base import ModelAdapter, image_shape
 
 PAIR: tuple[Member, ...] = ("chosen", "rejected")

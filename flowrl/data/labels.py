@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flowrl.core.console import log
 from flowrl.core.errors import ConfigError
 from flowrl.data.preference_records import StoredImage
 from flowrl.data.preferences import PreferenceSet, PreferenceSource
 from flowrl.data.prompts import Prompt
+from flowrl.display.console import log
 
 Mixed = Literal["positive", "negative", "drop"]
 """Label of an image that won one pair and lost another; "drop": it is left out."""

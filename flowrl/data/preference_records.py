@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from flowrl.core import media
 from flowrl.data.prompts import Prompt
 from flowrl.data.stored_videos import frame_files, frames_of, part_of
+from flowrl.media import media
 
 if TYPE_CHECKING:
     from PIL.Image import Image

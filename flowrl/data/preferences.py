@@ -17,9 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.core.console import log
 from flowrl.core.errors import ConfigError
-from flowrl.core.media import is_video_file
 from flowrl.core.registry import suggest
 from flowrl.core.rng import stream
 from flowrl.data.preference_records import (
@@ -43,6 +41,8 @@ from flowrl.data.prompt_files import note_sampler_keys
 from flowrl.data.prompts import Prompt
 from flowrl.data.records import LATER, WINDOW_BYTES, Records, find_records
 from flowrl.data.stored_videos import VIDEO, Frames, Unfit
+from flowrl.display.console import log
+from flowrl.media.media import is_video_file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.console import log
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.registry import suggest
 from flowrl.core.strict import read_text
+from flowrl.display.console import log
 
 Records = Iterator[tuple[str, dict[str, Any]]]
 """Pairs (place in the file, record)."""

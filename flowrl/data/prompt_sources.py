@@ -21,11 +21,11 @@ from flowrl import moving_shapes, shapes
 from flowrl.core.assets import embedded_prompts
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import cache_folder
-from flowrl.core.media import UNREADABLE, open_image, opened
 from flowrl.core.paths import lost, lost_in
 from flowrl.core.registry import suggest
 from flowrl.data.prompt_files import FORMS, TEXTS, NoText, missing_package, note_sampler_keys, read_records
 from flowrl.data.prompts import Prompt
+from flowrl.media.media import UNREADABLE, open_image, opened
 
 
 @dataclass(frozen=True, slots=True)

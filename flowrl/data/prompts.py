@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.media import UNREADABLE, open_image
 from flowrl.core.rng import permutation
+from flowrl.media.media import UNREADABLE, open_image
 from flowrl.models.base import ModelAdapter
 
 _OTHER_MODEL = (

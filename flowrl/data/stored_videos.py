@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowrl.core import media, mp4
 from flowrl.core.errors import ConfigError
 from flowrl.core.natural import natural
+from flowrl.media import media, mp4
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import ModelError
-from flowrl.core.media import open_image
 from flowrl.core.types import Condition, Identity
 from flowrl.data.prompts import Prompt, identity
 from flowrl.data.text_files import TextFiles
+from flowrl.media.media import open_image
 from flowrl.models.base import ModelAdapter
-from flowrl.models.whole import spoiled_weights
+from flowrl.models.weights.whole import spoiled_weights
 
 BATCH = 64
 """Prompts that are encoded together."""

@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flowrl.core.console import log
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import fsync, writing
 from flowrl.core.types import Condition, Identity
 from flowrl.data.options import DataConfig
 from flowrl.data.text_identity import digest
+from flowrl.display.console import log
 from flowrl.models.base import ModelAdapter
 
 IN_MEMORY = 2**30

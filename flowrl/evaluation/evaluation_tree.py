@@ -32,9 +32,6 @@ from torch import Tensor
 
 from flowrl.algorithms.base import EdgeMethod, Method
 from flowrl.config.resolved import Resolved
-from flowrl.core import media
-from flowrl.core.console import log
-from flowrl.core.display import Progress
 from flowrl.core.errors import Diverged, RewardError
 from flowrl.core.files import json_ready, write_atomically
 from flowrl.core.types import SampleId
@@ -43,7 +40,10 @@ from flowrl.credit.tree_credit import LeafRewards, fuse, log_probs_on_ways
 from flowrl.data.prompts import identity
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.tree_shapes import Branching
+from flowrl.display.console import log
+from flowrl.display.display import Progress
 from flowrl.evaluation.evaluator import Evaluator
+from flowrl.media import media
 from flowrl.reward import Images
 from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise

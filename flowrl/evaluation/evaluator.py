@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from flowrl.config.schema import EvalConfig
-from flowrl.core import media
-from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.files import fsync_all
 from flowrl.core.rng import derive
 from flowrl.core.types import SampleId
 from flowrl.data.prompts import Prompt, distinct_numbers, identity
 from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.results import Agreement, Evaluation
+from flowrl.media import media
+from flowrl.media.eight_bits import EightBitImages
 from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy

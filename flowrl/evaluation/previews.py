@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from flowrl.config.schema import RunConfig
-from flowrl.core.console import log
-from flowrl.core.display import Progress
 from flowrl.core.errors import ConfigError, Diverged
 from flowrl.core.files import read_object, write_atomically
 from flowrl.core.rng import derive
 from flowrl.data.prompt_sources import Columns, load_prompts
 from flowrl.data.prompts import Prompt, identity, require_images
 from flowrl.data.text_cache import Texts
+from flowrl.display.console import log
+from flowrl.display.display import Progress
 from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.models.base import ModelAdapter, ModelConfig
 from flowrl.rollout.learned_noise import LearnedNoise

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.core import media, registry
-from flowrl.core.eight_bits import EightBitImages, eight_bit
+from flowrl.core import registry
+from flowrl.media import media
+from flowrl.media.eight_bits import EightBitImages, eight_bit
 from flowrl.training.image_std import group_image_std
 
 _LUMINANCE = (0.2126, 0.7152, 0.0722)

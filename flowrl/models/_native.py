@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
-from flowrl.models._loading import load_pipeline, meta_pipeline
+from flowrl.models._guidance import Forwards
 from flowrl.models._schedulers import flow_grid, with_shift
 from flowrl.models._vae import decoded_pixels, posterior
 from flowrl.models.base import (
@@ -27,10 +27,10 @@ from flowrl.models.base import (
     torch_dtype,
     unused_modules,
 )
-from flowrl.models.guidance import Forwards
-from flowrl.models.paths import lacks
-from flowrl.models.savings import give_memory_back, place, switch_on
-from flowrl.models.weights import component_names
+from flowrl.models.memory.savings import give_memory_back, place, switch_on
+from flowrl.models.pipelines.loading import load_pipeline, meta_pipeline
+from flowrl.models.pipelines.paths import lacks
+from flowrl.models.weights.roles import component_names
 
 Part = Callable[[str], dict[str, Any]]
 """Name of a component -> its configuration, the JSON of a checkpoint."""

@@ -29,6 +29,7 @@ from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.vp_schedules import Spacing, alphas_cumprod, betas, level_at, spaced
+from flowrl.models._guidance import classifier_free, guided
 from flowrl.models._native import Native, Part
 from flowrl.models._schedulers import (
     CONSISTENCY,
@@ -42,7 +43,6 @@ from flowrl.models._schedulers import (
     vp_grid,
 )
 from flowrl.models.base import ModelConfig, autocast
-from flowrl.models.guidance import classifier_free, guided
 
 # huggingface/trl:trl/trainer/ddpo_trainer.py: attention of every block, self- and cross-attention
 LORA_TARGETS = ("to_k", "to_out.0", "to_q", "to_v")

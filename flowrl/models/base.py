@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError as ModelError
 from flowrl.core.errors import Remedy
-from flowrl.core.media import FPS
 from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.core.types import Condition
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process
 from flowrl.diffusion.schedules import Schedule
-from flowrl.models._memory import (
+from flowrl.media.media import FPS
+from flowrl.models.memory.options import (
     Checkpointing,
     MemorySettings,
     require_frozen,

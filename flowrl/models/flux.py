@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from flowrl.core.types import Condition
+from flowrl.models._guidance import guided
 from flowrl.models._native import JOINT_ATTENTION, Family, FlowConfig, Native
 from flowrl.models.base import autocast
-from flowrl.models.guidance import guided
 
 # yifan123/flow_grpo:scripts/train_flux.py. The attention names are those of the single-stream blocks too.
 LORA_TARGETS = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
+from flowrl.models._guidance import classifier_free, guided
 from flowrl.models._native import JOINT_ATTENTION, Family, FlowConfig, Native, decoded_frames
 from flowrl.models.base import ModelAdapter, autocast
-from flowrl.models.guidance import classifier_free, guided
 
 # yifan123/flow_grpo:scripts/train_qwenimage.py
 LORA_TARGETS = (*JOINT_ATTENTION, "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from flowrl.core.types import Condition
+from flowrl.models._guidance import guided
 from flowrl.models._native import JOINT_ATTENTION, Family, Native
 from flowrl.models.base import ModelConfig, autocast
-from flowrl.models.guidance import guided
 
 # yifan123/flow_grpo:scripts/train_sd3.py
 LORA_TARGETS = JOINT_ATTENTION

@@ -21,7 +21,7 @@ from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.models._native import Family, Part
 from flowrl.models._unet import UNet, UNetConfig, on_noise
-from flowrl.models.paths import lacks
+from flowrl.models.pipelines.paths import lacks
 
 LEVEL = "tested"
 SIZES = 6  # inputs of the network about the image's size: UNet.sizes

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor  # there is no public name
 
 from flowrl.core.errors import ModelError, Remedy
-from flowrl.core.media import FPS
-from flowrl.core.mp4 import require_rate
 from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
+from flowrl.media.media import FPS
+from flowrl.media.mp4 import require_rate
+from flowrl.models._guidance import guided
 from flowrl.models._native import Family, FlowConfig, Native, Part, decoded_frames, encoded_frames
 from flowrl.models._schedulers import path_of, schedule_of
 from flowrl.models.base import autocast, require_image_size
-from flowrl.models.guidance import guided
-from flowrl.models.weights import component_names
+from flowrl.models.weights.roles import component_names
 
 # yifan123/flow_grpo:scripts/train_wan2_1.py: self- and cross-attention of every block
 LORA_TARGETS = ("to_k", "to_out.0", "to_q", "to_v")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from flowrl.config.resolved import Resolved
-from flowrl.core.console import log
-from flowrl.core.units import size
+from flowrl.display.console import log
+from flowrl.display.units import size
 from flowrl.models.generic.outline import Unmeasurable
 from flowrl.planning.memory import Estimate, UnknownModel
 from flowrl.planning.out_of_memory import planned

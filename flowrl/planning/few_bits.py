@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowrl.models.base import ModelConfig, torch_dtype
-from flowrl.models.savings import FLOAT8
+from flowrl.models.memory.savings import FLOAT8
 
 _NF4_BLOCK = 64
 

@@ -13,7 +13,7 @@ from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
 from flowrl.models.base import ModelAdapter
 from flowrl.models.generic.outline import Unmeasurable
-from flowrl.models.weights import trainable
+from flowrl.models.weights.roles import trainable
 from flowrl.planning.memory import UnknownModel, skeleton
 from flowrl.planning.meter import faked, measured
 from flowrl.rollout.policy import Evaluations

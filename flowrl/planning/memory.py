@@ -41,12 +41,12 @@ from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
 from flowrl.diffusion.plan import StepPlan
 from flowrl.models.base import torch_dtype
-from flowrl.models.classes import config_folder
 from flowrl.models.generic.outline import Unmeasurable
-from flowrl.models.lora_kinds import adapted_modules
-from flowrl.models.paths import loading
-from flowrl.models.savings import offloaded, require_known
-from flowrl.models.weights import Weights, component_names
+from flowrl.models.memory.savings import offloaded, require_known
+from flowrl.models.pipelines.classes import config_folder
+from flowrl.models.pipelines.paths import loading
+from flowrl.models.weights.lora_kinds import adapted_modules
+from flowrl.models.weights.roles import Weights, component_names
 from flowrl.planning import few_bits, forwards
 from flowrl.planning.cuda_rules import cuda_rules
 from flowrl.planning.folding import folded

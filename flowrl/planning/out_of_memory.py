@@ -15,9 +15,9 @@ from flowrl.config.load import resolve
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig, to_tree
 from flowrl.core.errors import Fault, OutOfMemory, Remedy
-from flowrl.core.phases import lacking, out_of_memory
 from flowrl.core.strict import overridden, validate
-from flowrl.core.units import size
+from flowrl.display.phases import lacking, out_of_memory
+from flowrl.display.units import size
 from flowrl.evaluation.held_out import run_prompts
 from flowrl.planning.memory import Estimate, estimate, skeleton
 from flowrl.training.world import World

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from flowrl.core.display import working
 from flowrl.core.errors import ModelError
 from flowrl.diffusion.plan import solver_plan
 from flowrl.diffusion.process import euler_mean
+from flowrl.display.display import working
 from flowrl.models.base import LoraSettings, ModelAdapter, opaque
 from flowrl.models.generic import own_call
 from flowrl.models.generic.adapter import Generic
 from flowrl.models.generic.images import ANY
 from flowrl.models.generic.own_call import PROMPTS, encoded, first_noise
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.training.world import World
 
 STEPS = 4

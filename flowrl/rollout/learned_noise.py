@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flowrl.core.tensors import sent
 from flowrl.core.types import Gaussians, Identity
 from flowrl.credit.critic import ValueNetwork
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 
 FILE = "learned_noise.safetensors"
 

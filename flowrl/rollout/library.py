@@ -22,8 +22,8 @@ from flowrl.data.prompts import Prompt, identity
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import solver_plan
 from flowrl.models.base import ModelAdapter, decoded
-from flowrl.models.classes import GENERIC, choose
-from flowrl.models.weights import Weights, trainable
+from flowrl.models.pipelines.classes import GENERIC, choose
+from flowrl.models.weights.roles import Weights, trainable
 from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy

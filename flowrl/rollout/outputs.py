@@ -13,7 +13,7 @@ from flowrl.core.types import Prediction
 from flowrl.losses.batches import NoisedBatch
 from flowrl.losses.matching import mean_square
 from flowrl.models.base import ModelAdapter
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 
 Space = Literal["output", "eps"]
 """Quantity of an error: the network's output, or the noise that it implies."""

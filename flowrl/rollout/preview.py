@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError, Remedy
 from flowrl.models.base import ModelAdapter
-from flowrl.models.weights import ADAPTER
+from flowrl.models.weights.roles import ADAPTER
 
 PreviewKind = Literal["policy", "merged", "bfloat16", "int8", "float8", "compiled"]
 

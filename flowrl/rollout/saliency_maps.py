@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.core import rng
-from flowrl.core.eight_bits import unit_floats
 from flowrl.core.errors import ModelError, Remedy
 from flowrl.credit.saliency import SpatialConfig, saliency, to_latent_grid
+from flowrl.media.eight_bits import unit_floats
 
 Backbone = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]
 """Frames [B, 3, H, W] in [0, 1] -> patch tokens [B, h * w, d] row by row, and (h, w)."""

@@ -12,12 +12,10 @@ import torch
 from flowrl.algorithms.base import Method, Networks
 from flowrl.config.checks import check_model, check_trained
 from flowrl.config.resolved import Resolved
-from flowrl.core.console import log
-from flowrl.core.contents import Input, set_of
-from flowrl.core.display import working
 from flowrl.core.errors import ConfigError, Diverged, Remedy
 from flowrl.core.rng import derive
 from flowrl.core.types import Condition, Identity
+from flowrl.data.contents import Input, set_of
 from flowrl.data.given_samples import Given, require_encoder
 from flowrl.data.labels import LabelledSource
 from flowrl.data.preferences import PreferenceSource
@@ -25,13 +23,15 @@ from flowrl.data.prompts import Prompt, PromptSource, identity, require_images
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
+from flowrl.display.console import log
+from flowrl.display.display import working
 from flowrl.evaluation import previews
 from flowrl.evaluation.evaluator import Evaluator
 from flowrl.evaluation.held_out import RunPrompts, run_prompts
 from flowrl.evaluation.previews import Previews
 from flowrl.models.base import ModelAdapter, packed_grid, torch_dtype
-from flowrl.models.compiled import probe as probe_compiled
-from flowrl.models.weights import Weights
+from flowrl.models.memory.compiled import probe as probe_compiled
+from flowrl.models.weights.roles import Weights
 from flowrl.planning.parity import require_own_call
 from flowrl.rollout.policy import Evaluations, Policy
 from flowrl.rollout.saliency_maps import Mapper, mapper

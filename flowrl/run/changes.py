@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.core import registry
-from flowrl.core.contents import ACCEPT
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import is_mapping
 from flowrl.core.strict import Options
+from flowrl.data.contents import ACCEPT
 
 # Other batches of the same samples, with the same noise: for a run that was short of memory.
 BATCHES = (

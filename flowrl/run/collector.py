@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.core.console import log
-from flowrl.core.display import Progress
-from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.errors import Abandoned
 from flowrl.core.types import Condition, SampleId
 from flowrl.credit.advantages import Advantages, aggregate
@@ -22,6 +19,9 @@ from flowrl.credit.tree_credit import log_probs_on_ways
 from flowrl.data.prompts import Prompt, PromptSource, identity
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
+from flowrl.display.console import log
+from flowrl.display.display import Progress
+from flowrl.media.eight_bits import EightBitImages
 from flowrl.rollout.exploration import choose, fidelity
 from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise

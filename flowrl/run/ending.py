@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 
-from flowrl.core.console import journal, log, verdict
 from flowrl.core.errors import Abandoned, Diverged, Fault, Moved, Overshot, Remedy, described, exited
-from flowrl.core.status import ENDED, SUMMARY
+from flowrl.display.console import journal, log, verdict
 from flowrl.run import checkpoint
 from flowrl.run.changes import accepting
 from flowrl.run.folder import RunFolder
 from flowrl.run.launch import ask_for_time, command_line
 from flowrl.run.session import Session
 from flowrl.run.state import Clock, Saver, is_split
+from flowrl.run.status import ENDED, SUMMARY
 from flowrl.training.optim import OptimConfig
 from flowrl.training.signals import Signals
 from flowrl.training.world import World

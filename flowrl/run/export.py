@@ -24,22 +24,22 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flowrl.algorithms.base import NoiseMethod
+from flowrl.apps.publish.card import try_card
 from flowrl.config.components import Component, component
 from flowrl.config.older import run_tree
 from flowrl.core.errors import ConfigError, ModelError, Remedy
 from flowrl.core.files import damaged, fsync_all, out_folder, writing
 from flowrl.models.base import torch_dtype
-from flowrl.models.classes import pipeline_class
 from flowrl.models.generic.options import rate_of
 from flowrl.models.lora_formats.families import BY_PIPELINE
 from flowrl.models.lora_formats.places import Family
 from flowrl.models.lora_formats.reading import read_finite
 from flowrl.models.lora_formats.writing import Layout, renamed
-from flowrl.models.lora_kinds import LABELS
-from flowrl.models.weights import component_names, lora_file, lora_places, order_header, read_lora
-from flowrl.models.whole import whole_weights
+from flowrl.models.pipelines.classes import pipeline_class
+from flowrl.models.weights.lora_kinds import LABELS
+from flowrl.models.weights.roles import component_names, lora_file, lora_places, order_header, read_lora
+from flowrl.models.weights.whole import whole_weights
 from flowrl.rollout.learned_noise import FILE, LearnedNoise
-from flowrl.run.card import try_card
 from flowrl.run.handover import outdated, renew
 
 _PART = ".unfinished"

@@ -21,9 +21,6 @@ from flowrl.config.locate import Origin, located
 from flowrl.config.older import as_it_was
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
-from flowrl.core import contents
-from flowrl.core.contents import Input
-from flowrl.core.display import working
 from flowrl.core.errors import ConfigError, Moved, Remedy
 from flowrl.core.files import (
     damaged,
@@ -34,13 +31,16 @@ from flowrl.core.files import (
     write_atomically,
     writing,
 )
-from flowrl.core.status import LOCK
 from flowrl.core.versions import versions
+from flowrl.data import contents
+from flowrl.data.contents import Input
+from flowrl.display.display import working
 from flowrl.evaluation import previews
 from flowrl.evaluation.held_out import splits
 from flowrl.run import checkpoint, inputs
 from flowrl.run.changes import MAY_CHANGE, Accepted, differences
 from flowrl.run.launch import LOCKED
+from flowrl.run.status import LOCK
 
 
 class MetricsFile:

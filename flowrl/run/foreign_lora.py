@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.core.console import log
 from flowrl.core.errors import ConfigError, ModelError
+from flowrl.display.console import log
 from flowrl.models.lora_formats.naming import to_diffusers
 from flowrl.models.lora_formats.reading import names_and_header, read_contents, read_finite
 from flowrl.models.lora_formats.refused import other_update, refuse_header
-from flowrl.models.weights import lora_file
+from flowrl.models.weights.roles import lora_file
 from flowrl.run.origin import content
 
 # The first tensor of each adapted module, in the forms that diffusers' own converters leave.

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.core.display import Progress
 from flowrl.core.errors import Abandoned
 from flowrl.core.types import Condition, SampleId, Samples, no_edges
 from flowrl.credit.advantages import Advantages
 from flowrl.data.given_samples import PAIR, Given, Latents, Look, Slot, latents_of, slot_of
 from flowrl.data.labels import LabelledSource
 from flowrl.diffusion.plan import StepPlan, solver_plan
+from flowrl.display.display import Progress
 from flowrl.evaluation.results import Agreement
 from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise

@@ -18,11 +18,10 @@ import numpy as np
 
 from flowrl.config.schema import GuardConfig
 from flowrl.config.watched import Scored, require_watched, watched_outputs
-from flowrl.core.console import log, verdict
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import is_mapping
-from flowrl.core.status import GUARDED, SUMMARY
 from flowrl.data.prompts import Prompt, identity
+from flowrl.display.console import log, verdict
 from flowrl.evaluation.guard import KL, Guard, Look, State, Verdict
 from flowrl.evaluation.held_out import guards_half
 from flowrl.evaluation.results import Evaluation
@@ -31,6 +30,7 @@ from flowrl.run import handover
 from flowrl.run.folder import RunFolder
 from flowrl.run.session import Session
 from flowrl.run.state import Saver, load, write_adapter
+from flowrl.run.status import GUARDED, SUMMARY
 from flowrl.scoring.weighted import WeightedReward
 
 LEAST = 4

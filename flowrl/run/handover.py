@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.console import log
 from flowrl.core.files import fsync, fsync_all, write_atomically, writing
-from flowrl.core.status import GUARDED
 from flowrl.core.strict import Options
-from flowrl.models.weights import Weights
+from flowrl.display.console import log
+from flowrl.models.weights.roles import Weights
 from flowrl.run import checkpoint
 from flowrl.run.folder import RunFolder
+from flowrl.run.status import GUARDED
 
 FOLDER, STAMP = "adapter", "flowrl.json"
 

@@ -21,12 +21,12 @@ from types import ModuleType
 from typing import Any
 
 from flowrl.config.resolved import Resolved
-from flowrl.core import contents
 from flowrl.core.assets import embedded_prompts
-from flowrl.core.contents import COPIES, FILE, Input, Kind, Record, file_of, fingerprint, require_same, say
 from flowrl.core.files import write_atomically
 from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.core.strict import Options
+from flowrl.data import contents
+from flowrl.data.contents import COPIES, FILE, Input, Kind, Record, file_of, fingerprint, require_same, say
 from flowrl.data.prompts import Prompt
 
 _ROUNDED = ("shard", "gradient_checkpointing", "compile", "precision", "guidance_gradient")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from flowrl.core.errors import ConfigError, ModelError, Remedy
-from flowrl.models.paths import loading, null_components, require_folder, resolve_path
-from flowrl.models.weights import lora_file
+from flowrl.models.pipelines.paths import loading, null_components, require_folder, resolve_path
+from flowrl.models.weights.roles import lora_file
 from flowrl.rollout.learned_noise import LearnedNoise
 from flowrl.run import single_file
 from flowrl.run.export import learned_noise, load_run_pipeline

@@ -24,7 +24,7 @@ def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | No
         guidance: guidance scale of the command line; None: the call's, else the pipeline's default.
     """
     from flowrl.config.older import run_tree
-    from flowrl.models.classes import config_folder
+    from flowrl.models.pipelines.classes import config_folder
 
     folder = Path(model)
     is_run = (folder / "config.yaml").is_file()

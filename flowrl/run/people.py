@@ -17,14 +17,14 @@ from pathlib import Path
 from types import TracebackType
 
 from flowrl.core import polls
-from flowrl.core.console import log
-from flowrl.core.display import working
 from flowrl.core.errors import Abandoned, ConfigError, Remedy, WriteError
 from flowrl.core.files import writing
-from flowrl.core.media import FPS
 from flowrl.core.polls import OCCASION, Occasion
 from flowrl.core.types import SampleId
 from flowrl.core.votes import FOLDER
+from flowrl.display.console import log
+from flowrl.display.display import working
+from flowrl.media.media import FPS
 from flowrl.scoring.scorer import Scorer
 from flowrl.training.signals import Stop
 from flowrl.training.world import World

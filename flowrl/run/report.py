@@ -8,23 +8,23 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl.core.board import HEADLINES
-from flowrl.core.console import log, verdict
-from flowrl.core.display import working
-from flowrl.core.status import GUARDED
-from flowrl.evaluation.diagnosis import cause
+from flowrl.apps.diagnosis import cause
+from flowrl.apps.gallery import build as build_gallery
+from flowrl.apps.gallery.runs import Run, load_run
+from flowrl.apps.publish.card import try_card
+from flowrl.display.board import HEADLINES
+from flowrl.display.console import log, verdict
+from flowrl.display.display import working
+from flowrl.evaluation import moved
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import accuracy, difference, summary, win_rate
-from flowrl.gallery import build as build_gallery
-from flowrl.gallery import moved
-from flowrl.gallery.runs import Run, load_run
-from flowrl.run.card import try_card
 from flowrl.run.folder import RunFolder
 from flowrl.run.guarding import Guarding
 from flowrl.run.handover import FOLDER
 from flowrl.run.session import Session
 from flowrl.run.state import Clock
+from flowrl.run.status import GUARDED
 from flowrl.scoring.weighted import WeightedReward
 
 _GUIDANCE_PROMPTS = 128

@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.core import requests, status
-from flowrl.core.console import log
 from flowrl.core.errors import ConfigError, Fault, LostProcess, ModelError, described
 from flowrl.core.files import read_object
-from flowrl.core.phases import phase
 from flowrl.core.types import Condition
 from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts, batches, encoded
+from flowrl.display.console import log
+from flowrl.display.phases import phase
 from flowrl.evaluation import previews
 from flowrl.evaluation.evaluator import Setting
 from flowrl.evaluation.results import Evaluation
-from flowrl.models.encoders import borrowed_encoders
-from flowrl.run import checkpoint, handover
+from flowrl.models.memory.encoders import borrowed_encoders
+from flowrl.run import checkpoint, handover, status
+from flowrl.run import desk as requests
 from flowrl.run.session import Session
 from flowrl.run.state import Saver
 from flowrl.training.signals import Signals

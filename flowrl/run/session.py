@@ -25,15 +25,15 @@ from flowrl.algorithms.base import EdgeMethod, Method, Networks
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
-from flowrl.core.display import Progress
-from flowrl.core.host_memory import keep_freed_memory
-from flowrl.core.phases import phase
 from flowrl.credit.advantages import Advantages
+from flowrl.display.display import Progress
+from flowrl.display.phases import phase
 from flowrl.evaluation.evaluation_tree import EvalTree
 from flowrl.evaluation.evaluator import Setting
 from flowrl.evaluation.results import Evaluation
 from flowrl.models.base import ModelAdapter, torch_dtype
-from flowrl.models.weights import Weights
+from flowrl.models.memory.host_memory import keep_freed_memory
+from flowrl.models.weights.roles import Weights
 from flowrl.planning.checkpointing import decided
 from flowrl.rollout.trajectories import Rollout
 from flowrl.run.assembly import assemble

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from flowrl.core.errors import ModelError
-from flowrl.models.classes import pipeline_class
-from flowrl.models.paths import loading, pipeline_index, resolve_path
+from flowrl.models.pipelines.classes import pipeline_class
+from flowrl.models.pipelines.paths import loading, pipeline_index, resolve_path
 
 _HELD = {
     "vae": ("first_stage_model.", "vae.", "decoder.", "encoder."),

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from flowrl.core import display
-from flowrl.core.console import log
-from flowrl.core.display import working
 from flowrl.core.errors import ConfigError, Elsewhere, UnwritableCheckpoint
 from flowrl.core.files import writing
 from flowrl.core.versions import versions
+from flowrl.display import display
+from flowrl.display.console import log
+from flowrl.display.display import working
 from flowrl.run import checkpoint, handover, inputs
 from flowrl.run.background import Background
 from flowrl.run.changes import BATCHES, differences

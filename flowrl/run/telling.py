@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from flowrl.config.schema import EvalConfig
-from flowrl.core import display
-from flowrl.core.board import Evaluations, Scores
 from flowrl.core.errors import Fault, Stopped, described
+from flowrl.display import display
+from flowrl.display.board import Evaluations, Scores
 from flowrl.evaluation.evaluator import Evaluator
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.evaluation.results import Evaluation

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 
 from flowrl.config.resolved import Resolved
-from flowrl.core.console import log
-from flowrl.core.display import working
 from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts, batches, encoded
 from flowrl.data.text_files import TextFiles, text_folder
 from flowrl.data.text_identity import text_identity
+from flowrl.display.console import log
+from flowrl.display.display import working
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.models.base import ModelAdapter, ModelConfig, torch_dtype
 from flowrl.training.world import World

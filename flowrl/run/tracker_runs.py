@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from flowrl.config.trackers import Entry
-from flowrl.core import media
 from flowrl.core.strict import Options
+from flowrl.media import media
 from flowrl.run import wandb_files
 
 if TYPE_CHECKING:

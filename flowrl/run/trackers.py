@@ -20,12 +20,12 @@ import numpy as np
 
 from flowrl.config.schema import RunConfig
 from flowrl.config.trackers import Entry, require
-from flowrl.core import media
-from flowrl.core.console import journal, log
 from flowrl.core.errors import Moved, described
 from flowrl.core.files import json_ready, read_object
 from flowrl.core.strict import Options
+from flowrl.display.console import journal, log
 from flowrl.evaluation.results import Evaluation
+from flowrl.media import media
 from flowrl.run import tracker_runs
 from flowrl.run.folder import RunFolder
 

@@ -11,9 +11,9 @@ import numpy as np
 from flowrl.config.load import load_config
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
-from flowrl.core import display
-from flowrl.core.console import close_log_file, log, set_up_logging
-from flowrl.core.contents import require_unedited
+from flowrl.data.contents import require_unedited
+from flowrl.display import display
+from flowrl.display.console import close_log_file, log, set_up_logging
 from flowrl.evaluation.held_out import require_same_split
 from flowrl.evaluation.results import Evaluation
 from flowrl.planning.checkpointing import decided

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import RewardError, described
-from flowrl.core.phases import lacking, out_of_memory
+from flowrl.display.phases import lacking, out_of_memory
 from flowrl.scoring.cache import ScoreCache
 from flowrl.scoring.surroundings import Batch
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flowrl.core.console import log
-from flowrl.core.display import working
 from flowrl.core.errors import ConfigError, described
 from flowrl.data.prompts import Prompt
+from flowrl.display.console import log
+from flowrl.display.display import working
 from flowrl.reward import Card, RewardError
 from flowrl.scoring.entries import RewardPlan
 from flowrl.scoring.scorer import Scorer

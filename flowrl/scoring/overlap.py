@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.errors import Abandoned
+from flowrl.media.eight_bits import EightBitImages
 from flowrl.reward import Card
 from flowrl.scoring.scorer import Scorer, Scores
 from flowrl.scoring.streams import SideStream

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from flowrl.core.console import log
-from flowrl.core.display import working
 from flowrl.core.errors import described
-from flowrl.core.phases import lacking, out_of_memory
 from flowrl.data.prompts import Prompt
+from flowrl.display.console import log
+from flowrl.display.display import working
+from flowrl.display.phases import lacking, out_of_memory
 from flowrl.models.base import ModelAdapter
 from flowrl.reward import RewardError
 from flowrl.scoring.one_call import score_once

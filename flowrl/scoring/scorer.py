@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.errors import Abandoned, RewardError, RewardFailure
+from flowrl.media.eight_bits import EightBitImages
 from flowrl.reward import Images
 from flowrl.scoring.attempts import Attempts, Counts
 from flowrl.scoring.one_call import score_once

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.core.eight_bits import EightBitImages
+from flowrl.media.eight_bits import EightBitImages
 from flowrl.reward import Images
 
 BESIDE: ContextVar[bool] = ContextVar("flowrl_beside", default=False)

@@ -24,7 +24,7 @@ from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models.base import ModelAdapter, ModelConfig
-from flowrl.models.weights import Weights, trainable
+from flowrl.models.weights.roles import Weights, trainable
 from flowrl.rollout.learned_noise import LearnedNoise
 from flowrl.rollout.options import RolloutConfig
 from flowrl.rollout.policy import Evaluations

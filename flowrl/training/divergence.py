@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flowrl.core.console import log
 from flowrl.core.errors import DecoderOverflow, Diverged, Overshot
+from flowrl.display.console import log
 from flowrl.models.base import ModelConfig
 from flowrl.training.optim import OptimConfig
 

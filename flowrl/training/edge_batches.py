@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import EdgeMethod
-from flowrl.core.console import log
 from flowrl.core.errors import ConfigError, ParityError, Remedy
 from flowrl.core.types import SampleId
 from flowrl.credit.saliency import apply_map
 from flowrl.diffusion.plan import StepPlan
+from flowrl.display.console import log
 from flowrl.losses.batches import Microbatch
 from flowrl.rollout.loop import batches
 from flowrl.rollout.recorder import Recording

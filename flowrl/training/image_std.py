@@ -10,8 +10,8 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.tensors import floats, ints
+from flowrl.media.eight_bits import EightBitImages
 from flowrl.training.world import World
 
 _VALUES = 2**22

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flowrl.core.display import Progress
 from flowrl.core.errors import Overshot
 from flowrl.core.tensors import floats
 from flowrl.credit.advantages import Advantages
+from flowrl.display.display import Progress
 from flowrl.rollout.trajectories import Rollout
 from flowrl.training.base import Iteration, Training, UpdateContext, Work
 from flowrl.training.determinism import strict

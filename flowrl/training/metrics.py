@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.core.phases import phase
 from flowrl.core.tensors import floats, ints, sent
+from flowrl.display.phases import phase
 from flowrl.losses.batches import LossOutput
 
 

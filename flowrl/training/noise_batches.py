@@ -18,7 +18,7 @@ from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import StepPlan
 from flowrl.losses.batches import InitialBatch
 from flowrl.models.base import ModelAdapter, ModelConfig
-from flowrl.models.weights import Weights, freeze
+from flowrl.models.weights.roles import Weights, freeze
 from flowrl.rollout.learned_noise import Calibration, LearnedNoise, NoiseWeights, as_noise_weights
 from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
 

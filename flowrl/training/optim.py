@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_positive
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.training import optimizers
 from flowrl.training.world import ALONE, World
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flowrl.core.eight_bits import Album, EightBitImages
 from flowrl.core.errors import Abandoned, Diverged, ModelError
 from flowrl.core.types import Condition, SampleId
 from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
+from flowrl.media.eight_bits import Album, EightBitImages
 from flowrl.models.base import ModelAdapter, decoded
-from flowrl.models.whole import spoiled_weights
+from flowrl.models.weights.whole import spoiled_weights
 from flowrl.rollout.learned_noise import LearnedNoise
 from flowrl.rollout.loop import RunOptions, batches, run
 from flowrl.rollout.noise import Noise

@@ -17,8 +17,8 @@ from torch import nn
 
 from flowrl.core.errors import ModelError, Remedy
 from flowrl.models.base import ModelAdapter
-from flowrl.models.blocks import blocks
-from flowrl.models.weights import Weights
+from flowrl.models.memory.blocks import blocks
+from flowrl.models.weights.roles import Weights
 from flowrl.training.world import World
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from flowrl.core import display
 from flowrl.core.errors import Abandoned, LostProcess, Stopped
+from flowrl.display import display
 from flowrl.training.world import World
 
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flowrl.core.display import working
 from flowrl.core.errors import (
     Abandoned,
     CheckpointError,
@@ -28,6 +27,7 @@ from flowrl.core.errors import (
     described,
 )
 from flowrl.core.subprocesses import PATIENCE_S
+from flowrl.display.display import working
 
 log = logging.getLogger("flowrl")
 T = TypeVar("T")

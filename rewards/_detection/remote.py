@@ -27,7 +27,7 @@ from flowrl.rewards._detection.detectors import Detection, DetectionError
 from PIL import Image
 
 from flowrl.core.errors import Remedy
-from flowrl.core.media import UNREADABLE, opened
+from flowrl.media.media import UNREADABLE, opened
 from flowrl.reward import RewardError
 
 SCHEMA = 1

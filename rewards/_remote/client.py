@@ -22,9 +22,9 @@ from flowrl.rewards._remote.servers import Server, Servers
 from torch import Tensor
 
 from flowrl.core.errors import Remedy
-from flowrl.core.media import open_image
-from flowrl.core.transport import pack, png
 from flowrl.core.wire import SCHEMA, WireError, WireImage, require_schema, write_image
+from flowrl.media.media import open_image
+from flowrl.media.transport import pack, png
 from flowrl.reward import Card, Images, RewardError, unscored
 
 if TYPE_CHECKING:

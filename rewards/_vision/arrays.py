@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from flowrl.core import eight_bits
+from flowrl.media import eight_bits
 
 
 def to_uint8(image: Tensor) -> np.ndarray | None:

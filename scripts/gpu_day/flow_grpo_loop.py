@@ -27,7 +27,7 @@ from flowrl.commands._gpu.records import Records, middle
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError
 from flowrl.models.base import LoraSettings, torch_dtype
-from flowrl.models.random import random_adapter
+from flowrl.models.weights.random import random_adapter
 
 MICROBATCHES = 3
 

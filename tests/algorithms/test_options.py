@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flowrl.algorithms.base import EdgeMethod
+from flowrl.commands._option_texts import option_texts
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError
-from flowrl.core.option_texts import option_texts
 from flowrl.core.strict import validate
 from flowrl.rollout.options import RolloutConfig
 from tests.toys import algorithms

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.apps.suites import geneval
+from flowrl.apps.suites.running.exchange import of_models
 from flowrl.commands import eval as evaluation
 from flowrl.commands import list as listing
 from flowrl.core import assets
 from flowrl.core.errors import ConfigError, ModelError, RewardFailure
-from flowrl.evaluation.suites import geneval
-from flowrl.evaluation.suites.exchange import of_models
 
 BRIGHT = "def score(images, prompts, metadata):\n    return images.mean(dim=(1, 2, 3))\n"
 AWAY = "def score(images, prompts, metadata):\n    raise ConnectionError('no server')\n"

@@ -10,9 +10,9 @@ import pytest
 
 from flowrl.commands import _listed
 from flowrl.commands import list as listing
+from flowrl.commands._option_texts import option_texts
 from flowrl.core import assets, registry
 from flowrl.core.errors import Fault
-from flowrl.core.option_texts import option_texts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

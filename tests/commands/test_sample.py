@@ -14,8 +14,8 @@ from PIL import Image
 from torch.testing import assert_close
 
 from flowrl.commands._drawn import provenance, stem
-from flowrl.core import media
 from flowrl.core.errors import ModelError
+from flowrl.media import media
 from flowrl.models.generic import options as guidance
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.run.origin import origin

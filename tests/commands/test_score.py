@@ -18,9 +18,9 @@ from torch import Tensor
 
 from flowrl.commands import score
 from flowrl.contracts.rewards import RewardTrial, trial_batch
-from flowrl.core import media
-from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.errors import ConfigError
+from flowrl.media import media
+from flowrl.media.eight_bits import EightBitImages
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.scoring.surroundings import Batch
 

@@ -16,7 +16,7 @@ from flowrl.core import registry
 from flowrl.core.errors import ConfigError
 from flowrl.models import sd
 from flowrl.models.base import LoraSettings
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.planning import memory
 from tests.tiny_sd3 import ROOT
 

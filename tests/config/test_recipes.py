@@ -23,7 +23,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.types import SampleId
 from flowrl.diffusion.schedules import shift_sigmas
 from flowrl.diffusion.windows import step_subsets
-from flowrl.models.classes import choose
+from flowrl.models.pipelines.classes import choose
 from flowrl.planning import memory
 from flowrl.planning.checkpointing import with_checkpointing
 from flowrl.planning.tree_work import tree_work

@@ -18,7 +18,7 @@ from flowrl.data.text_cache import Texts
 from flowrl.models.base import packed_grid
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.families import FAMILIES
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.rollout.library import Model
 from flowrl.rollout.saliency_maps import mapper
 from flowrl.samplers.base import StepDistribution

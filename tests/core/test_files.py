@@ -15,11 +15,12 @@ import yaml
 from PIL import Image
 from safetensors import SafetensorError
 
-from flowrl.core import files, media
+from flowrl.apps.gallery.places import comparison_folder, page_folder
+from flowrl.core import files
 from flowrl.core.errors import ConfigError, WriteError
 from flowrl.core.files import fsync_all, out_folder, read_rows, write_atomically, writing
 from flowrl.evaluation.results import Evaluation
-from flowrl.gallery.places import comparison_folder, page_folder
+from flowrl.media import media
 from flowrl.run.folder import MetricsFile, RunFolder
 from flowrl.run.pairs.folder import PairFolder
 from tests.e2e.conftest import BASE, BRIGHTNESS

@@ -19,11 +19,11 @@ from torchvision import transforms
 from flowrl.algorithms import diffusion_dpo, diffusion_kto, seppo, sft
 from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
-from flowrl.core.media import fitted, pixels
 from flowrl.core.types import SampleId
 from flowrl.data.given_samples import Given, Look, Slot, latents_of, slot_of
 from flowrl.data.options import PairsConfig
 from flowrl.data.preferences import PreferenceOptions
+from flowrl.media.media import fitted, pixels
 from flowrl.run.changes import differences
 from flowrl.run.given_collector import PairCollector
 from tests.toys import ToyAdapter

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from flowrl.algorithms import diffusion_dpo
 from flowrl.commands._pair_check import look as looked
-from flowrl.core import media
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import SampleId
 from flowrl.data.given_samples import Given, Look, latents_of, slot_of
 from flowrl.data.options import PairsConfig
 from flowrl.data.preferences import PreferenceOptions, PreferenceSet, load_preferences
 from flowrl.data.stored_videos import Frames, frame_files
+from flowrl.media import media
 from tests.toys import ToyAdapter
 
 FRAMES = 5
@@ -210,6 +210,6 @@ def test_a_broken_frame_masks_its_pair_and_frames_of_two_sizes_or_too_many_are_r
     assert rejected is not None
     with pytest.raises(Exception, match=r"several sizes, such as \[\(9, 9\), \(16, 16\)\]; make them equal"):
         rejected.frames(FRAMES)
-    monkeypatch.setattr("flowrl.core.mp4.MOST_BYTES", 3 * 16 * 16 * (FRAMES - 1))
+    monkeypatch.setattr("flowrl.media.mp4.MOST_BYTES", 3 * 16 * 16 * (FRAMES - 1))
     with pytest.raises(Exception, match=f"it has {FRAMES} frames of 16 x 16 pixels, more than"):
         found.read(0).chosen.frames(FRAMES)

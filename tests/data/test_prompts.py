@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flowrl.core.media import open_image
 from flowrl.data.prompts import Prompt, PromptSource
 from flowrl.data.text_cache import Texts
+from flowrl.media.media import open_image
 from flowrl.training.world import shard
 from tests.toys import ToyAdapter
 

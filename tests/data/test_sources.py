@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.media import open_image
 from flowrl.data.prompt_sources import Columns, image_folder, load_prompts
 from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts
+from flowrl.media.media import open_image
 from tests.data.row_groups import png
 from tests.toys import ToyAdapter
 

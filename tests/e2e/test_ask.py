@@ -13,13 +13,13 @@ from typing import Any, cast
 import pytest
 from PIL import Image
 
+from flowrl.apps.gallery.runs import load_run
 from flowrl.commands import ask
-from flowrl.core import requests, status
 from flowrl.core.errors import Abandoned, ConfigError, Stopped
 from flowrl.core.rows import repeatable
-from flowrl.gallery.runs import load_run
-from flowrl.models import encoders
-from flowrl.run import checkpoint
+from flowrl.models.memory import encoders
+from flowrl.run import checkpoint, status
+from flowrl.run import desk as requests
 from flowrl.run.requests import Desk
 from flowrl.run.session import Session
 from flowrl.run.state import Saver

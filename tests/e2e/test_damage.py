@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from flowrl.gallery import builder
-from flowrl.models.weights import Weights
+from flowrl.apps.gallery import builder
+from flowrl.models.weights.roles import Weights
 from tests.e2e.conftest import digest, train
 from tests.e2e.test_bad_input import command
 

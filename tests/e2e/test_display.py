@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.commands.train import command
-from flowrl.core.display import KINDS
+from flowrl.display.display import KINDS
 from tests.e2e.conftest import inside
 
 SMALL = ["rollout.num_inference_steps=2", "rollout.group_size=2", "algorithm.sde_steps=[0]", "data.max_eval_prompts=2"]

@@ -14,11 +14,10 @@ import pytest
 import yaml
 
 from flowrl.algorithms import flow_grpo
-from flowrl.core import status
 from flowrl.core.errors import RewardError, Stopped
 from flowrl.core.rows import repeatable
 from flowrl.rollout.policy import Policy
-from flowrl.run import state
+from flowrl.run import state, status
 from tests.e2e.conftest import BASE, digest, finish, start, train
 
 SMALL = (

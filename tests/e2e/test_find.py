@@ -80,7 +80,7 @@ def test_a_drawn_picture_is_the_bases_own_before_training(three: Path, monkeypat
         small = ("--steps", "3", "--guidance", "1.0", "--set", "max_sequence_length=9")
         code, printed = command(monkeypatch, capsys, "sample", model, "a blue square", "--out", out, *small)
         assert code == 0, printed
-    from flowrl.core import media
+    from flowrl.media import media
 
     own, base = (media.read(next(Path(folder).glob("*.png"))) for folder in ("own", "base"))
     assert torch.equal(own, base)

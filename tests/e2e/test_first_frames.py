@@ -15,8 +15,8 @@ from tests.e2e.test_bad_input import command
 
 REWARD = """
 import flowrl
-from flowrl.core.first_frame import fitted_frame
-from flowrl.core.media import open_image, pixels
+from flowrl.media.first_frame import fitted_frame
+from flowrl.media.media import open_image, pixels
 
 CARD = flowrl.Card(outputs=("brightness",), modality="video")
 

@@ -13,11 +13,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from flowrl.apps.gallery.runs import load_run
+from flowrl.apps.gallery.watched import Watched
 from flowrl.commands import eval as evaluation
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError
-from flowrl.gallery.runs import load_run
-from flowrl.gallery.watched import Watched
 from flowrl.run import checkpoint, handover
 from flowrl.run.export import export, load_run_pipeline
 from tests.e2e.conftest import ROOT, digest, finish, start, train

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.core import media
+from flowrl.media import media
 from tests import ranks
 from tests.e2e.conftest import ROOT, assert_same_gradient, digest, inside
 from tests.e2e.test_preferences import make_pairs

@@ -11,7 +11,7 @@ import torch
 
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import OutOfMemory, RewardError
-from flowrl.core.phases import out_of_memory, phase
+from flowrl.display.phases import out_of_memory, phase
 from flowrl.models.sd3 import Sd3
 from flowrl.planning.out_of_memory import explained
 from flowrl.scoring.attempts import Attempts, Counts

@@ -15,10 +15,10 @@ from PIL import Image
 
 from flowrl.commands._pair_check import look
 from flowrl.config.load import load_config, resolve
-from flowrl.core import media
 from flowrl.core.errors import ConfigError
 from flowrl.data.preferences import load_preferences
 from flowrl.diffusion.schedules import Schedule
+from flowrl.media import media
 from flowrl.run.pairs.drawing import group_scores
 from flowrl.run.pairs.folder import PairFolder
 from flowrl.run.pairs.plan import rollout_plan

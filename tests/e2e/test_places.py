@@ -81,7 +81,7 @@ def evaluation(run: str, tag: str) -> dict:
     return json.loads(Path(f"runs/{run}/eval/{tag}.json").read_text())
 
 
-@follows("flowrl/core/contents.py:require_same")
+@follows("flowrl/data/contents.py:require_same")
 def test_an_edited_reward_is_refused_or_starts_new_baselines(place, monkeypatch, capsys):
     """A resumed run with another reward reported the difference between two rewards as what training had done."""
     train("iterations=1", "data.max_eval_prompts=2")
@@ -120,7 +120,7 @@ def test_a_base_that_is_gone_or_foreign_is_made_anew_from_untouched_weights(plac
 
 
 @pytest.mark.slow
-@follows("flowrl/core/contents.py:require_comparable")
+@follows("flowrl/data/contents.py:require_comparable")
 def test_runs_whose_reward_or_held_out_prompts_were_edited_in_between_are_not_compared(place, monkeypatch, capsys):
     (place / "held.txt").write_text("a red square\na blue circle\n")
     words = ("iterations=0", "data.eval_prompts=held.txt")

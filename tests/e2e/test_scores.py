@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from flowrl.commands import score
-from flowrl.core import media
 from flowrl.evaluation.evaluator import Setting
+from flowrl.media import media
 from flowrl.run.collector import Collector
 from flowrl.run.session import Session
 from tests.e2e.test_bad_input import command

@@ -14,8 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from flowrl.core import media
 from flowrl.core.errors import ConfigError
+from flowrl.media import media
 from flowrl.models import generic
 from flowrl.run.export import frame_rate
 from tests import tiny_pipelines as tiny

@@ -14,11 +14,12 @@ import flowrl.rewards.votes as reward
 import numpy as np
 import pytest
 
-from flowrl.core import polls, requests
+from flowrl.apps.gallery.runs import load_run
+from flowrl.core import polls
 from flowrl.core.errors import ConfigError, RewardError, RewardFailure, Stopped
 from flowrl.core.rows import repeatable
 from flowrl.core.votes import FOLDER, VoteBook, read_votes
-from flowrl.gallery.runs import load_run
+from flowrl.run import desk as requests
 from tests.e2e.conftest import digest, finish, inside, start, train
 from tests.tiny_rewards.votes import brightness, vote_for_bright, voting_for_bright
 

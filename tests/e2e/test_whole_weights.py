@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flowrl.core import assets
-from flowrl.core.eight_bits import eight_bit
 from flowrl.core.errors import Diverged, ModelError
+from flowrl.media.eight_bits import eight_bit
 from flowrl.run import judged
 from tests import tiny_sd3 as tiny
 from tests.e2e.test_bad_input import command
@@ -95,7 +95,7 @@ def test_no_level_stands_for_what_is_no_number(value):
 
 
 def test_a_model_whose_weights_are_finite_is_told_otherwise(monkeypatch, tmp_path, flowrl):
-    from flowrl.models import whole
+    from flowrl.models.weights.roles.roles import whole
 
     monkeypatch.setattr(whole, "not_finite", lambda value: 0)
     model(tmp_path, "transformer", "NaN")

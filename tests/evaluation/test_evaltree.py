@@ -13,8 +13,7 @@ import torch
 from torch.testing import assert_close
 
 from flowrl.config.schema import EvalConfig
-from flowrl.core import media, registry
-from flowrl.core.eight_bits import eight_bit, unit_floats
+from flowrl.core import registry
 from flowrl.core.errors import Abandoned
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import AdvantageConfig
@@ -24,6 +23,8 @@ from flowrl.data.prompts import Prompt
 from flowrl.diffusion.tree_shapes import Branching
 from flowrl.evaluation.evaluation_tree import EvalTree
 from flowrl.evaluation.evaluator import Evaluator
+from flowrl.media import media
+from flowrl.media.eight_bits import eight_bit, unit_floats
 from flowrl.reward import Card, Reward
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise

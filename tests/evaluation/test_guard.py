@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from flowrl.config.schema import GuardConfig
-from flowrl.core import media
 from flowrl.data.prompts import Prompt
 from flowrl.evaluation.guard import KL, NORM_RATIO, Guard, Look, State, widened
 from flowrl.evaluation.held_out import guards_half
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.signs import WORDS, Signs, edge_density, repeated_tiles, signs_of
+from flowrl.media import media
 
 PROMPTS = 60
 

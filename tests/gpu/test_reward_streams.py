@@ -6,7 +6,7 @@ import pytest
 import torch
 from flowrl.rewards.clip_score import Config, build
 
-from flowrl.core.eight_bits import EightBitImages
+from flowrl.media.eight_bits import EightBitImages
 from flowrl.scoring.overlap import Ahead, Beside
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward

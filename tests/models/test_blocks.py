@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.strict import validate
 from flowrl.models import sd3
-from flowrl.models.blocks import blocks, checkpoint_blocks, repeated
+from flowrl.models.memory.blocks import blocks, checkpoint_blocks, repeated
 from tests import native, tiny_sd3
 from tests import tiny_pipelines as tiny
 

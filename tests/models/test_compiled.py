@@ -16,10 +16,10 @@ from torch._inductor import config as inductor
 from torch.testing import assert_close
 
 from flowrl.core.errors import ModelError
-from flowrl.models import compiled
-from flowrl.models.blocks import repeated
-from flowrl.models.compiled import Block, compile_blocks, probe, require_compiler
-from flowrl.models.weights import Weights
+from flowrl.models.memory import compiled
+from flowrl.models.memory.blocks import repeated
+from flowrl.models.memory.compiled import Block, compile_blocks, probe, require_compiler
+from flowrl.models.weights.roles import Weights
 from tests import native, tiny_sd3
 from tests import tiny_pipelines as tiny
 

@@ -9,7 +9,7 @@ import torch
 
 from flowrl.config.components import component
 from flowrl.core.errors import ModelError
-from flowrl.models import encoders
+from flowrl.models.memory import encoders
 from tests import tiny_pipelines as tiny
 
 PROMPTS = ["a red circle", "two blue squares"]

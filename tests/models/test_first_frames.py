@@ -16,10 +16,10 @@ from torch.distributions import Normal
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, ModelError
-from flowrl.core.first_frame import fitted_frame
 from flowrl.core.types import Condition, SampleId
 from flowrl.data.prompts import Prompt, require_images
 from flowrl.diffusion.plan import window
+from flowrl.media.first_frame import fitted_frame
 from flowrl.models import generic
 from flowrl.models.base import decoded
 from flowrl.models.generic.adapter import Config, Generic

@@ -15,7 +15,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.strict import validate
 from flowrl.core.types import Condition
 from flowrl.models import generic
-from flowrl.models.guidance import guided
+from flowrl.models._guidance import guided
 from tests import native, tiny_sd3
 
 RECIPE = "configs/lab/flow_grpo.yaml"

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.models._precision import _Joined
 from flowrl.models.base import LoraSettings
 from flowrl.models.sd3 import Config
-from flowrl.models.weights import Weights
+from flowrl.models.weights.precision import _Joined
+from flowrl.models.weights.roles import Weights
 from tests import tiny_sd3 as tiny
 
 KINDS = ("rslora", "dora", "lokr")

@@ -13,7 +13,7 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import S
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.models import sd3
 from flowrl.models.base import LoraSettings
-from flowrl.models.paths import asset_folder, null_components, resolve_path
+from flowrl.models.pipelines.paths import asset_folder, null_components, resolve_path
 from flowrl.scoring.entries import reward_plan
 from tests import tiny_sd3 as tiny
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundE
 from flowrl.config.components import model_component
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError, ModelError
-from flowrl.models.classes import choose, natives
+from flowrl.models.pipelines.classes import choose, natives
 from tests import tiny_sd3
 
 CONFIGS = tiny_sd3.ROOT / "assets" / "model_configs"

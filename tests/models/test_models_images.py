@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, ModelError
-from flowrl.core.first_frame import fitted_frame
 from flowrl.core.types import Condition
 from flowrl.data.prompts import Prompt, require_images
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import solver_plan
+from flowrl.media.first_frame import fitted_frame
 from flowrl.models.base import decoded
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.images import content

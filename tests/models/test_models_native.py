@@ -21,7 +21,7 @@ from flowrl.diffusion.plan import window
 from flowrl.diffusion.schedules import shifted_linspace
 from flowrl.models import wan
 from flowrl.models.base import LoraSettings, packed_grid
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.rollout.loop import RunOptions, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy

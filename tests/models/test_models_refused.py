@@ -13,7 +13,7 @@ from flowrl.core import registry
 from flowrl.core.errors import ModelError
 from flowrl.models import generic
 from flowrl.models.base import LoraSettings
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.planning import parity
 from tests import tiny_pipelines as tiny
 

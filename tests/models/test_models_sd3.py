@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from flowrl.core.errors import ModelError
 from flowrl.models import sd3
 from flowrl.models.base import LoraSettings
-from flowrl.models.weights import Weights, lora_file, read_lora, trainable
+from flowrl.models.weights.roles import Weights, lora_file, read_lora, trainable
 from flowrl.training.optim import OptimConfig, Optimizer
 from tests import native
 from tests import tiny_sd3 as tiny

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from flowrl.models.weights.roles.roles import roles as weights
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
@@ -15,9 +16,9 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.strict import validate
-from flowrl.models import generic, sd3, weights
-from flowrl.models._precision import join_products
+from flowrl.models import generic, sd3
 from flowrl.models.base import LoraSettings
+from flowrl.models.weights.precision import join_products
 from tests import native, tiny_sd3
 from tests import tiny_pipelines as tiny
 from tests.like_cuda import cuda_autocast

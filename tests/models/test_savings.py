@@ -15,8 +15,9 @@ from torch.testing import assert_close
 
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.strict import validate
-from flowrl.models import generic, savings, sd3
-from flowrl.models.weights import Weights
+from flowrl.models import generic, sd3
+from flowrl.models.memory import savings
+from flowrl.models.weights.roles import Weights
 from tests import native, tiny_sd3
 from tests import tiny_pipelines as tiny
 

@@ -15,7 +15,7 @@ import torch
 from flowrl.rewards.shapes import detect, score_scene
 
 from flowrl import shapes
-from flowrl.models.paths import resolve_path
+from flowrl.models.pipelines.paths import resolve_path
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "assets" / "tiny-sd"

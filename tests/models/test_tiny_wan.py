@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.models.paths import resolve_path
+from flowrl.models.pipelines.paths import resolve_path
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "assets" / "tiny-wan"

@@ -15,9 +15,9 @@ from flowrl.core.assets import asset_roots
 from flowrl.core.errors import ModelError
 from flowrl.core.strict import validate
 from flowrl.models import generic, sd3
-from flowrl.models._loading import meta_pipeline
-from flowrl.models._memory import MemorySettings
 from flowrl.models._vae import cast_vae, decoded_pixels
+from flowrl.models.memory.options import MemorySettings
+from flowrl.models.pipelines.loading import meta_pipeline
 from tests import native
 from tests import tiny_pipelines as tiny
 

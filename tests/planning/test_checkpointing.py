@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowrl.config.resolved import Resolved
-from flowrl.core.console import log
+from flowrl.display.console import log
 from flowrl.planning import checkpointing
 from flowrl.planning.checkpointing import (
     MARGIN,

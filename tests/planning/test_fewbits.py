@@ -12,7 +12,7 @@ from torch import nn
 from flowrl.core.strict import validate
 from flowrl.models import sd3
 from flowrl.models.base import ModelAdapter, ModelConfig
-from flowrl.models.savings import cast_frozen
+from flowrl.models.memory.savings import cast_frozen
 from flowrl.planning import few_bits, forwards, memory
 from flowrl.planning.meter import Meter, faked, measured
 from tests import tiny_sd3 as tiny

@@ -73,9 +73,9 @@ def test_a_folder_is_named_without_the_file(tmp_path):
     each_ends(act, "core/files.py:out_folder")
 
 
-@follows("flowrl/core/first_frame.py:require_frame")
+@follows("flowrl/media/first_frame.py:require_frame")
 def test_a_first_frame_is_cropped():
-    from flowrl.core.first_frame import require_frame
+    from flowrl.media.first_frame import require_frame
 
     def act(remedy: Remedy) -> None:
         require_frame((64, 64), 16, 32, crop=remedy.settings.get("model.first_frame") == "crop")
@@ -88,9 +88,9 @@ def without_module(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, name, None)
 
 
-@follows("flowrl/core/mp4.py:library")
+@follows("flowrl/media/mp4.py:library")
 def test_the_extra_of_videos_has_their_package(monkeypatch):
-    from flowrl.core.mp4 import library
+    from flowrl.media.mp4 import library
 
     def act(remedy: Remedy) -> None:
         with pytest.MonkeyPatch.context() as patch:

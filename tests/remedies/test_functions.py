@@ -38,7 +38,7 @@ def options_of(**options: Any) -> Any:
 
 
 def autocasts(remedy: Remedy) -> None:
-    from flowrl.models._precision import autocasts
+    from flowrl.models.weights.precision import autocasts
 
     options = stand_in(
         precision=get(remedy, "model.precision", "native"),
@@ -85,7 +85,7 @@ def overflow(remedy: Remedy) -> None:
 
 
 def counted(remedy: Remedy) -> None:
-    from flowrl.models.blocks import checkpoint_blocks
+    from flowrl.models.memory.blocks import checkpoint_blocks
 
     class Calls(nn.Module):
         """A network that recomputes functions; its blocks are its two layers."""
@@ -104,7 +104,7 @@ def counted(remedy: Remedy) -> None:
 
 
 def checkpointing(remedy: Remedy) -> None:
-    from flowrl.models.blocks import checkpoint_blocks
+    from flowrl.models.memory.blocks import checkpoint_blocks
 
     class Plain(nn.Linear):
         def enable_gradient_checkpointing(self) -> None:
@@ -128,14 +128,14 @@ def sized(remedy: Remedy) -> None:
 
 
 def random_weights(remedy: Remedy) -> None:
-    from flowrl.models.random import _require_plain
+    from flowrl.models.weights.random import _require_plain
 
     memory = stand_in(quantize=get(remedy, "model.memory.quantize", "int8"))
     _require_plain(stand_in(memory=memory, init_lora=None, vae=None))
 
 
 def offloaded(remedy: Remedy) -> None:
-    from flowrl.models import savings
+    from flowrl.models.memory import savings
 
     pipeline = tiny_pipelines.make("sd3")
     savings.place(
@@ -157,7 +157,7 @@ def targets(remedy: Remedy, given: list[str]) -> None:
 
 def no_lora(remedy: Remedy) -> None:
     from flowrl.models.base import LoraSettings
-    from flowrl.models.weights import Weights
+    from flowrl.models.weights.roles import Weights
 
     lora = get(remedy, "model.lora", LoraSettings(rank=2, alpha=2.0))
     Weights(nn.Linear(2, 2), lora, ("to_q",), seed=0)
@@ -165,7 +165,7 @@ def no_lora(remedy: Remedy) -> None:
 
 def started(remedy: Remedy) -> None:
     from flowrl.models.base import LoraSettings
-    from flowrl.models.weights import Weights
+    from flowrl.models.weights.roles import Weights
 
     model, lora = tiny_sd3.adapter(), get(remedy, "model.lora", None)
     with tempfile.TemporaryDirectory() as folder:
@@ -248,7 +248,7 @@ def compiled(remedy: Remedy, act: Callable[[], object]) -> None:
 def compile_disabled() -> None:
     from torch._dynamo import config
 
-    from flowrl.models.compiled import require_compiler
+    from flowrl.models.memory.compiled import require_compiler
 
     with config.patch(disable=True):
         require_compiler(CPU)
@@ -257,7 +257,7 @@ def compile_disabled() -> None:
 def compile_without_cpp() -> None:
     from torch._inductor import cpp_builder
 
-    from flowrl.models.compiled import require_compiler
+    from flowrl.models.memory.compiled import require_compiler
 
     def none() -> None:
         raise RuntimeError("no compiler")
@@ -270,7 +270,7 @@ def compile_without_cpp() -> None:
 def compile_without_triton() -> None:
     from torch.utils import _triton
 
-    from flowrl.models.compiled import require_compiler
+    from flowrl.models.memory.compiled import require_compiler
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_triton, "has_triton", lambda: False)
@@ -280,7 +280,7 @@ def compile_without_triton() -> None:
 def compile_fails(kind: str) -> None:
     from torch._dynamo import exc
 
-    from flowrl.models.compiled import explained
+    from flowrl.models.memory.compiled import explained
 
     with explained("a block"):
         raise vars(exc)[kind]("no")
@@ -291,14 +291,14 @@ def recompiled() -> None:
 
 
 def compile_nothing() -> None:
-    from flowrl.models.compiled import compile_blocks
+    from flowrl.models.memory.compiled import compile_blocks
 
     compile_blocks(nn.Linear(2, 2))
 
 
 def types(remedy: Remedy, option: str, dtype: str) -> None:
     """A device that does not compute in one type."""
-    from flowrl.models import savings
+    from flowrl.models.memory import savings
 
     real, refused = torch.ones, {"float16": torch.float16, "float8_e5m2": torch.float8_e5m2}[dtype]
 
@@ -400,14 +400,14 @@ def encoded(remedy: Remedy) -> None:
 
 def of_class(remedy: Remedy) -> None:
     from flowrl.core.assets import asset_folder
-    from flowrl.models.paths import require_folder
+    from flowrl.models.pipelines.paths import require_folder
 
     folder = str(asset_folder("tiny-sd3", "model_index.json"))
     require_folder(folder, None if remedy.without == "model.name" else "FluxPipeline")
 
 
 def quantized(remedy: Remedy, kind: str, here: bool) -> None:
-    from flowrl.models import savings
+    from flowrl.models.memory import savings
 
     if remedy.command:
         return require_package(remedy, "torchao", "bitsandbytes")
@@ -421,7 +421,7 @@ def quantized(remedy: Remedy, kind: str, here: bool) -> None:
 def probed(remedy: Remedy, attention: Callable[..., Any]) -> None:
     from diffusers.models import attention_dispatch
 
-    from flowrl.models import savings
+    from flowrl.models.memory import savings
 
     registry, name = attention_dispatch._AttentionBackendRegistry, attention_dispatch.AttentionBackendName.FLEX
     if get(remedy, "model.attention", "flex") is None:
@@ -433,7 +433,7 @@ def probed(remedy: Remedy, attention: Callable[..., Any]) -> None:
 
 
 def half(remedy: Remedy) -> None:
-    from flowrl.models import savings
+    from flowrl.models.memory import savings
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: False)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from flowrl.core.errors import ModelError
 from flowrl.models.base import LoraSettings
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from tests import tiny_sd3 as tiny
 from tests.remedies import follows
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from flowrl.apps.migration.tools import tool_of
 from flowrl.commands.new import command
 from flowrl.config.load import load_config, resolve
-from flowrl.config.migration.tools import tool_of
 from flowrl.core.errors import ConfigError
 from tests.remedies import follows
 
 
-@follows("flowrl/config/migration/tools.py:tool_of")
+@follows("flowrl/apps/migration/tools.py:tool_of")
 def test_the_configuration_of_a_tool_that_is_not_converted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="kohya's scripts, are not converted") as caught:

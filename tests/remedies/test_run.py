@@ -90,7 +90,7 @@ def whole_groups(remedy: Remedy, members: tuple[str, ...], key: str) -> None:
 
 
 def taken_port(remedy: Remedy) -> None:
-    from flowrl.gallery.local import _bound
+    from flowrl.apps.gallery.local import _bound
 
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -139,13 +139,13 @@ def no_httpx_for_a_detector() -> None:
 
 
 def own_prompts(remedy: Remedy) -> None:
-    from flowrl.evaluation.suites.base import refuse_path
+    from flowrl.evaluation.suite import refuse_path
 
     refuse_path(None if remedy.without == "--prompts" else Path("a.txt"), "geneval")
 
 
 def exported(remedy: Remedy) -> None:
-    from flowrl.evaluation.suites.exchange import export
+    from flowrl.apps.suites.running.exchange import export
 
     if remedy.without == "--export":
         return
@@ -153,7 +153,7 @@ def exported(remedy: Remedy) -> None:
 
 
 def squared(remedy: Remedy) -> None:
-    from flowrl.evaluation.suites.exchange import _grid
+    from flowrl.apps.suites.running.exchange import _grid
 
     count = number_of(remedy, "--samples", 3)
     folder = stand_in(read=lambda *sample: torch.zeros(3, 8, 8))
@@ -163,13 +163,13 @@ def squared(remedy: Remedy) -> None:
 def named(remedy: Remedy, suite: str) -> None:
     from flowrl.core import registry
 
-    module = registry.importlib.import_module(f"flowrl.evaluation.suites.{suite}")
+    module = registry.importlib.import_module(f"flowrl.apps.suites.{suite}")
     for k in range(number_of(remedy, "--samples", 11)):
         module.layout(stand_in(id="color-0", text="a red circle"), k)
 
 
 def other_judge(remedy: Remedy) -> None:
-    from flowrl.evaluation.suites import pairs
+    from flowrl.apps.suites.running import pairs
 
     header = stand_in(header={"made_with": {}})
     row = stand_in(judge="another", item="0", k=0)

@@ -19,8 +19,8 @@ from PIL import Image
 from torch.testing import assert_close
 
 from flowrl.core.errors import RewardFailure
-from flowrl.core.transport import pack, unpack
 from flowrl.core.wire import WireError, WireImage, read_image, write_image
+from flowrl.media.transport import pack, unpack
 from flowrl.reward import Card, RewardError
 from flowrl.rewards import remote
 from flowrl.run.launch import free_port

@@ -16,10 +16,11 @@ import pytest
 import torch
 from flowrl.rewards.votes import Config, build, scored
 
-from flowrl.core import media, polls
+from flowrl.core import polls
 from flowrl.core.errors import Abandoned, RewardError
 from flowrl.core.polls import Question
 from flowrl.core.votes import FOLDER, LOG, Vote, VoteBook
+from flowrl.media import media
 from flowrl.reward import REASONS
 from flowrl.statistics.bradley_terry import strengths
 from tests.tiny_rewards.votes import asking, occasion, vote_for_bright, voting_for_bright

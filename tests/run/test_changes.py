@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flowrl.apps.gallery.runs import load_run
 from flowrl.core.errors import ConfigError
-from flowrl.gallery.runs import load_run
 from flowrl.run.changes import ACCEPTABLE, Accepted, leaves
 from tests.e2e.conftest import BASE, train
 from tests.e2e.conftest import place as place

@@ -26,7 +26,7 @@ from flowrl.models.base import LoraSettings
 from flowrl.models.lora_formats import sd3
 from flowrl.models.lora_formats.writing import renamed
 from flowrl.models.sd3 import LORA_TARGETS, Sd3
-from flowrl.models.weights import Weights, read_lora
+from flowrl.models.weights.roles import Weights, read_lora
 from flowrl.run.export import export, load_run_pipeline
 from tests import tiny_sd3 as tiny
 

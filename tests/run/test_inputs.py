@@ -12,8 +12,8 @@ import yaml
 
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
-from flowrl.core import contents
 from flowrl.core.errors import ConfigError
+from flowrl.data import contents
 from flowrl.data.prompts import Prompt
 from flowrl.run import inputs
 from flowrl.run.changes import Accepted

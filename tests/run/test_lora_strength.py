@@ -22,7 +22,7 @@ from flowrl.commands.eval import command as evaluate
 from flowrl.commands.sample import command as sample
 from flowrl.core.errors import ModelError
 from flowrl.models.base import LoraSettings
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.run.foreign_lora import LoraFile, attach
 from tests import tiny_sd3 as tiny
 

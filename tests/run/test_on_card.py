@@ -16,7 +16,8 @@ import torch
 import yaml
 
 from flowrl.config.load import load_config, resolve
-from flowrl.models import _native, savings
+from flowrl.models import _native
+from flowrl.models.memory import savings
 from flowrl.run import gauges
 from flowrl.run.session import Session
 from flowrl.training.world import World

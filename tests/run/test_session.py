@@ -13,8 +13,8 @@ import yaml
 from safetensors.torch import load_file
 
 from flowrl.config.load import load_config
-from flowrl.core.console import LogFile, log
 from flowrl.core.rows import repeatable
+from flowrl.display.console import LogFile, log
 from flowrl.planning.flop import RowFlop
 from flowrl.run import assembly, gauges
 from flowrl.run.session import Session

@@ -24,10 +24,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from flowrl.config.schema import RunConfig
 from flowrl.config.trackers import Entry, require
-from flowrl.core import media
 from flowrl.core.errors import ConfigError
 from flowrl.data.options import DataConfig
 from flowrl.evaluation.results import Evaluation
+from flowrl.media import media
 from flowrl.run import tracker_runs, trackers, wandb_files
 from flowrl.run.folder import RunFolder
 from flowrl.run.tracker_runs import numbers

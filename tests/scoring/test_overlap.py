@@ -12,13 +12,13 @@ import torch
 
 from flowrl.commands import score
 from flowrl.config.schema import EvalConfig
-from flowrl.core import media
-from flowrl.core.eight_bits import EightBitImages
 from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.core.types import SampleId
 from flowrl.data.prompts import Prompt
 from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.evaluator import Evaluator, Setting
+from flowrl.media import media
+from flowrl.media.eight_bits import EightBitImages
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rollout.noise import Noise
 from flowrl.run.collector import Drawing, Wanted

@@ -21,8 +21,8 @@ import torch
 from flowrl.commands._arguments import reward_entries
 from flowrl.commands.serve import _token
 from flowrl.core.errors import ConfigError
-from flowrl.core.transport import pack
 from flowrl.core.wire import SCHEMA, WireImage, write_image
+from flowrl.media.transport import pack
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.scoring.server.messages import Item, Limits
 from flowrl.scoring.server.process import Worker, WorkerFailed
@@ -157,7 +157,7 @@ def png_that_says(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("shape", [(3, 60_000, 60_000), (3, 1, 10_001), (3, 2**31 - 1, 2**31 - 1)])
 def test_a_decompression_bomb_is_refused_by_its_header_before_it_is_decoded(url, shape, monkeypatch):
-    monkeypatch.setattr("flowrl.core.transport.unpack", lambda picture: pytest.fail("it was decoded"))
+    monkeypatch.setattr("flowrl.media.transport.unpack", lambda picture: pytest.fail("it was decoded"))
     body = message()
     body["items"][0]["picture"] = write_image(WireImage("png", shape, png_that_says(shape[2], shape[1])))
     answer = post(url, body)

@@ -184,7 +184,7 @@ def test_a_process_ends_though_its_reward_still_hangs(tmp_path):
     (tmp_path / "hangs.py").write_text(
         "import threading\ndef score(images, prompts, metadata):\n    threading.Event().wait()\n"
     )
-    from flowrl.core import media
+    from flowrl.media import media
 
     media.write(IMAGES[0], tmp_path / "one")
     words = ["score", str(tmp_path), "--reward", str(tmp_path / "hangs.py"), "--set", "timeout=0.2"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.core.eight_bits import EightBitImages
+from flowrl.media.eight_bits import EightBitImages
 from flowrl.planning.meter import Meter
 from flowrl.scoring.scorer import FLOATS, Scorer, most_at_once
 from tests.scoring.test_overlap import B, draw, entry

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.core import media
 from flowrl.evaluation.results import Evaluation
+from flowrl.media import media
 from tests.tiny_sd3 import script
 
 METRICS = ("motion_smoothness", "motion_dynamics", "shapes_motion_strict", "shapes_motion_flicker")

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from flowrl.commands._option_texts import OptionText, option_texts
 from flowrl.core import registry
-from flowrl.core.option_texts import OptionText, option_texts
 from tests import tiny_sd3
 
 option_tables = tiny_sd3.script("option_tables")

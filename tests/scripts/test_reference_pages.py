@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from flowrl.commands._option_texts import option_texts
 from flowrl.config.schema import RunConfig
-from flowrl.core.option_texts import option_texts
 from tests import tiny_sd3
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
-from flowrl.core import media
+from flowrl.apps.gallery.runs import load_run
 from flowrl.evaluation.results import Evaluation
-from flowrl.gallery.runs import load_run
-from tests.gallery.test_gallery import make_run
+from flowrl.media import media
+from tests.apps.gallery.test_gallery import make_run
 from tests.tiny_sd3 import script
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flowrl.core import media, polls
+from flowrl.core import polls
 from flowrl.core.polls import OCCASION, Occasion
 from flowrl.core.types import SampleId
 from flowrl.core.votes import FOLDER, Vote, VoteBook
+from flowrl.media import media
 from flowrl.reward import Images, Reward
 from flowrl.rewards import votes
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.evaluation.suites.base import Item, Judgement, Suite
+from flowrl.evaluation.suite import Item, Judgement, Suite
 
 FOLDER = Path(__file__).parent
 

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from flowrl.evaluation.suites.base import load_suite
+from flowrl.evaluation.suite import load_suite
 from tests import tiny_suites
 
 name, folder = sys.argv[1], Path(sys.argv[2])

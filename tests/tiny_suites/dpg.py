@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowrl.evaluation.suites.base import Item
+from flowrl.evaluation.suite import Item
 from tests.tiny_suites import table
 
 COLUMNS = (

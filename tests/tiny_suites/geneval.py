@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowrl.evaluation.suites.base import Item
+from flowrl.evaluation.suite import Item
 
 
 def results(folder: Path, places: Sequence[tuple[Item, int, str]]) -> Path:

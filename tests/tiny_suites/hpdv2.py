@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from flowrl.evaluation.suites.hpdv2 import STYLES
+from flowrl.apps.suites.hpdv2 import STYLES
 
 
 def prompts(folder: Path, count: int = 2) -> Path:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowrl.evaluation.suites.base import Item
-from flowrl.evaluation.suites.t2i_compbench import RESULTS
+from flowrl.apps.suites.t2i_compbench import RESULTS
+from flowrl.evaluation.suite import Item
 
 TEXTS = {
     "color": "a green bench and a blue bowl",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowrl.evaluation.suites.base import Item
+from flowrl.evaluation.suite import Item
 
 MOVING = ["subject_consistency", "dynamic_degree", "motion_smoothness"]
 WHOLE = ["overall_consistency", "aesthetic_quality", "imaging_quality"]

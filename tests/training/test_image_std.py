@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.core.eight_bits import EightBitImages
+from flowrl.media.eight_bits import EightBitImages
 from flowrl.training.image_std import group_image_std
 from flowrl.training.world import World
 

@@ -13,8 +13,8 @@ import time
 import pytest
 import torch
 
-from flowrl.core.console import DEBUG, close_log_file, journal, log, set_up_logging
 from flowrl.core.errors import WriteError
+from flowrl.display.console import DEBUG, close_log_file, journal, log, set_up_logging
 from flowrl.losses.batches import LossOutput
 from flowrl.run.folder import MetricsFile
 from flowrl.training.metrics import Sums, Timer

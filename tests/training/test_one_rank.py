@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.models.base import LoraSettings
-from flowrl.models.weights import Weights, trainable
+from flowrl.models.weights.roles import Weights, trainable
 from flowrl.training.optim import OptimConfig, Optimizer
 from flowrl.training.sharding import rows, split
 from flowrl.training.world import World

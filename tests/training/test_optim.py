@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.training.optim import EmaConfig, OptimConfig, Optimizer, StepReport
 
 

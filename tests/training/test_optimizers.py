@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from flowrl.core.errors import ConfigError
-from flowrl.models.weights import Weights
+from flowrl.models.weights.roles import Weights
 from flowrl.training import optimizers
 from flowrl.training.optim import OptimConfig, Optimizer
 

@@ -15,10 +15,10 @@ import torch
 from flowrl.rewards._judges.chat_api import Http
 from flowrl.rewards._remote import options as remote
 
-from flowrl.core import files, status
+from flowrl.core import files
 from flowrl.core.errors import Abandoned, ConfigError, Diverged, Elsewhere, RewardError, RewardFailure
 from flowrl.core.files import fsync, write_atomically
-from flowrl.run import checkpoint
+from flowrl.run import checkpoint, status
 from flowrl.run.folder import RunFolder
 from flowrl.run.launch import launch
 from flowrl.scoring.entries import RewardEntry

@@ -16,7 +16,7 @@ from flowrl.core.types import SampleId
 from flowrl.credit.advantages import Advantages
 from flowrl.data.prompts import Prompt, identity
 from flowrl.diffusion.plan import StepPlan
-from flowrl.models.random import randomised
+from flowrl.models.weights.random import randomised
 from flowrl.planning.flop import RowFlop, row_flop
 from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise

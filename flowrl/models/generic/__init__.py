@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flowrl.models._loading import load_pipeline, require_pipeline_class
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.outline import Outline
+from flowrl.models.pipelines.loading import load_pipeline, require_pipeline_class
 
 LEVEL = "tested"
 __all__ = ["LEVEL", "Config", "Generic", "build", "skeleton"]

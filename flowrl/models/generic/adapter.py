@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError, Remedy
-from flowrl.core.mp4 import require_rate
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
-from flowrl.models._memory import require_native, require_own_guidance, require_seen_overflow
+from flowrl.media.mp4 import require_rate
 from flowrl.models._native import NO_ENCODERS
 from flowrl.models._schedulers import Distilled, FinalAlpha, refuse_cfg, rising, schedule_of
 from flowrl.models._vae import arithmetic, vae_dtype
@@ -24,7 +23,8 @@ from flowrl.models.generic.families import FAMILIES
 from flowrl.models.generic.images import blank
 from flowrl.models.generic.options import RATES
 from flowrl.models.generic.reentry import Visit
-from flowrl.models.savings import give_memory_back, place
+from flowrl.models.memory.options import require_native, require_own_guidance, require_seen_overflow
+from flowrl.models.memory.savings import give_memory_back, place
 
 if TYPE_CHECKING:
     from PIL.Image import Image

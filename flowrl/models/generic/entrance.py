@@ -16,7 +16,7 @@ from flowrl.models.generic.families import family_of, guidance_of, holds_image
 from flowrl.models.generic.images import ReferenceImages, image_methods
 from flowrl.models.generic.options import Call, Size, check_components, check_fit, find_networks, frames_of, rate_of
 from flowrl.models.generic.reentry import Reentry, Visit
-from flowrl.models.savings import switch_on
+from flowrl.models.memory.savings import switch_on
 
 PROBE_STEPS = 4  # Mochi's grid needs an even number; nothing else depends on it
 

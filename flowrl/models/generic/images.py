@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import ModelError
-from flowrl.core.first_frame import fitted_frame, require_frame
 from flowrl.core.types import Condition
+from flowrl.media.first_frame import fitted_frame, require_frame
 from flowrl.models.base import network_config
 from flowrl.models.generic.encoding import same
 from flowrl.models.generic.families import Family, family_of, holds_image, mask_place

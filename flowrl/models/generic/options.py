@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError, Remedy
-from flowrl.core.media import FPS
-from flowrl.core.mp4 import require_rate
 from flowrl.core.registry import suggest
+from flowrl.media.media import FPS
+from flowrl.media.mp4 import require_rate
 from flowrl.models.base import network_config
 from flowrl.models.generic.families import Family, Guidance, family_of, guidance_of
-from flowrl.models.paths import lacks
+from flowrl.models.pipelines.paths import lacks
 
 Asked = tuple[int | None, int | None]
 """(height, width) in pixels; None: the pipeline's default."""

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
-from flowrl.models._loading import meta_pipeline
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.encoding import LONG
 from flowrl.models.generic.entrance import PROBE_STEPS
 from flowrl.models.generic.full_masks import FullMasks
 from flowrl.models.generic.images import CONTENT, LAYOUT
 from flowrl.models.generic.stand_ins import Encoded, Pixels, Seen, StandIn, tokenizer
+from flowrl.models.pipelines.loading import meta_pipeline
 
 _SEEING: dict[str, Any] = {"vae": Encoded, "image_encoder": Seen, "image_processor": lambda _: Pixels()}
 

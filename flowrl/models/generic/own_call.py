@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.core.console import log
 from flowrl.core.errors import ConfigError, ModelError, WriteError
 from flowrl.core.files import cache_folder, read_object, write_atomically
 from flowrl.core.rng import normal
 from flowrl.core.types import Condition
 from flowrl.core.versions import versions
+from flowrl.display.console import log
 from flowrl.models.base import autocast, network_config
 from flowrl.models.generic.adapter import Generic
 from flowrl.models.generic.families import FAMILIES

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError, Remedy
-from flowrl.models._precision import ADAPTER
 from flowrl.models.base import LoraSettings
 from flowrl.models.lora_formats.families import family_of
 from flowrl.models.lora_formats.files import lora_file, lora_places
 from flowrl.models.lora_formats.naming import Members, linear_layers, names_of
 from flowrl.models.lora_formats.reading import HALF, LoraContents, names_and_header, read_contents
 from flowrl.models.lora_formats.refused import refuse_header, refuse_keys
+from flowrl.models.weights.precision import ADAPTER
 
 _PICKLES = {".bin", ".ckpt", ".pt", ".pth"}
 _EXPERTS = ("high_noise", "low_noise")

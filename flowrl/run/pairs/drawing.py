@@ -17,15 +17,15 @@ from typing import Any
 from torch import Tensor
 
 from flowrl.config.resolved import Resolved
-from flowrl.core import media
-from flowrl.core.console import log, set_up_logging
 from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.core.files import fsync, json_ready
-from flowrl.core.phases import phase
 from flowrl.core.rng import derive, permutation
 from flowrl.core.types import SampleId
 from flowrl.data.prompts import Prompt
-from flowrl.models.weights import freeze
+from flowrl.display.console import log, set_up_logging
+from flowrl.display.phases import phase
+from flowrl.media import media
+from flowrl.models.weights.roles import freeze
 from flowrl.planning.out_of_memory import explaining
 from flowrl.planning.parity import require_own_call
 from flowrl.rollout.noise import Noise

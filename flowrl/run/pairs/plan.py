@@ -17,7 +17,7 @@ from flowrl.data.prompt_sources import Columns, load_prompts
 from flowrl.data.prompts import Prompt
 from flowrl.diffusion.plan import StepPlan, solver_plan, window
 from flowrl.diffusion.schedules import Schedule
-from flowrl.models.weights import lora_file
+from flowrl.models.weights.roles import lora_file
 from flowrl.scoring.entries import RewardPlan
 
 OWN = ("prompt", "chosen", "rejected", "margin", "chosen_scores", "rejected_scores", "drawn")

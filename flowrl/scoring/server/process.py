@@ -31,7 +31,7 @@ _SAFE_PATH = "PYTHONSAFEPATH"
 @functools.cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["flowrl.scoring.server.worker", "flowrl.scoring.entries", "flowrl.core.transport"])
+    context.set_forkserver_preload(["flowrl.scoring.server.worker", "flowrl.scoring.entries", "flowrl.media.transport"])
     # multiprocessing starts it by `python -c`, which looks in the working directory first: a user's types.py there
     # would end it.
     before = os.environ.get(_SAFE_PATH)

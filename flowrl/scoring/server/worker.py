@@ -18,9 +18,9 @@ import torch
 
 from flowrl.core.errors import Fault, described
 from flowrl.core.subprocesses import watch_parent
-from flowrl.core.transport import unpack
 from flowrl.core.versions import versions
 from flowrl.core.wire import fingerprint, plain_card
+from flowrl.media.transport import unpack
 from flowrl.reward import RewardError
 from flowrl.scoring.entries import RewardPlan, reward_plan
 from flowrl.scoring.one_call import score_once

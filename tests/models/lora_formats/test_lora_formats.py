@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError
-from flowrl.models._precision import ADAPTER
 from flowrl.models.base import LoraSettings
 from flowrl.models.lora_formats import unet, wan
 from flowrl.models.lora_formats.families import family_of
 from flowrl.models.lora_formats.places import same
 from flowrl.models.lora_formats.start import start_from
 from flowrl.models.lora_formats.writing import Layout, renamed
+from flowrl.models.weights.precision import ADAPTER
 
 CONFIGS = Path(__file__).resolve().parents[3] / "assets" / "model_configs"
 QKVO = ["to_q", "to_k", "to_v", "to_out.0"]

@@ -1,0 +1,111 @@
+"""Leader tables: levels and paired differences of every run, by one metric. M runs, P shared prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowrl.apps.gallery.certainty import told_apart
+from flowrl.apps.gallery.compare.shared import Shared, SharedMetric
+from flowrl.apps.gallery.results import Estimate, Metric
+from flowrl.statistics.intervals import intervals
+from flowrl.statistics.paired import flip_tests, holm, outcomes, prompt_means
+from flowrl.statistics.repeats import over_seeds
+
+SURE = 0.05
+"""Largest p, after Holm's correction, of a marked comparison."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A paired difference with its interval and its p after Holm's correction."""
+
+    estimate: Estimate
+    p: float
+    told: tuple[int, int]
+    """(distinct prompts on which the two differ, all of them)."""
+
+    @property
+    def sure(self) -> bool:
+        return self.p < SURE
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One run by one metric, on what all share."""
+
+    run: int
+    base: Estimate
+    tuned: Estimate
+    over_base: Change
+    over_leader: Change | None
+    """None: this run is the leader."""
+    win: Estimate
+    """Share of wins against its base, a tie counting half."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Runs that differ in their seed alone, by one metric."""
+
+    runs: tuple[int, ...]
+    tuned: dict[str, float]
+    gain: dict[str, float]
+    """`over_seeds` of the tuned level and of the paired difference to the base."""
+
+
+def standings(shared: Shared, of: SharedMetric) -> list[Standing]:
+    """All runs with the metric, the best tuned mean first; p-values are corrected over all comparisons of the list."""
+    metric, members = of.metric, of.members
+    # A prompt that one of two images has no score for is in no difference of the two.
+    after = np.stack([prompt_means(shared.table(i, metric, base=False)) for i in members])
+    before = np.stack([prompt_means(shared.table(i, metric, base=True)) for i in members])
+    tables = [(shared.table(i, metric, base=True), shared.table(i, metric, base=False)) for i in members]
+    gains = np.stack([prompt_means(tuned - base) for base, tuned in tables])
+    # A run without any score is the last one, in both directions.
+    means = np.asarray([metric.sign * np.nanmean(row) if np.isfinite(row).any() else -np.inf for row in after])
+    order = [int(k) for k in np.argsort(-means, kind="stable")]
+    lead = tables[order[0]][1]
+    behind = np.stack([prompt_means(tuned - lead) for _, tuned in tables])
+    bounds = (0.0, 1.0) if metric.percent else None
+    levels = intervals(np.concatenate([before, after]), shared.groups, bounds=bounds)
+    wins = np.stack([_wins(shared, i, metric, *pair) for i, pair in zip(members, tables, strict=True)])
+    shares = intervals(wins, shared.groups, bounds=(0.0, 1.0))
+    others = order[1:]
+    changes = np.concatenate([gains, behind[others]])
+    differences = intervals(changes, shared.groups, bounds=(-1.0, 1.0) if metric.percent else None)
+    p = holm(flip_tests(changes, shared.groups).tolist())
+    apart = [told_apart(np.zeros((len(row), 1)), row[:, None], shared.groups) for row in changes]
+    found = [Change(_estimate(e), float(value), told) for e, value, told in zip(differences, p, apart, strict=True)]
+    count, place = len(members), {k: len(members) + n for n, k in enumerate(others)}
+    return [
+        Standing(
+            run=members[k],
+            base=_estimate(levels[k]),
+            tuned=_estimate(levels[count + k]),
+            over_base=found[k],
+            over_leader=found[place[k]] if k in place else None,
+            win=_estimate(shares[k]),
+        )
+        for k in order
+    ]
+
+
+def _wins(shared: Shared, run: int, metric: Metric, base: np.ndarray, tuned: np.ndarray) -> np.ndarray:
+    """Share of wins of each prompt over its seeds, ties as halves, [P]; NaN where no pair was scored."""
+    tie_eps, same = shared.margin(run, metric), shared.same(run)
+    return prompt_means(outcomes(base, tuned, higher_is_better=metric.sign > 0, tie_eps=tie_eps, same=same))
+
+
+def recipe(shared: Shared, of: SharedMetric, runs: tuple[int, ...]) -> Recipe:
+    """Mean, spread over seeds and interval of runs of one recipe."""
+    tables = [(shared.table(i, of.metric, base=True), shared.table(i, of.metric, base=False)) for i in runs]
+    tuned = np.stack([prompt_means(after) for _, after in tables])
+    gain = np.stack([prompt_means(after - before) for before, after in tables])
+    level, change = ((0.0, 1.0), (-1.0, 1.0)) if of.metric.percent else (None, None)
+    return Recipe(runs, over_seeds(tuned, shared.groups, level), over_seeds(gain, shared.groups, change))
+
+
+def _estimate(entry: dict[str, float]) -> Estimate:
+    return Estimate(entry["mean"], entry["low"], entry["high"])

@@ -1,0 +1,93 @@
+"""The same prompts and noise side by side: a row for each prompt, a column for the base and for each run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl.apps.gallery import images
+from flowrl.apps.gallery.compare.shared import Shared, SharedMetric, label_of
+from flowrl.apps.gallery.images import Place
+from flowrl.apps.gallery.runs import Evaluation
+
+ROWS = 24
+IMAGE_PX = 224
+"""Longest side of an embedded image, in pixels."""
+BUDGET = 6 << 20
+"""Bytes of embedded images, as text of the page; rows end where they are spent."""
+
+
+def wall(shared: Shared, of: SharedMetric, order: list[int], place: Place) -> dict[str, Any]:
+    """Columns and rows of the table of images.
+
+    Args:
+        shared: what the runs share.
+        of: the metric under each image.
+        order: numbers of the runs, from left to right.
+        place: place of the page.
+
+    Returns:
+        `columns` (names), `rows`, `wanted` (rows without the budget), `bases` (whether the bases' images are the same).
+    """
+    rows: list[dict[str, Any]] = []
+    spent, same_base, wanted = 0, True, 0
+    for position, column in _drawn(shared):
+        files = [_file(shared, order[0], position, column, base=True)]
+        files += [_file(shared, i, position, column, base=False) for i in order]
+        if any(file is None for file in files):
+            continue
+        wanted += 1
+        if wanted > ROWS or spent > BUDGET:
+            if wanted > ROWS:
+                break
+            continue
+        same_base = same_base and _same_base(shared, order, position, column)
+        cells = []
+        for file, run, base in zip(files, [order[0], *order], [True, *[False] * len(order)], strict=True):
+            picture = place.picture(file, IMAGE_PX)
+            spent += len(picture["src"]) if picture else 0
+            cells.append({"picture": picture, **_score(shared, of, run, position, column, base=base)})
+        seed = shared.seeds[column]
+        text = shared.prompts[int(np.flatnonzero(shared.places == position)[0])]
+        rows.append({"prompt_id": position, "text": text, "seed": seed, "cells": cells})
+    names = ["base", *(label_of(shared.runs, i) for i in order)]
+    return {"columns": names, "rows": rows, "wanted": min(wanted, ROWS), "same_base": same_base}
+
+
+def _drawn(shared: Shared) -> list[tuple[int, int]]:
+    """(place, column of the seed) of the shared prompts in random order, no distinct prompt twice."""
+    rng, seen, result = np.random.default_rng(images.SELECTION_SEED), set(), []
+    columns = rng.integers(len(shared.seeds), size=len(shared.places))
+    for p in rng.permutation(len(shared.places)):
+        if int(shared.groups[p]) not in seen:
+            seen.add(int(shared.groups[p]))
+            result.append((int(shared.places[p]), int(columns[p])))
+    return result
+
+
+def _file(shared: Shared, run: int, place: int, column: int, *, base: bool) -> Path | None:
+    evaluation = shared.evaluation(run, base=base)
+    return evaluation.image(place, _sample(evaluation, shared.seeds[column]))
+
+
+def _sample(evaluation: Evaluation, seed: int) -> int:
+    return evaluation.seeds.index(seed)
+
+
+def _same_base(shared: Shared, order: list[int], place: int, column: int) -> bool:
+    """Whether the bases of all runs made the same file, where they have it."""
+    files = [_file(shared, i, place, column, base=True) for i in order]
+    contents = {file.read_bytes() for file in files if file is not None}
+    return len(contents) <= 1
+
+
+def _score(shared: Shared, of: SharedMetric, run: int, place: int, column: int, *, base: bool) -> dict[str, str]:
+    if run not in of.members:
+        return {"score": "", "tone": "same"}
+    before, after = (shared.evaluation(run, base=which) for which in (True, False))
+    values = [float(e.scores[of.metric.name][place, _sample(e, shared.seeds[column])]) for e in (before, after)]
+    if base:
+        return {"score": of.metric.single(values[0]), "tone": "same"}
+    return {"score": of.metric.single(values[1]), "tone": of.metric.tone(values[1] - values[0])}

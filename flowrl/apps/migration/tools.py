@@ -1,0 +1,36 @@
+"""The tools whose configurations can be converted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flowrl.apps.migration import diffusion_dpo, flow_factory, flow_grpo, trl
+from flowrl.apps.migration.table import Tool
+from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.registry import suggest
+
+TOOLS: dict[str, Tool] = {tool.name: tool for tool in (flow_grpo.TOOL, diffusion_dpo.TOOL, trl.TOOL, flow_factory.TOOL)}
+"""Name -> tool, in the order of docs/migration.md."""
+
+
+def tool_of(file: str, name: str | None) -> Tool:
+    """The tool that `--from` names, or that the file's ending tells.
+
+    Raises:
+        ConfigError: an unknown name, or an ending that several tools, or none, have.
+    """
+    known = ", ".join(TOOLS)
+    if name is not None:
+        if name not in TOOLS:
+            raise ConfigError(f"--from {name}: there is no such tool; {suggest(name, list(TOOLS))}there are: {known}")
+        return TOOLS[name]
+    guesses = {".py": "flow_grpo", ".sh": "diffusion_dpo", ".yaml": "flow_factory", ".yml": "flow_factory"}
+    path = file.rpartition(":")[0] if ".py:" in file else file
+    guess = guesses.get(Path(path).suffix)
+    if guess not in TOOLS:
+        raise ConfigError(
+            f"{file}: its ending does not tell which tool wrote it; give --from, one of {known}. Those of others, such "
+            "as SimpleTuner, OneTrainer or kohya's scripts, are not converted: for a configuration to start from",
+            remedies=[Remedy(command="flowrl new config mine")],
+        )
+    return TOOLS[guess]

@@ -1,0 +1,226 @@
+"""trl: what becomes of DDPOConfig and of its example script's flags (huggingface/trl 0.23.1)."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from flowrl.apps.migration.command_line import read_command
+from flowrl.apps.migration.engine import Draft
+from flowrl.apps.migration.table import Key, Source, Tool
+from flowrl.core.errors import ConfigError
+from flowrl.core.strict import parse_yaml, read_text
+
+_TRACKER = "give trackers (docs/watching.md)"
+_SIZES = "prompts = GPUs x b x batches; updates = b x batches / (train b x accumulation)"
+_P, _U = "rollout.prompts_per_iteration", "optim.updates_per_iteration"
+_SCRIPT = "ddpo.py"
+
+KEYS = {
+    "exp_name": Key("", "", "the recipe is named by run_name, or by the file"),
+    "run_name": Key("", "name", "empty: the name of the file"),
+    "seed": Key(0, "seed", "random streams differ"),
+    "log_with": Key(None, "", _TRACKER),
+    "tracker_kwargs": Key({}, "", _TRACKER),
+    "tracker_project_name": Key("trl", "", _TRACKER),
+    "accelerator_kwargs": Key({}, "", "flowrl runs under torchrun without accelerate"),
+    "project_kwargs": Key({}, "", "flowrl runs under torchrun without accelerate"),
+    "logdir": Key("logs", "output"),
+    "num_epochs": Key(100, "iterations"),
+    "save_freq": Key(1, "checkpoint.every"),
+    "num_checkpoint_limit": Key(5, "checkpoint.keep"),
+    "mixed_precision": Key("fp16", "model.dtype", "fp16 float16, bf16 bfloat16, no float32"),
+    "allow_tf32": Key(True, "", "arithmetic is chosen by model.dtype and model.vae_precision"),
+    "resume_from": Key("", "", "give flowrl train --resume; theirs cannot be resumed here", changes=True),
+    "sample_num_steps": Key(50, "rollout.num_inference_steps"),
+    "sample_eta": Key(1.0, "rollout.sampler.eta"),
+    "sample_guidance_scale": Key(5.0, "rollout.guidance_scale"),
+    "sample_batch_size": Key(1, f"{_P}, {_U}, rollout.batch_size", _SIZES),
+    "sample_num_batches_per_epoch": Key(2, f"{_P}, {_U}", _SIZES),
+    "train_batch_size": Key(1, f"{_U}, optim.batch_size", _SIZES),
+    "train_use_8bit_adam": Key(False, "optim.name", "true: adamw_8bit, of the same library"),
+    "train_learning_rate": Key(3e-4, "optim.learning_rate"),
+    "train_adam_beta1": Key(0.9, "optim.betas"),
+    "train_adam_beta2": Key(0.999, "optim.betas"),
+    "train_adam_weight_decay": Key(1e-4, "optim.weight_decay"),
+    "train_adam_epsilon": Key(1e-8, "optim.eps"),
+    "train_gradient_accumulation_steps": Key(1, _U, _SIZES),
+    "train_max_grad_norm": Key(1.0, "optim.max_grad_norm"),
+    "train_num_inner_epochs": Key(1, "algorithm.passes", "updates are counted for each pass"),
+    "train_cfg": Key(True, "", "training has the rollout's guidance; False with a scale above 1 is not possible"),
+    "train_adv_clip_max": Key(5.0, "algorithm.advantages.clip"),
+    "train_clip_range": Key(1e-4, "algorithm.clip_range"),
+    "train_timestep_fraction": Key(1.0, "algorithm.timestep_fraction"),
+    "per_prompt_stat_tracking": Key(False, "algorithm.advantages", "True: with history, eps 1e-6; False: none, 1e-8"),
+    "per_prompt_stat_tracking_buffer_size": Key(16, "algorithm.advantages.history.buffer_size"),
+    "per_prompt_stat_tracking_min_count": Key(16, "algorithm.advantages.history.min_count"),
+    "async_reward_computation": Key(False, "", "rewards overlap with sampling by themselves"),
+    "max_workers": Key(2, "", "rewards overlap with sampling by themselves"),
+    "negative_prompts": Key("", "model.negative_prompt"),
+    "push_to_hub": Key(False, "", "flowrl export writes the result; upload it by hand"),
+    "pretrained_model": Key("runwayml/stable-diffusion-v1-5", "model.path", "of the example script"),
+    "pretrained_revision": Key("main", "model.revision", "of the example script"),
+    "hf_hub_model_id": Key("ddpo-finetuned-stable-diffusion", "", "flowrl export writes the result"),
+    "hf_hub_aesthetic_model_id": Key(
+        "trl-lib/ddpo-aesthetic-predictor", "", "the reward aesthetic has its own weights"
+    ),
+    "hf_hub_aesthetic_model_filename": Key("aesthetic-model.pth", "", "the reward aesthetic has its own weights"),
+    "use_lora": Key(True, "model.lora", "rank 4, alpha 4; False: null, all weights"),
+}
+_ALIGNPROP = ("log_image_freq", "truncated_backprop_rand", "truncated_backprop_timestep")
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "no": "float32", None: "float32"}
+
+
+def read(place: str) -> Source:
+    """A command line (.sh), a YAML file of options, or a .py file with one DDPOConfig(...) of plain values.
+
+    Raises:
+        ConfigError: it is none of them, or of AlignProp, which has no counterpart.
+    """
+    file = Path(place)
+    text = read_text(file, str(file))
+    if "AlignProp" in text or "alignprop" in text or any(name in text for name in _ALIGNPROP):
+        raise ConfigError(
+            f"{file}: AlignProp sends gradients through the reward, and flowrl has no such method; write a recipe of a "
+            "method that takes rewards as numbers, such as configs/sd/ddpo-aesthetic.yaml"
+        )
+    if file.suffix in (".yaml", ".yml"):
+        values = parse_yaml(text, str(file))
+        if not isinstance(values, dict):
+            raise ConfigError(f"{file}: it must be a mapping of options")
+        return Source(file, file.stem, {str(key): value for key, value in values.items()}, {}, None)
+    if file.suffix == ".py":
+        return Source(file, file.stem, _call(file, text), {}, None)
+    return read_command(file, KEYS, bare_flags=False)
+
+
+def _call(file: Path, text: str) -> dict[str, Any]:
+    """The arguments of the only DDPOConfig(...) in a Python file."""
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{file}: it is not valid Python: {error}") from None
+    calls = [each for each in nodes if isinstance(each, ast.Call) and ast.unparse(each.func).endswith("DDPOConfig")]
+    if len(calls) != 1 or calls[0].args:
+        raise ConfigError(f"{file}: it has {len(calls)} calls of DDPOConfig with named values, and one is read")
+    values: dict[str, Any] = {}
+    for word in calls[0].keywords:
+        try:
+            if word.arg is None:
+                raise ValueError("** cannot be read")
+            values[word.arg] = ast.literal_eval(word.value)
+        except (ValueError, TypeError, RecursionError, MemoryError):
+            raise ConfigError(
+                f"{file}, line {word.value.lineno}: {word.arg or '**'}={ast.unparse(word.value)[:60]} is no plain "
+                "value; the file is read and never executed; write the value itself"
+            ) from None
+    return values
+
+
+def rules(draft: Draft) -> None:
+    """Write the lines of a recipe of DDPO."""
+    _run(draft)
+    _rollout(draft)
+    draft.put("algorithm.name", "ddpo", note="DDPOTrainer")
+    draft.put("algorithm.clip_range", float(draft.number("train_clip_range")), "train_clip_range")
+    share = float(draft.number("train_timestep_fraction"))
+    draft.put("algorithm.timestep_fraction", share, "train_timestep_fraction")
+    draft.put("algorithm.passes", draft.whole("train_num_inner_epochs"), "train_num_inner_epochs")
+    _advantages(draft)
+    known = draft.source.label == _SCRIPT
+    draft.reward({"name": "aesthetic", "version": "v2"}, note="the function of their example script")
+    if not known:
+        reason = "a reward is a function in their code; aesthetic, that of their example script, stands in its place"
+        draft.leave("reward_function", reason, changes=True)
+    _optim(draft)
+
+
+def _run(draft: Draft) -> None:
+    name = str(draft.get("run_name") or draft.source.file.stem)
+    note = "" if draft.get("run_name") else "empty: the name of the file"
+    draft.put("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name), "run_name", note=note)
+    draft.put("seed", draft.whole("seed", least=0), "seed", note="random streams differ")
+    draft.put("iterations", draft.whole("num_epochs"), "num_epochs")
+    draft.put("output", draft.text("logdir"), "logdir", note="relative to the working directory")
+    draft.put("checkpoint.every", draft.whole("save_freq"), "save_freq")
+    draft.put("checkpoint.keep", draft.whole("num_checkpoint_limit"), "num_checkpoint_limit")
+    draft.put("model.name", "sd", note="DefaultDDPOStableDiffusionPipeline")
+    draft.put_place("model.path", "pretrained_model")
+    if draft.given("pretrained_revision"):
+        draft.put("model.revision", draft.text("pretrained_revision"), "pretrained_revision")
+    draft.put("model.dtype", draft.choice("mixed_precision", _DTYPES), "mixed_precision")
+    draft.put("model.final_alpha", "first", note="their last step keeps noise and is trained")
+    if draft.switch("use_lora"):
+        draft.put("model.lora.rank", 4, "use_lora", note="in their code")
+        draft.put("model.lora.alpha", 4, "use_lora", note="in their code")
+    else:
+        draft.put("model.lora", None, "use_lora", note="all weights")
+    if draft.get("negative_prompts"):
+        draft.put("model.negative_prompt", draft.text("negative_prompts"), "negative_prompts")
+    draft.put("data.prompts", "simple-animals.txt", note="45 animals; theirs are drawn by a function, with replacement")
+    reason = "prompts are a function in their code; data.prompts is flowrl's list of animals: put yours in a file"
+    draft.leave("prompt_function", reason, changes=True)
+
+
+def _rollout(draft: Draft) -> None:
+    draft.put("rollout.sampler.name", "ddim", note="their pipeline's sampler")
+    draft.put("rollout.sampler.eta", float(draft.number("sample_eta")), "sample_eta")
+    draft.put("rollout.num_inference_steps", draft.whole("sample_num_steps"), "sample_num_steps")
+    scale = float(draft.number("sample_guidance_scale"))
+    draft.put("rollout.guidance_scale", scale, "sample_guidance_scale")
+    if draft.given("train_cfg"):
+        lost = not draft.switch("train_cfg") and scale > 1
+        draft.leave("train_cfg", "training has the rollout's guidance here always", changes=lost)
+    gpus, size = draft.gpus(), draft.whole("sample_batch_size")
+    batches = draft.whole("sample_num_batches_per_epoch")
+    keys = ("sample_batch_size", "sample_num_batches_per_epoch")
+    note = f"{gpus} GPUs x {size} x {batches} batches"
+    draft.put("rollout.prompts_per_iteration", gpus * size * batches, *keys, note=note)
+    draft.put("rollout.group_size", 1, note="each sample has its own prompt")
+    draft.put("rollout.batch_size", size, "sample_batch_size", note="per process, memory alone")
+    part, many = draft.whole("train_batch_size"), draft.whole("train_gradient_accumulation_steps")
+    how = "sample_batch_size x batches / (train_batch_size x accumulation)"
+    updates = draft.quotient(size * batches, part * many, "optim.updates_per_iteration", how)
+    keys = (*keys, "train_batch_size", "train_gradient_accumulation_steps")
+    draft.put("optim.updates_per_iteration", updates, *keys, note=f"{size} x {batches} / ({part} x {many})")
+    draft.put("optim.batch_size", part, "train_batch_size", note="per process, memory alone")
+
+
+def _advantages(draft: Draft) -> None:
+    tracking = draft.switch("per_prompt_stat_tracking")
+    draft.put("algorithm.advantages.name", "batch", "per_prompt_stat_tracking")
+    draft.put("algorithm.advantages.eps", 1e-6 if tracking else 1e-8, "per_prompt_stat_tracking", note="in their code")
+    draft.put("algorithm.advantages.clip", float(draft.number("train_adv_clip_max")), "train_adv_clip_max")
+    if not tracking:
+        draft.put("algorithm.advantages.history", None, "per_prompt_stat_tracking")
+    for name in ("buffer_size", "min_count"):
+        key = f"per_prompt_stat_tracking_{name}"
+        if tracking:
+            draft.put(f"algorithm.advantages.history.{name}", draft.whole(key), key)
+        elif draft.given(key):
+            draft.leave(key, "without per_prompt_stat_tracking there is no history", changes=False)
+
+
+def _optim(draft: Draft) -> None:
+    draft.put("optim.learning_rate", float(draft.number("train_learning_rate")), "train_learning_rate")
+    if draft.switch("train_use_8bit_adam"):
+        draft.put("optim.name", "adamw_8bit", "train_use_8bit_adam")
+    betas = [float(draft.number(f"train_adam_beta{number}")) for number in (1, 2)]
+    draft.put("optim.betas", betas, "train_adam_beta1", "train_adam_beta2")
+    draft.put("optim.eps", float(draft.number("train_adam_epsilon")), "train_adam_epsilon")
+    draft.put("optim.weight_decay", float(draft.number("train_adam_weight_decay")), "train_adam_weight_decay")
+    draft.put("optim.max_grad_norm", float(draft.number("train_max_grad_norm")), "train_max_grad_norm")
+
+
+TOOL = Tool(
+    name="trl",
+    title="trl (huggingface/trl 0.23.1, the last with DDPO): DDPOConfig and the flags of examples/scripts/ddpo.py",
+    keys=KEYS,
+    read=read,
+    rules=rules,
+    refuses_unknown=True,
+    form="a shell script with the command, a YAML file of the options, or a .py file with one `DDPOConfig(...)`",
+    rewards={},
+)

@@ -1,0 +1,1 @@
+"""A suite at work: drawing, judging, scoring, comparing."""

@@ -1,0 +1,154 @@
+"""Tables of a suite, of one model or of a base and a tuned one, as Markdown and as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from flowrl.apps.suites.running.folder import differences
+from flowrl.evaluation.suite import Line, Suite, Table
+from flowrl.evaluation.suite_intervals import paired, pooled, shares, stratified, together
+from flowrl.statistics.paired import TIE_SHARE, flip_tests, holm, margin, outcomes
+
+TIES = (
+    f"In a win rate a tie is half a win: values at most {TIE_SHARE:g} of the std of the base's values of the line "
+    "apart; where all values are 0 or 1, equal ones."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A line of the tuned model against the same line of the base: the same prompts and noise, paired."""
+
+    name: str
+    mean: float
+    """Mean of tuned - base, weighted as the line is."""
+    low: float
+    high: float
+    win_rate: float
+    """Share of values on which the tuned model is better, a tie counting half; likewise weighted. A tie are values at
+    most `TIE_SHARE` of the std of the line's values of the base apart; where all are 0 or 1, equal ones."""
+    win_low: float
+    win_high: float
+    p: float
+    """Two-sided, of a sign-flip test over prompts."""
+    p_holm: float
+    """The same, corrected by Holm's rule over all lines."""
+
+
+def compare(base: Table, tuned: Table, lower_is_better: Collection[str] = ()) -> list[Change]:
+    """The changes of the lines that are means of the same parts in both tables, in the tuned table's order.
+
+    Args:
+        base: before training.
+        tuned: after it, of the same suite, prompts and noise.
+        lower_is_better: scores of which less is better, for the win rates.
+    """
+    known = {line.name: line for line in base.lines}
+    pairs = [
+        (known[line.name], line)
+        for line in tuned.lines
+        if line.parts
+        and line.name in known
+        and [part.name for part in known[line.name].parts] == [part.name for part in line.parts]
+    ]
+    differences = [paired(before.parts, after.parts, lambda a, b: b - a) for before, after in pairs]
+    columns = [shares(parts) for parts in differences]
+    prompts = list(dict.fromkeys(prompt for column in columns for prompt in column))
+    table = np.asarray([[column.get(prompt, np.nan) for prompt in prompts] for column in columns])
+    p = flip_tests(table, np.arange(len(prompts))) if len(prompts) else np.ones(len(pairs))
+    result = []
+    for (before, after), parts, one, adjusted in zip(pairs, differences, p, holm(p.tolist()), strict=True):
+        tie_eps = margin(pooled(before.parts), pooled(after.parts), TIE_SHARE)
+        more = after.output not in lower_is_better
+        wins = paired(before.parts, after.parts, partial(outcomes, higher_is_better=more, tie_eps=tie_eps))
+        width = None if after.bounds is None else after.bounds[1] - after.bounds[0]
+        over = together if after.shared and len(parts) > 1 else stratified
+        gain = over(parts, None if width is None else (-width, width))
+        result.append(Change(after.name, *gain, *over(wins, (0.0, 1.0)), float(one), float(adjusted)))
+    return result
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4f}"
+
+
+def _interval(low: float, high: float) -> str:
+    return "-" if math.isnan(low) or math.isnan(high) else f"{low:.4f} to {high:.4f}"
+
+
+def _grid(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns are aligned in plain text too."""
+    widths = [max(len(row[place]) for row in (titles, *rows)) for place in range(len(titles))]
+
+    def text(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    return "\n".join([text(titles), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(text, rows)])
+
+
+def markdown(suite: Suite, tables: dict[str, Table], changes: Sequence[Change], note: str = "", moved: str = "") -> str:
+    """The page of a result: a table for each model (by its words), the changes, and what differs from the protocol.
+
+    `moved` is the sentence on how much the images of the two models differ.
+    """
+    lines = [f"# {suite.facts.title}", ""]
+    for name, table in tables.items():
+        lines += [f"## {name}", "", table_text(table), ""]
+    if changes:
+        rows = [
+            (
+                *(change.name, _number(change.mean), _interval(change.low, change.high)),
+                *(_number(change.win_rate), _interval(change.win_low, change.win_high), _number(change.p_holm)),
+            )
+            for change in changes
+        ]
+        titles = ("line", "model - base", "95 % interval", "win rate", "95 % interval", "p (Holm)")
+        lines += ["## Paired difference", "", _grid(titles, rows), "", f"{TIES} {moved}".rstrip(), ""]
+    lines += [
+        "Intervals are of 95 %, over prompts; inside each part where a line is a mean over parts, such as tasks.",
+        "",
+    ]
+    lines += [note, ""] if note else []
+    lines += [f"Differs from the official protocol: {suite.facts.differs}.", "", f"Source: {suite.facts.source}.", ""]
+    return "\n".join(lines)
+
+
+def unlike(headers: dict[str, dict[str, Any]]) -> str:
+    """A sentence about settings in which the model and the base differ, which then are a part of every difference."""
+    keys = ("pipeline", "steps", "guidance", "arguments", "dtype", "scheduler")
+    if "base" not in headers:
+        return ""
+    before, after = ({key: headers[name]["made_with"].get(key) for key in keys} for name in ("base", "model"))
+    found = differences(before, after)
+    words = [one.replace(" was ", " (base ", 1).replace(", now ", ", model ", 1) + ")" for one in found]
+    return f" Base and model differ in settings too: {'; '.join(words[:6])}." if words else ""
+
+
+def table_text(table: Table) -> str:
+    """The Markdown table of one model; the headline is marked."""
+    rows = [
+        (
+            f"**{line.name}**" if line.name == table.headline else line.name,
+            *(_number(line.mean), _interval(line.low, line.high)),
+            *(str(line.n_prompts), f"{line.n_scored}/{line.n_images}"),
+        )
+        for line in table.lines
+    ]
+    return _grid(("line", "mean", "95 % interval", "prompts", "scored"), rows)
+
+
+def plain(table: Table) -> dict[str, Any]:
+    """A table for result.json."""
+    return {"headline": table.headline, "lines": [_plain_line(line) for line in table.lines]}
+
+
+def _plain_line(line: Line) -> dict[str, Any]:
+    names = ("name", "mean", "low", "high", "n_prompts", "n_images", "n_scored")
+    values = (line.name, line.mean, line.low, line.high, line.n_prompts, line.n_images, line.n_scored)
+    return dict(zip(names, values, strict=True))

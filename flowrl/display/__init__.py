@@ -1,0 +1,1 @@
+"""What a process shows while it works: console, progress, phases."""

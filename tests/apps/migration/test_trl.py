@@ -1,0 +1,111 @@
+"""Configurations of trl's DDPO as recipes: the published command line against the shipped recipe of DDPO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowrl.apps.migration.engine import Draft, convert, recipe_text
+from flowrl.apps.migration.tools import TOOLS
+from flowrl.config.load import load_config, resolve
+from flowrl.core.errors import ConfigError
+from tests.recipes import at, recipe
+
+COMMAND = """python examples/scripts/ddpo.py \\
+    --num_epochs=200 --train_gradient_accumulation_steps=1 --sample_num_steps=50 --sample_batch_size=6 \\
+    --train_batch_size=3 --sample_num_batches_per_epoch=4 --per_prompt_stat_tracking=True \\
+    --per_prompt_stat_tracking_buffer_size=32 --tracker_project_name="stable_diffusion_training" --log_with="wandb"
+"""
+
+
+def converted(folder: Path, text: str = COMMAND, name: str = "ddpo.sh", gpus: int | None = 1) -> Draft:
+    file = folder / name
+    file.write_text(text, encoding="ascii")
+    return convert(TOOLS["trl"], str(file), gpus, folder)
+
+
+def test_the_published_command_line_has_the_values_of_the_shipped_recipe(tmp_path):
+    draft = converted(tmp_path)
+    made = tmp_path / "recipe.yaml"
+    made.write_text(recipe_text(draft), encoding="ascii")
+    ours, theirs = resolve(load_config(made), offline=True).tree(), recipe("sd/ddpo-aesthetic").tree()
+    keys = ("iterations", "model.name", "model.dtype", "model.lora", "model.final_alpha", "rollout.sampler", "rewards")
+    keys += ("rollout.num_inference_steps", "rollout.guidance_scale", "rollout.group_size", "algorithm")
+    keys += ("optim.learning_rate", "optim.betas", "optim.eps", "optim.weight_decay", "optim.max_grad_norm")
+    keys += ("optim.ema", "data.prompts")
+    assert {key: at(ours, key) for key in keys} == {key: at(theirs, key) for key in keys}
+    # The shipped recipe has the sizes of the paper, 256 samples and 2 updates; the command line its own.
+    assert (ours["rollout"]["prompts_per_iteration"], ours["optim"]["updates_per_iteration"]) == (24, 8)
+    assert [key for key, entry in draft.listed.items() if entry.changes] == ["prompt_function"]
+    assert {"log_with", "tracker_project_name"} <= set(draft.listed)
+
+
+def test_a_call_in_python_and_a_yaml_file_are_read(tmp_path):
+    call = """DDPOConfig(num_epochs=2, train_gradient_accumulation_steps=1, sample_num_batches_per_epoch=2,
+        sample_batch_size=2, mixed_precision=None, per_prompt_stat_tracking_buffer_size=32, save_freq=1000000)"""
+    draft = converted(tmp_path, f"import trl\nconfig = trl.{call}\n", "test_ddpo.py")
+    values = {option: line.value for option, line in draft.lines.items()}
+    assert values["rollout.prompts_per_iteration"] == values["optim.updates_per_iteration"] == 4
+    assert values["model.dtype"] == "float32"
+    assert values["algorithm.advantages.history"] is None
+    assert not draft.listed["per_prompt_stat_tracking_buffer_size"].changes
+    assert draft.listed["reward_function"].changes
+    same = converted(tmp_path, "num_epochs: 200\ntrain_batch_size: 2\nsample_batch_size: 2\n", "ddpo.yaml")
+    assert same.lines["iterations"].value == 200
+
+
+def test_every_key_is_a_line_or_listed(tmp_path):
+    tool = TOOLS["trl"]
+    text = "".join(f"{key}: {entry.default!r}\n" for key, entry in tool.keys.items() if entry.default is not None)
+    draft = converted(tmp_path, f"{text}log_with: wandb\n", "ddpo.yaml")
+    used = {key for line in draft.lines.values() for key in line.keys}
+    assert set(draft.source.values) == tool.keys.keys()
+    assert set(draft.source.values) <= used | set(draft.listed)
+
+
+@pytest.mark.parametrize(
+    ("lines", "epochs"),
+    [
+        ("A=1\nA=2 B=7\n", 2),
+        ("export A=3 B=7\n", 3),
+        ("A=4\nif true; then\n  B=7\nfi\n", 4),
+        ("A=1\nif true; then\n  A=2\nfi\n", None),
+        ("A=1\nif true; then A=2; fi\n", None),
+        ("A=1\ndeclare -x A=2\n", None),
+        ("A=1\nA=2;\n", None),
+    ],
+)
+def test_a_variable_of_the_launcher_has_its_last_value_or_none(lines, epochs, tmp_path):
+    text = f"{lines}{COMMAND.replace('=200', '=$A')}"
+    if epochs is not None:
+        assert converted(tmp_path, text).lines["iterations"].value == epochs
+        return
+    with pytest.raises(ConfigError, match=r"\$A is not set in the file by a line that is always done"):
+        converted(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "reason"),
+    [
+        (COMMAND.replace("num_epochs", "num_epoch"), "a.sh", "no such option; did you mean 'num_epochs'"),
+        (COMMAND.replace("train_batch_size=3", "train_batch_size=5"), "a.sh", "24/5, which is no whole number"),
+        ("num_epoch: 2\n", "a.yaml", "num_epoch=2: trl has no such key; did you mean 'num_epochs'"),
+        ("- num_epochs\n", "a.yaml", "it must be a mapping"),
+        ("DDPOConfig(num_epochs=open('x').read())\n", "a.py", "line 1: .* is no plain value"),
+        ("DDPOConfig()\nDDPOConfig()\n", "a.py", "it has 2 calls"),
+        ("DDPOConfig(\n", "a.py", "not valid Python"),
+        ("pretrained_model: null\n", "a.yaml", "pretrained_model=None: it must be text"),
+        ("negative_prompts: [a, b]\n", "a.yaml", "it must be text"),
+        ("use_lora: 'false'\n", "a.yaml", "use_lora='false': it must be one of True, False"),
+        ("truncated_backprop_rand: true\n", "a.yaml", "AlignProp sends gradients through the reward"),
+    ],
+)
+def test_bad_input_is_named(text, name, reason, tmp_path):
+    with pytest.raises(ConfigError, match=reason):
+        converted(tmp_path, text, name)
+
+
+def test_sizes_per_gpu_need_the_number_of_gpus(tmp_path):
+    with pytest.raises(ConfigError, match="--gpus N"):
+        converted(tmp_path, gpus=None)

@@ -1,0 +1,181 @@
+"""GenEval 2 and UniGenBench: prompts with test points of kinds, and the means over them."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+
+from flowrl.apps.suites import geneval2, unigenbench
+from flowrl.apps.suites._points import mean_of_kinds
+from flowrl.core.errors import ConfigError
+from flowrl.evaluation.suite import Part, Row
+from tests.apps.suites.written import means, rows_of
+from tests.tiny_suites import geneval2 as tiny_geneval2
+from tests.tiny_suites import unigenbench as tiny_unigenbench
+
+
+def test_soft_tifa_takes_both_means_of_an_image_skills_over_atoms_and_atom_numbers_by_gm(tmp_path):
+    items = geneval2.items(tiny_geneval2.prompts(tmp_path))
+    assert items[0].metadata["questions"][0] == {"text": "How many cats are in the image?", "answer": "two"}
+    answers = {("00000", 0): [0.25, 1.0, 1.0], ("00001", 0): [0.5, 0.125]}
+    table = geneval2.aggregate(rows_of(items, answers, geneval2.from_answers), items)
+    gm = (0.25 ** (1 / 3), 0.25)
+    assert means(table) == {
+        **{"attribute": pytest.approx(100), "count": pytest.approx(37.5), "object": pytest.approx(100)},
+        **{"position": pytest.approx(12.5), "3 atoms": pytest.approx(100 * gm[0]), "4 atoms": pytest.approx(25)},
+        "soft_tifa_am": pytest.approx(100 * (0.75 + 0.3125) / 2),
+        "soft_tifa_gm": pytest.approx(100 * sum(gm) / 2),
+    }
+    assert table.headline == "soft_tifa_gm"
+
+
+def test_a_failed_atom_masks_its_image_and_its_skill_has_the_others(tmp_path):
+    items = geneval2.items(tiny_geneval2.prompts(tmp_path))
+    answers = {("00000", 0): [0.25, None, 1.0], ("00001", 0): [0.5, 0.5]}
+    table = geneval2.aggregate(rows_of(items, answers, geneval2.from_answers), items)
+    found = means(table)
+    assert found["soft_tifa_gm"] == pytest.approx(50)
+    assert found["count"] == pytest.approx(37.5)
+    assert math.isnan(found["attribute"])
+    assert table.lines[-1].n_scored == 1
+
+
+def test_another_judge_has_a_table_without_skills(tmp_path):
+    items = geneval2.items(tiny_geneval2.prompts(tmp_path))
+    rows = [Row(item.id, item.text, 0, scores={"jpeg": 0.5}) for item in items]
+    assert list(means(geneval2.aggregate(rows, items))) == ["3 atoms", "4 atoms", "jpeg"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vqa_list": [["q"]]}, r"vqa_list=.* must be a list of \[question, answer\]"),
+        ({"skills": ["count"]}, "2 questions have the skills"),
+        ({"atom_count": None, "skills": None}, "have the skills None"),
+        ({"prompt": None}, "the prompt None must be a text that is not empty"),
+    ],
+)
+def test_a_line_whose_lists_do_not_fit_is_named(tmp_path, change, words):
+    record = {"prompt": "x", "atom_count": 1, "vqa_list": [["a", "Yes"], ["b", "Yes"]], "skills": ["x", "y"]}
+    file = tmp_path / "geneval2_data.jsonl"
+    file.write_text(json.dumps(record | change))
+    with pytest.raises(ConfigError, match=f"line 1.*{words}"):
+        geneval2.items(file)
+    with pytest.raises(ConfigError, match=r"CC BY-NC 4\.0.*github facebookresearch/GenEval2, file geneval2"):
+        geneval2.items(None)
+
+
+UNI = {("0", 0): [1, 0, 1], ("0", 1): [0, 0, 1], ("1", 0): [1, 1], ("1", 1): [0, None]}
+
+
+def test_a_dimension_is_the_mean_of_its_points_and_overall_the_mean_of_the_dimensions(tmp_path):
+    items = unigenbench.items(tiny_unigenbench.prompts(tmp_path))
+    assert items[1].tags == ("Attribute",)
+    assert items[0].metadata["questions"][0] == "Style (style of art, photography or design): Attribute - Size"
+    table = unigenbench.aggregate(rows_of(items, UNI, unigenbench.from_answers), items)
+    found = means(table)
+    assert found == {
+        **{"Style": pytest.approx(50), "Attribute - Color": pytest.approx(40), "Attribute - Size": pytest.approx(100)},
+        **{"Style (dimension)": pytest.approx(50), "Attribute (dimension)": pytest.approx(100 * 4 / 7)},
+        "overall of 2 dimensions": pytest.approx((50 + 100 * 4 / 7) / 2),
+        "mean of images": pytest.approx(100 * (2 / 3 + 1 / 3 + 1) / 3),
+    }
+    overall = table.lines[-2]
+    assert (table.headline, overall.n_prompts, overall.n_images, overall.n_scored) == (overall.name, 2, 4, 3)
+
+
+@pytest.mark.parametrize("count", [30, 200])
+def test_the_interval_of_the_overall_score_draws_a_prompt_with_all_its_points(count):
+    """Two dimensions with the same values: their mean varies as one does, not by the root of two less."""
+    values = 100 * np.random.default_rng(0).random(count)
+    one = Part({f"p{n}": (float(value),) for n, value in enumerate(values)})
+    single = mean_of_kinds("x", {"a": one}, count, count)
+    double = mean_of_kinds("x", {"a": one, "b": one}, count, count)
+    assert double.high - double.low == pytest.approx(single.high - single.low, rel=1e-6)
+    assert double.mean == pytest.approx(single.mean)
+    error = values.std(ddof=1) / count**0.5
+    assert single.high - single.low == pytest.approx(2 * 1.96 * error, rel=0.1)
+
+
+def test_prompts_with_more_points_but_the_same_share_make_no_interval_wide():
+    part = Part({f"p{n}": (0.0, 100.0) * n for n in range(1, 9)})
+    line = mean_of_kinds("x", {"a": part, "b": part}, 8, 8)
+    assert (line.low, line.mean, line.high) == pytest.approx((50, 50, 50))
+
+
+def test_a_dimension_of_one_prompt_leaves_the_overall_score_without_an_interval():
+    line = mean_of_kinds("x", {"a": Part({"p": (0.0,), "q": (100.0,)}), "b": Part({"p": (50.0,)})}, 2, 2)
+    assert (line.mean, math.isnan(line.low), math.isnan(line.high)) == (50.0, True, True)
+
+
+def test_the_official_evaluators_scores_come_back_point_by_point(tmp_path):
+    items = unigenbench.items(tiny_unigenbench.prompts(tmp_path))
+    file = tmp_path / "results.csv"
+
+    def write(rows):
+        with file.open("w", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(("index", "result_json", "img_path"))
+            writer.writerows((key, json.dumps({"score": given}), f"out/{key}_{k}.png") for (key, k), given in rows)
+
+    whole = {**UNI, ("1", 1): [0, 0]}
+    write(whole.items())
+    found = unigenbench.read_results(file, items)
+    assert unigenbench.layout(items[0], 1) == "0_1.png"
+    assert found["0", 0] == {"unigenbench": pytest.approx(2 / 3), "point 1": 1.0, "point 2": 0.0, "point 3": 1.0}
+    texts = {item.id: item.text for item in items}
+    rows = [Row(key, texts[key], k, scores=scores) for (key, k), scores in found.items()]
+    judged = unigenbench.aggregate(rows_of(items, whole, unigenbench.from_answers), items)
+    assert means(unigenbench.aggregate(rows, items)) == means(judged)
+    write([*whole.items(), (("0", 0), [1, 1, 1])])
+    with pytest.raises(ConfigError, match="prompt '0', sample 0 has a result already"):
+        unigenbench.read_results(file, items)
+    write([(("0", 0), [1, 1])])
+    with pytest.raises(ConfigError, match=r"score=\[1, 1\] must be 3 numbers, each 0 or 1"):
+        unigenbench.read_results(file, items)
+
+
+@pytest.mark.parametrize("nothing", ["null", "", '{"score": null}'])
+def test_an_image_whose_judge_gave_up_is_missing(tmp_path, nothing):
+    """As in the official table, which has six points of colour and size then, and two of style."""
+    items = unigenbench.items(tiny_unigenbench.prompts(tmp_path))
+    given = {"0_0": [1, 0, 1], "0_1": [0, 0, 1], "1_0": [1, 1]}
+    lines = [(json.dumps({"score": each}), f"out/{place}.png") for place, each in given.items()]
+    with (tmp_path / "results.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([("result_json", "img_path"), *lines, (nothing, "out/1_1.png")])
+    found = unigenbench.read_results(tmp_path / "results.csv", items)
+    assert found["1", 1] == {"unigenbench": None}
+    texts = {item.id: item.text for item in items}
+    table = unigenbench.aggregate([Row(key, texts[key], k, scores=own) for (key, k), own in found.items()], items)
+    assert means(table)["Attribute (dimension)"] == pytest.approx(100 * 4 / 6)
+    assert means(table)["Style (dimension)"] == pytest.approx(50)
+    overall = next(line for line in table.lines if line.name == table.headline)
+    assert (overall.n_images, overall.n_scored) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (("9", "p", '{"Testpoints": ["Style" "Text"]}'), r"index 9: the JSON of sub_dims breaks at character 25, in"),
+        (("7", "p", "{}"), "index 7: sub_dims must be a JSON object with 'Testpoints'"),
+        (("0", "p", json.dumps({"Testpoints": ["a"], "Testpoint Description": []})), "1 test points have 0 desc"),
+        (("x", "p", json.dumps({"Testpoints": ["a"], "Testpoint Description": ["b"]})), "index='x' must be a whole"),
+    ],
+)
+def test_a_row_of_another_form_is_named(tmp_path, row, words):
+    file = tmp_path / "p.csv"
+    with file.open("w", newline="") as stream:
+        csv.writer(stream).writerows([("index", "prompt_en", "sub_dims_en"), row])
+    with pytest.raises(ConfigError, match=f"line 2.*{words}"):
+        unigenbench.items(file)
+
+
+def test_chinese_files_are_read_by_their_own_names(tmp_path):
+    file = tmp_path / "p.csv"
+    points = {"\u8003\u70b9": ["\u98ce\u683c"], "\u8003\u70b9\u5bf9\u5e94\u63cf\u8ff0": ["\u6cb9\u753b"]}
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows([("index", "prompt_zh", "sub_dims_zh"), ("3", "p", json.dumps(points))])
+    (item,) = unigenbench.items(file)
+    assert (item.id, item.metadata["questions"]) == ("3", ["\u98ce\u683c: \u6cb9\u753b"])

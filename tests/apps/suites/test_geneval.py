@@ -1,0 +1,103 @@
+"""GenEval: its prompts, its official aggregation, its evaluator's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+
+import pytest
+
+from flowrl.apps.suites import geneval
+from flowrl.core.errors import ConfigError
+from flowrl.evaluation.suite import Row
+
+
+def test_the_prompts_are_the_benchmarks_byte_for_byte(tmp_path):
+    items = geneval.items(None)
+    metadata = "\n".join(json.dumps(item.metadata) for item in items) + "\n"
+    texts = "\n".join(item.text for item in items) + "\n"
+    assert len(metadata) == 85209
+    digest = "5c48e0813e812e3c373fa5c8ed07a8f0a483be30272b4427b0559c8048e67c13"
+    assert hashlib.sha256(metadata.encode()).hexdigest() == digest
+    digest = "55b6e3650e980c13daf30569eb666e000faf19bfc2b7b4cbe999fcdb7aa9d680"
+    assert digest in {hashlib.sha256(text.encode()).hexdigest() for text in (texts, texts.removesuffix("\n"))}
+    counts = {"single_object": 80, "two_object": 99, "counting": 80, "colors": 94, "position": 100, "color_attr": 100}
+    assert Counter(item.tags[0] for item in items) == counts
+    assert [item.text for item in items[:1]] == ["a photo of a bench"]
+    assert items[-1].text == "a photo of a blue pizza and a yellow baseball glove"
+    (tmp_path / "evaluation_metadata.jsonl").write_text(metadata)
+    assert geneval.items(tmp_path / "evaluation_metadata.jsonl") == items
+    (tmp_path / "evaluation_metadata.jsonl").write_text(metadata.replace("bench", "boat", 1))
+    with pytest.raises(ConfigError, match="makes its own prompts"):
+        geneval.items(tmp_path / "evaluation_metadata.jsonl")
+
+
+def rows_of(items, right):
+    return [
+        Row(item.id, item.text, k, scores={"geneval_official": None if value is None else float(value)})
+        for item in items
+        for k, value in enumerate(right[item.id])
+    ]
+
+
+def test_the_overall_score_is_the_mean_of_the_tasks_and_not_of_the_images():
+    every = geneval.items(None)
+    items = [next(item for item in every if item.tags == (task,)) for task in geneval.TASKS]
+    items.append([item for item in every if item.tags == ("counting",)][1])
+    right: dict[str, tuple[int | None, ...]] = {item.id: (1, 1, 0, 0) for item in items}
+    right[items[0].id] = (1, 1, 1, 1)
+    right[items[2].id] = (0, 0, 0, 0)
+    right[items[6].id] = (1, None, 0, 0)
+    table = geneval.aggregate(rows_of(items, right), items)
+    means = {line.name: line.mean for line in table.lines}
+    assert means["counting"] == pytest.approx(1 / 7)  # over images, of which one has no score
+    assert means["overall"] == pytest.approx((1 + 1 / 7 + 4 * 0.5) / 6)
+    assert means["correct images"] == pytest.approx((4 + 0 + 1 + 4 * 2) / 27)
+    assert means["prompts with a correct image"] == pytest.approx(6 / 7)
+    assert table.headline == "overall"
+    overall = next(line for line in table.lines if line.name == "overall")
+    assert (overall.n_prompts, overall.n_images, overall.n_scored) == (7, 28, 27)
+    assert math.isnan(overall.low), "a task with one prompt says nothing of its spread"
+    images = next(line for line in table.lines if line.name == "correct images")
+    assert images.low < images.mean < images.high
+
+
+def test_a_task_without_a_score_has_no_overall_score():
+    every = geneval.items(None)
+    items = [next(item for item in every if item.tags == (task,)) for task in geneval.TASKS]
+    right = {item.id: (1, 0) for item in items} | {items[0].id: (None, None)}
+    assert math.isnan(
+        next(x for x in geneval.aggregate(rows_of(items, right), items).lines if x.name == "overall").mean
+    )
+
+
+def test_the_evaluators_results_are_read_and_a_double_one_is_refused(tmp_path):
+    item = geneval.items(None)[3]
+    names = [f"out/{geneval.layout(item, k)}" for k in range(2)]
+    file = tmp_path / "results.jsonl"
+    lines = [json.dumps({"filename": name, "tag": "x", "correct": k == 0}) for k, name in enumerate(names)]
+    file.write_text("\n".join(lines))
+    assert geneval.read_results(file, [item]) == {("00003", 0): {"correct": 1.0}, ("00003", 1): {"correct": 0.0}}
+    file.write_text("\n".join([*lines, lines[0]]))
+    with pytest.raises(ConfigError, match=r"line 3: prompt '00003', sample 0 has a result already"):
+        geneval.read_results(file, [item])
+    for text in ('"False"', "null", "0.3"):
+        file.write_text('{"filename": "00003/samples/00000.png", "correct": ' + text + "}")
+        with pytest.raises(ConfigError, match=r"line 1: correct=.* must be true or false"):
+            geneval.read_results(file, [item])
+
+
+def test_a_prompt_whose_correct_image_may_be_the_one_without_a_score_is_not_counted():
+    items = geneval.items(None)[:3]
+    right = {items[0].id: (0, None), items[1].id: (None, 1), items[2].id: (0, 0)}
+    line = geneval.aggregate(rows_of(items, right), items).lines[-1]
+    assert (line.name, line.mean, line.n_scored, line.n_images) == ("prompts with a correct image", 0.5, 2, 3)
+
+
+def test_the_best_image_of_a_judge_whose_scores_are_negative_is_one_that_it_scored():
+    item = geneval.items(None)[0]
+    rows = [Row(item.id, item.text, k, scores={"taste": value}) for k, value in enumerate((-3.0, None, -2.0))]
+    line = geneval.aggregate(rows, [item]).lines[-1]
+    assert (line.name, line.mean, line.n_scored) == ("best image of each prompt", -2.0, 1)
