@@ -32,8 +32,8 @@ def test_parameters_are_counted_without_self_and_with_those_by_keyword():
 def test_the_root_holds_few_packages_and_few_modules():
     packages = [folder for folder in PACKAGE.iterdir() if any(folder.glob("*.py"))]
     modules = [file for file in PACKAGE.glob("*.py") if not file.stem.startswith("__")]
-    assert len(packages) <= 20
-    assert len(modules) <= 6
+    assert len(packages) <= 22
+    assert len(modules) <= 5
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
