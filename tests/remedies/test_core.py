@@ -80,7 +80,7 @@ def test_a_first_frame_is_cropped():
     def act(remedy: Remedy) -> None:
         require_frame((64, 64), 16, 32, crop=remedy.settings.get("model.first_frame") == "crop")
 
-    each_ends(act, "core/first_frame.py:require_frame")
+    each_ends(act, "media/first_frame.py:require_frame")
 
 
 def without_module(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -100,7 +100,7 @@ def test_the_extra_of_videos_has_their_package(monkeypatch):
                 without_module(patch, "av")
             library("a.mp4")
 
-    each_ends(act, "core/mp4.py:library")
+    each_ends(act, "media/mp4.py:library")
 
 
 @follows("flowrl/commands/serve.py:_require_extra")

@@ -201,7 +201,7 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("run/people.py:People.of", asked_people),
     ("run/assembly.py:_require_whole_groups", lambda remedy: whole_groups(remedy, (), "rollout.prompts_per_iteration")),
     ("run/assembly.py:_require_whole_groups", lambda remedy: whole_groups(remedy, ("a",), "data.pairs.per_iteration")),
-    ("gallery/local.py:_bound", taken_port),
+    ("apps/gallery/local.py:_bound", taken_port),
     ("data/text_files.py:text_folder", folder_of_texts),
     ("data/options.py:DataConfig.__post_init__ 1 2", cached_texts),
     ("data/prompt_files.py:missing_package",
@@ -210,12 +210,12 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("rewards/_remote/client.py:_http_client", lambda remedy: without_package(remedy, "httpx", "httpx", no_httpx)),
     ("rewards/_detection/remote.py:RemoteDetector.__post_init__",
      lambda remedy: without_package(remedy, "httpx", "httpx", no_httpx_for_a_detector)),
-    ("evaluation/suites/base.py:refuse_path", own_prompts),
-    ("evaluation/suites/exchange.py:export", exported),
-    ("evaluation/suites/exchange.py:_grid 1 2", squared),
-    ("evaluation/suites/wise.py:layout", lambda remedy: named(remedy, "wise")),
-    ("evaluation/suites/t2i_compbench.py:layout", lambda remedy: named(remedy, "t2i_compbench")),
-    ("evaluation/suites/pairs.py:compare_folders", other_judge),
+    ("evaluation/suite.py:refuse_path", own_prompts),
+    ("apps/suites/running/exchange.py:export", exported),
+    ("apps/suites/running/exchange.py:_grid 1 2", squared),
+    ("apps/suites/wise.py:layout", lambda remedy: named(remedy, "wise")),
+    ("apps/suites/t2i_compbench.py:layout", lambda remedy: named(remedy, "t2i_compbench")),
+    ("apps/suites/running/pairs.py:compare_folders", other_judge),
 ]  # fmt: skip
 
 

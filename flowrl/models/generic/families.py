@@ -57,7 +57,7 @@ class Family:
     image_methods: tuple[str, ...] = ()
     """Methods of the pipeline that encode the images, besides prepare_latents and encode_image."""
     frames: bool = False
-    """Its images are frames of the video and fitted to its size (core/first_frame.py)."""
+    """Its images are frames of the video and fitted to its size (media/first_frame.py)."""
     sized_by_image: bool = False
     """The call has no size: that of the image decides it."""
     holds: bool = False

@@ -1,4 +1,4 @@
-"""`model.memory`: savings of device memory by the libraries' own switches. Applied in models/savings.py."""
+"""`model.memory`: savings of device memory by the libraries' own switches. Applied in models/memory/savings.py."""
 
 from __future__ import annotations
 

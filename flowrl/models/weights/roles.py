@@ -25,9 +25,9 @@ from flowrl.models.lora_formats.files import read_lora as read_lora
 from flowrl.models.lora_formats.start import start_from
 from flowrl.models.memory.compiled import compile_blocks
 from flowrl.models.memory.savings import cast_frozen
+from flowrl.models.weights.lora_kinds import LABELS, adapted_modules, measure_norms, peft_config
 from flowrl.models.weights.precision import ADAPTER as ADAPTER
 from flowrl.models.weights.precision import autocasts, fit_network
-from flowrl.models.weights.lora_kinds import LABELS, adapted_modules, measure_norms, peft_config
 
 
 def order_header(file: Path) -> None:
