@@ -25,21 +25,20 @@ TOLD = re.compile(
 LEFT = {
     "the value is the user's own: a name, a file, a text, one of the listed choices": """
         commands/_gpu/session.py:opened commands/_suite.py:_judge commands/new.py:write commands/score.py:command
-        commands/serve.py:_token config/components.py:component config/migration/engine.py:Draft.quotient
-        config/migration/engine.py:Draft.gpus media/mp4.py:write core/paths.py:expanded.fill
+        commands/serve.py:_token config/components.py:component apps/migration/engine.py:Draft.quotient
+        apps/migration/engine.py:Draft.gpus media/mp4.py:write core/paths.py:expanded.fill
         credit/advantages.py:_normalised credit/selection.py:SelectConfig.check_group
         data/given_samples.py:Given.require_readable data/options.py:DataConfig.__post_init__
         data/stored_videos.py:Frames._facts data/stored_videos.py:Frames._require_length
-        evaluation/previews.py:preview_prompts evaluation/previews.py:require_own
-        evaluation/previews.py:require_learned apps/suites/running/exchange.py:with_results
-        apps/suites/_reading.py:text_of apps/suites/vbench.py:compat models/pipelines/classes.py:_reader
-        models/pipelines/classes.py:_download moving_shapes.py:split run/requests.py:_wish
-        samplers/base.py:StepDistribution.log_prob shapes.py:split shapes.py:distance
+        evaluation/previews.py:preview_prompts evaluation/previews.py:require_own evaluation/previews.py:require_learned
+        apps/suites/running/exchange.py:with_results apps/suites/_reading.py:text_of apps/suites/vbench.py:compat
+        models/pipelines/classes.py:_reader models/pipelines/classes.py:_download moving_shapes.py:split
+        run/requests.py:_wish samplers/base.py:StepDistribution.log_prob shapes.py:split shapes.py:distance
     """,
     "another method, model or checkpoint, whose options are others": """
         diffusion/flash.py:flash_schedule models/_schedulers.py:schedule_of models/_schedulers.py:vp_grid
-        models/base.py:ModelAdapter.encode_images models/weights/random.py:random_adapter models/sdxl.py:TwoClips.__init__
-        run/export.py:_export run/export.py:_family
+        models/base.py:ModelAdapter.encode_images models/weights/random.py:random_adapter
+        models/sdxl.py:TwoClips.__init__ run/export.py:_export run/export.py:_family
     """,
     "a reward does not know its place in the configuration": """
         scoring/build.py:require_modality scoring/entries.py:RewardPlan.build scoring/entries.py:RewardPlan._reward
