@@ -29,7 +29,7 @@ from flowrl.rollout.preview import Preview
 from flowrl.rollout.recorder import Recording
 from flowrl.rollout.trajectories import NoiseDraws, Rollout, Trajectories
 from flowrl.run.assembly import Parts
-from flowrl.run.people import Asking, People
+from flowrl.scoring.asking import NOBODY, Asking
 from flowrl.scoring.overlap import Ahead
 from flowrl.scoring.scorer import Scorer, Scores
 from flowrl.training.dead_groups import DeadGroups, largest, spread
@@ -73,8 +73,8 @@ class Wanted:
     """Samples of the process that has the most; None: all have the same number."""
     trained: bool = False
     """The weights have moved, for the advice of a failure."""
-    asking: Asking | None = None
-    """The part of the iteration in which people judge; None: no people do."""
+    asking: Asking = NOBODY
+    """The part of the iteration in which people may judge."""
 
 
 class Drawing:
@@ -98,10 +98,9 @@ class Drawing:
         try:
             # The forwards of a network that is split are no work of one process alone.
             drawn = self._sample() if self.sampling.sharded else None
-            with_people = self.wanted.asking or nullcontext()
 
             def scored() -> Draw:
-                with with_people:
+                with self.wanted.asking:
                     return self._scored(drawn or self._sample())
 
             return self.sampling.world.in_step(scored)
@@ -139,9 +138,8 @@ class Drawing:
         self.sampling.require_finite(self.health, f"in {self.wanted.when}", trained=self.wanted.trained)
         with self.timer.phase("reward"):
             images = self.decoding.whole()
-            if self.wanted.asking is not None:
-                finite = zip(self.wanted.ids, images.finite.tolist(), strict=True)
-                self.wanted.asking.begin([one for one, good in finite if good], self.sampling.adapter.fps)
+            finite = zip(self.wanted.ids, images.finite.tolist(), strict=True)
+            self.wanted.asking.begin([one for one, good in finite if good], self.sampling.adapter.fps)
             return Draw(drawn, images, self.ahead.scores(images))
 
 
@@ -150,7 +148,6 @@ class Collector:
 
     Raises:
         ModelError: exploration needs a copy of the network that cannot be made.
-        ConfigError: people judge, and cannot be asked.
     """
 
     def __init__(self, parts: Parts, stop: Stop = NEVER, *, training: bool = True) -> None:
@@ -162,9 +159,6 @@ class Collector:
         self.config, self.world, self.method = parts.resolved.run, parts.sampling.world, parts.learner.method
         self.evaluations = parts.sampling.counter
         self.weights = torch.tensor([e.weight for e in self.scorer.entries])
-        slots = self.config.rollout.prompts_per_iteration
-        folder = parts.evaluator.folder
-        self.people = People.of(self.scorer, folder, self.world, stop, slots) if training else None
         self.dead_groups = DeadGroups(self.scorer.entries)
         self.options = self.config.rollout.exploration
         self.explores, self.fidelity = self.options is not None, None
@@ -195,9 +189,8 @@ class Collector:
                 sums.add("nfe/explore", self.evaluations.rows - before, len(own))
                 before = self.evaluations.rows
             wanted = self._wanted(iteration, "sampling", prompts, group, plan, noise)
-            asking = None if self.people is None else self.people.asking(iteration)
             recording = self.learner.training.recording(sampling.sampler)
-            wanted = replace(wanted, recording=recording, asking=asking)
+            wanted = replace(wanted, recording=recording, asking=self.scorer.asking(iteration))
             result = Drawing(sampling, self.scorer, wanted, timer, self.stop)()
         if self.maps is not None:
             with timer.phase("maps"):

@@ -76,9 +76,16 @@ class People:
         return Asking(self, iteration)
 
 
+def let_ask(scorer: Scorer, run: Path | None, world: World, stop: Stop, slots: int) -> None:
+    """Let the rewards of people ask in the iterations of a run that trains on `scorer`; the rest as `People.of`."""
+    people = People.of(scorer, run, world, stop, slots)
+    if people is not None:
+        scorer.asking = people.asking
+
+
 @dataclass(slots=True)
 class Asking:
-    """The part of an iteration in which people are asked, as a context of the whole of it on each process.
+    """The part of an iteration in which people are asked (`scoring.asking`), on each process.
 
     It ends when all processes have their scores, at once where one of them has failed or was stopped: the failure is
     then shared as any other.
@@ -93,12 +100,7 @@ class Asking:
     _token: Token[Occasion | None] | None = None
 
     def begin(self, ids: Sequence[SampleId], fps: float = FPS) -> None:
-        """From now on rewards may ask about these samples, those of this process that are finite.
-
-        Args:
-            ids: their identities, in the order in which rewards are given them.
-            fps: frames a second at which videos are shown.
-        """
+        """As `scoring.asking.Asking.begin`."""
         people, self._slots = self.people, {one.slot for one in ids}
         occasion = Occasion(run=people.run, iteration=self.iteration, ids=tuple(ids), stop=self._stops, fps=fps)
         self._token = OCCASION.set(occasion)

@@ -40,6 +40,7 @@ from flowrl.run.assembly import assemble
 from flowrl.run.collector import Collector
 from flowrl.run.gauges import Gauges
 from flowrl.run.given_collector import HeldOutPairs, PairCollector
+from flowrl.run.people import let_ask
 from flowrl.run.telling import tell
 from flowrl.scoring.scorer import Scorer
 from flowrl.training import determinism
@@ -93,6 +94,9 @@ class Session:
         self.held_out: HeldOutPairs | None = None
         given = parts.data.given
         if given is None:
+            if training and self.rewards is not None:
+                slots = self.config.rollout.prompts_per_iteration
+                let_ask(self.rewards, parts.evaluator.folder, self.world, self.stop, slots)
             self.collector = Collector(parts, self.stop, training=training)
         else:
             self.collector = PairCollector(given, parts.sampling, parts.learner, self.stop)

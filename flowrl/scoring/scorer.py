@@ -11,6 +11,7 @@ from torch import Tensor
 from flowrl.core.errors import Abandoned, RewardError, RewardFailure
 from flowrl.media.eight_bits import EightBitImages
 from flowrl.reward import Images
+from flowrl.scoring.asking import NOBODY, Asking
 from flowrl.scoring.attempts import Attempts, Counts
 from flowrl.scoring.one_call import score_once
 from flowrl.scoring.surroundings import MEND, Batch, Conduct
@@ -132,6 +133,8 @@ class Scorer:
         self.on_error = on_error
         self.stop: Callable[[], bool] = lambda: False
         """Asked before every call of a reward whether to leave off, which raises `Abandoned`."""
+        self.asking: Callable[[int], Asking] = lambda iteration: NOBODY
+        """The part of a training iteration in which rewards may ask people."""
         self.counts = [Counts() for _ in self.distinct]
         self._changed: set[tuple[str, str]] = set()
         """(reward, setting) that was reported."""

@@ -1,0 +1,43 @@
+"""What surrounds the scoring of an iteration's samples: people may be asked there, and a run may wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import TracebackType
+from typing import Any, Protocol
+
+from flowrl.core.types import SampleId
+
+
+class Asking(Protocol):
+    """The part of an iteration in which people may be asked, as a context of the whole of it on each process.
+
+    Raises (at its end):
+        Abandoned: another process has left, or the run is to stop.
+    """
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None, /
+    ) -> bool | None: ...
+
+    def begin(self, ids: Sequence[SampleId], fps: float) -> None:
+        """From now on rewards may ask about these samples, those of this process that are finite.
+
+        Args:
+            ids: their identities, in the order in which rewards are given them.
+            fps: frames a second at which videos are shown.
+        """
+        ...
+
+
+class Nobody(nullcontext[None]):
+    """Nobody is asked."""
+
+    def begin(self, ids: Sequence[SampleId], fps: float) -> None:
+        pass
+
+
+NOBODY = Nobody()
