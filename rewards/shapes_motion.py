@@ -10,7 +10,7 @@ begins with it (`_shapes/kept.py`), and partial is multiplied by it.
     shapes_motion_partial   the same in degrees, less `surplus_penalty` for each object too many; 1 where strict is
     shapes_motion_flicker   change between frames that no asked motion explains; less is better
 
-Source: this project; `python -m scripts.shapes_motion_accuracy` measures it (docs/rewards/shapes_motion.md).
+Source: this project; `python -m scripts.lab motion-accuracy` measures it (docs/rewards/shapes_motion.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The report of the lab's SAGE-GRPO run on videos, small enough to be in the repository, and filmstrips of it.
 
-    python scripts/lab.py video-sage_grpo --seeds 0     the run, if its folder is gone
-    python scripts/video_report.py
+    python -m scripts.lab video-sage_grpo --seeds 0     the run, if its folder is gone
+    python -m scripts.video_report
 
 The page docs/lab/video_report/index.html is what `flowrl gallery` writes of the run folder, with the videos of fewer
 captions: those that the run would have saved with `eval.save_images` of 48. Numbers are of all captions. The filmstrips
@@ -15,13 +15,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import lab
-from _strips import drawn, strips
 from PIL import Image
 
 from flowrl import moving_shapes
 from flowrl.apps.gallery import builder
 from flowrl.evaluation.results import Evaluation
+from scripts._strips import drawn, strips
+from scripts.lab import runs
 
 RUN = "video-sage_grpo-seed0"
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "lab" / "video_report"
@@ -38,7 +38,7 @@ def copy_run(run: Path, to: Path) -> None:
         SystemExit: the run is not there or has no final evaluation.
     """
     if not (run / "eval" / "tuned.json").is_file():
-        raise SystemExit(f"{run} is not a finished run: python scripts/lab.py video-sage_grpo --seeds 0")
+        raise SystemExit(f"{run} is not a finished run: python -m scripts.lab video-sage_grpo --seeds 0")
     shutil.copytree(run, to, ignore=shutil.ignore_patterns(*LEFT_OUT))
     for video in (to / "eval").glob("*/*-*.*"):
         if int(video.name.split("-")[0]) >= CAPTIONS:
@@ -60,9 +60,9 @@ def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / RUN
-        copy_run(lab.RUNS / RUN, copy)
+        copy_run(runs.RUNS / RUN, copy)
         page = builder.build([copy], FOLDER)
-    draw(lab.RUNS / RUN).save(STRIPS, optimize=True)
+    draw(runs.RUNS / RUN).save(STRIPS, optimize=True)
     print(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
     return 0
 

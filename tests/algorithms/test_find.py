@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +36,7 @@ from flowrl.training.metrics import Sums
 from flowrl.training.noise_batches import NoiseBatches, NoiseTraining
 from flowrl.training.optim import EmaConfig, OptimConfig, Optimizer
 from flowrl.training.world import World
+from scripts.lab import find_best_of_n
 from tests.toys import ALONE, SHAPE, ToyAdapter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -429,13 +428,7 @@ def test_a_plan_counts_the_laws_as_what_is_trained_and_no_forward_in_updates(mon
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("find_script", ROOT / "scripts" / "find_against_best_of_n.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return find_best_of_n
 
 
 def test_best_of_n_is_the_mean_over_all_choices_with_ties_at_random(script):

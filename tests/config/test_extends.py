@@ -122,9 +122,8 @@ def test_messages_name_the_file_that_holds_the_key(write):
     assert "(in " not in refusal(load_config, own, ["seed=y"])
 
 
-def test_the_lab_reads_a_recipe_as_merged(write, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path("scripts").resolve()))
-    from _lab_fingerprints import read_recipe
+def test_the_lab_reads_a_recipe_as_merged(write):
+    from scripts.lab.fingerprints import read_recipe
 
     base = Path("configs/lab/awm.yaml").resolve()
     assert read_recipe(base) == yaml.safe_load(base.read_text())

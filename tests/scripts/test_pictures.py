@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 
+from scripts.lab import cells
+from scripts.lab.curves import curve_of
 from tests import tiny_sd3
 
 
@@ -45,11 +47,9 @@ def test_two_pictures_differ_by_a_word_or_by_more_than_rounding():
 
 
 def test_the_shipped_curves_are_those_of_the_cells():
-    lab = tiny_sd3.script("lab")
-    curve_of = __import__("_lab_curves").curve_of
-    cells = json.loads(lab.RESULTS.read_text(encoding="utf-8"))
-    entries = [lab.read_entry(name, recipe, cells) for name, recipe in lab.recipes().items()]
+    results = json.loads(cells.RESULTS.read_text(encoding="utf-8"))
+    entries = [cells.read_entry(name, recipe, results) for name, recipe in cells.recipes().items()]
     drawn = {f"{entry.name}.svg": curve_of(entry) for entry in entries}
     drawn = {name: text for name, text in drawn.items() if text}
-    shipped = {file.name: file.read_text(encoding="utf-8") for file in lab.CURVES.glob("*.svg")}
-    assert drawn == shipped, "run python scripts/lab.py --write"
+    shipped = {file.name: file.read_text(encoding="utf-8") for file in cells.CURVES.glob("*.svg")}
+    assert drawn == shipped, "run python -m scripts.lab --write"

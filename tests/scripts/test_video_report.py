@@ -15,6 +15,7 @@ from PIL import Image
 from flowrl.apps.gallery.runs import load_run
 from flowrl.evaluation.results import Evaluation
 from flowrl.media import media
+from scripts.lab import cells
 from tests.apps.gallery.test_gallery import make_run
 from tests.tiny_sd3 import script
 
@@ -22,7 +23,7 @@ from tests.tiny_sd3 import script
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     module = script("video_report")
-    monkeypatch.setattr(module.lab, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(module.runs, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(module, "FOLDER", tmp_path / "report")
     monkeypatch.setattr(module, "STRIPS", tmp_path / "strips.png")
     monkeypatch.setattr(module, "CAPTIONS", 3)
@@ -64,7 +65,7 @@ def test_filmstrips_are_of_one_caption_of_each_task_and_say_what_is_right(report
 
 def test_the_page_in_the_repository_is_of_the_cell_in_the_lab():
     report = script("video_report")
-    cell = report.lab.load(report.lab.RESULTS)["video-sage_grpo/0"]["summary"]
+    cell = cells.load(cells.RESULTS)["video-sage_grpo/0"]["summary"]
     page = (report.FOLDER / "index.html").read_text(encoding="utf-8")
     gain = 100 * cell["difference"]["shapes_motion_strict"]["mean"]
     verdict = re.search(r"<h1[^>]*>([^<]*)", page)

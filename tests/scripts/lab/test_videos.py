@@ -19,7 +19,8 @@ from flowrl.diffusion.process import FlowProcess
 from flowrl.evaluation.results import Evaluation
 from flowrl.models._schedulers import path_of, schedule_of
 from flowrl.samplers.base import step_std
-from tests.tiny_sd3 import ROOT, script
+from scripts.lab import motion_tasks, page
+from tests.tiny_sd3 import ROOT
 
 RECIPES = {file.stem: file for file in (ROOT / "configs" / "lab").glob("video-*.yaml")}
 FROZEN = {f"frozen-{file.stem}": file for file in (ROOT / "configs" / "frozen").glob("*.yaml")}
@@ -72,7 +73,6 @@ def test_the_noise_is_what_the_recipe_says(name, steps, expected):
 
 
 def test_a_cell_in_which_every_video_is_tied_leaves_the_page_whole():
-    page = script("_lab_page")
     tied = {"rate": None, "low": None, "high": None, "n": 0, "tie_rate": 1.0}
     cell: dict[str, Any] = {"summary": {"win_rate": {"shapes_motion_partial": tied}}}
     entry = page.Entry("video-diffusion_dpo", "tested", False, {0: cell}, {0: "fresh"}, preferring=True, moving=True)
@@ -82,7 +82,7 @@ def test_a_cell_in_which_every_video_is_tied_leaves_the_page_whole():
 
 
 def test_accuracy_by_task_is_of_its_captions_alone_and_runs_of_other_captions_are_refused(tmp_path: Path):
-    tasks, prompts = script("motion_tasks"), ("a red circle stays", "a red circle moves left", "a blue cross moves up")
+    tasks, prompts = motion_tasks, ("a red circle stays", "a red circle moves left", "a blue cross moves up")
     for name, captions in (("one", prompts), ("two", prompts), ("other", prompts[::-1])):
         for tag, right in (("base", (0, 0, 1)), ("tuned", (1, 0, 1))):
             scores = {tasks.METRIC: np.asarray(right, dtype=float)[:, None]}

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _lab_fingerprints import Fingerprints, read_recipe
-from _lab_page import METRIC, cpu_seconds, percent, row, table
-from _lab_runs import Failed, Run, costs, curve, measured, on_the_way, read, train
 
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import interval
+from scripts.lab.fingerprints import Fingerprints, read_recipe
+from scripts.lab.page import METRIC, cpu_seconds, percent, row, table
+from scripts.lab.runs import Failed, Run, costs, curve, measured, on_the_way, read, train
 
 LONG = (
     *("flow_grpo", "flow_grpo-lora", "grpo_guard", "sage_grpo", "branch_grpo", "flow_dppo"),
@@ -26,7 +26,7 @@ CAPTIONS = 256
 WINDOW = 3
 """Neighbouring evaluations whose mean counts: the best of twenty single ones would be mostly luck."""
 TEXT = f"""\
-Seed 0 of a recipe with {FACTOR} times its iterations and nothing else changed, `python scripts/lab.py --long`. A
+Seed 0 of a recipe with {FACTOR} times its iterations and nothing else changed, `python -m scripts.lab --long`. A
 learning rate that falls linearly does so over all of them: where the recipe itself would end, three quarters of it are
 left. The curve has {EVALUATED} evaluations in as many iterations as the recipe has, on the first {CAPTIONS} held-out
 captions x 2 seeds; gains are points of strict accuracy over the base's on the captions of their column. *Best* is the

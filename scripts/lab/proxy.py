@@ -1,15 +1,15 @@
 """Proxy against gold: training on tiny-clip alone, with KL, with GRPO-Guard, with a second reward, and the verifier.
 
-    python scripts/proxy_against_gold.py                      run missing cells, then write picture and page
-    python scripts/proxy_against_gold.py --write              only write picture and page
-    python scripts/proxy_against_gold.py --check              replay the start of stale recipes, as the lab does
-    python scripts/proxy_against_gold.py --stale              run stale cells too
-    python scripts/proxy_against_gold.py --seeds 0 NAME ...   only these seeds and recipes
+    python -m scripts.lab proxy                      run missing cells, then write picture and page
+    python -m scripts.lab proxy --write              only write picture and page
+    python -m scripts.lab proxy --check              replay the start of stale recipes, as the lab does
+    python -m scripts.lab proxy --stale              run stale cells too
+    python -m scripts.lab proxy --seeds 0 NAME ...   only these seeds and recipes
 
 docs/rewards.md, which shows the picture, is written with the page.
 
 A cell is one recipe of configs/proxy and one seed, kept in docs/rewards/proxy.json with the lab's fingerprints
-(scripts/lab.py) and its curve: every evaluation of the run, on the same held-out captions and seeds. As the lab, it can
+(scripts/lab) and its curve: every evaluation of the run, on the same held-out captions and seeds. As the lab, it can
 be stopped at any time, and the same command goes on.
 """
 
@@ -22,13 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lab
-import make_rewards_doc
 import numpy as np
-from _lab_page import cpu_seconds
-from _lab_runs import mean_scores
 
-ROOT = Path(__file__).resolve().parents[1]
+from scripts import make_rewards_doc
+from scripts.lab import cells as lab
+from scripts.lab.page import cpu_seconds
+from scripts.lab.runs import mean_scores
+
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "configs" / "proxy"
 PAGES = ROOT / "docs" / "rewards"
 NUMBERS, IMAGE, PAGE = PAGES / "proxy.json", PAGES / "proxy.svg", PAGES / "proxy.md"
@@ -215,7 +216,7 @@ def proxy_tables(facts: dict[str, Any]) -> list[str]:
 HEAD = """\
 # Proxy against gold
 
-Written by `python scripts/proxy_against_gold.py`; do not edit. A learned reward approximates the goal. In
+Written by `python -m scripts.lab proxy`; do not edit. A learned reward approximates the goal. In
 the shapes world the goal itself can be checked, so the two can be compared: training is on `assets/tiny-clip`
 (`clip_score`, the cosine), while `shapes_strict` is only evaluated.
 
@@ -280,7 +281,3 @@ def main() -> None:
     print(PAGE)
     make_rewards_doc.main()
     raise SystemExit(0 if good else 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _lab_fingerprints import ROOT, Fingerprints, fingerprints, read_recipe
-from _lab_page import METRIC, MOTION
 
 from flowrl.core.rows import repeatable
 from flowrl.core.subprocesses import PARENT
 from flowrl.evaluation.results import Evaluation
+from scripts.lab.fingerprints import ROOT, Fingerprints, fingerprints, read_recipe
+from scripts.lab.page import METRIC, MOTION
 
 RUNS = Path(os.environ.get("FLOWRL_LAB_RUNS", ROOT / "runs" / "lab"))
 """Run folders, outside git; the environment variable moves them to where they outlive the checkout."""

@@ -1,4 +1,4 @@
-"""scripts/frozen_video.py: the page and its pictures, from cells and saved videos of two runs."""
+"""The frozen video: the page and its pictures, from cells and saved videos of two runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from flowrl.evaluation.results import Evaluation
 from flowrl.media import media
-from tests.tiny_sd3 import script
+from scripts import _strips as strips
+from scripts.lab import frozen_video
 
 METRICS = ("motion_smoothness", "motion_dynamics", "shapes_motion_strict", "shapes_motion_flicker")
 
@@ -19,7 +20,7 @@ METRICS = ("motion_smoothness", "motion_dynamics", "shapes_motion_strict", "shap
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The script with its files elsewhere; every recipe and its code are as they were."""
-    module = script("frozen_video")
+    module = frozen_video
     for name in ("NUMBERS", "PAGE", "CURVES", "STRIPS"):
         monkeypatch.setattr(module, name, tmp_path / getattr(module, name).name)
     monkeypatch.setattr(module, "RECIPES", tmp_path)
@@ -64,7 +65,6 @@ def test_the_page_says_what_each_run_changed_and_shows_its_frames(frozen: Module
     assert frozen.CURVES.read_text().count("<path") == 6
     sheet = np.asarray(media.open_image(frozen.STRIPS))
     # The last frame of each row: base, smoothness alone, gated.
-    strips = script("_strips")
     right, pitch = sheet.shape[1] - 34, 2 * 32 + 2
     levels = [sheet[strips.CAPTION + line * pitch + 32, right].tolist() for line in range(3)]
     assert levels == [[round(255 * level)] * 3 for level in (0.25, 0.5, 0.75)]

@@ -17,7 +17,7 @@ import yaml
 
 from flowrl.config.extends import KEY, chain, merged
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Imported by a run and unable to change its numbers: they save, report, look up and refuse. A module that is not
 # named here counts, so a new one cannot be forgotten.
 SILENT = (

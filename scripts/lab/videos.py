@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from _lab_fingerprints import ROOT
-from _lab_page import MOTION, Entry, percent, row, summary_table, table, wins
-
 from flowrl.commands.plan import step_plan, transition_std
 from flowrl.config.load import load_config, resolve
 from flowrl.planning.memory import skeleton
+from scripts.lab.fingerprints import ROOT
+from scripts.lab.page import MOTION, Entry, percent, row, summary_table, table, wins
 
 SEEDS = (0, 1, 2)
 SAMPLED = "video-sage_grpo"
@@ -25,7 +24,7 @@ above.
 
 One caption of each task, drawn with a fixed seed before any score was looked at: `video-sage_grpo`, seed 0, base above
 tuned; green is right, red wrong. [The report of this run](lab/video_report/index.html) plays them
-(`python scripts/video_report.py` makes both).
+(`python -m scripts.video_report` makes both).
 """
 SAMPLERS = """\
 SAGE-GRPO's recipe with other kinds of noise, and so with equal network evaluations: seed 0, nothing else changed. *Std*

@@ -1,4 +1,4 @@
-"""docs/lab.md from the lab's cells; `scripts/lab.py` calls it."""
+"""docs/lab.md from the lab's cells; `python -m scripts.lab` writes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARTIAL = {METRIC: "shapes_partial", MOTION: "shapes_motion_partial"}
 HEAD = """\
 # The lab
 
-Written by `python scripts/lab.py`; do not edit. Strict accuracy (`shapes_strict`) in per cent on the 512
+Written by `python -m scripts.lab`; do not edit. Strict accuracy (`shapes_strict`) in per cent on the 512
 held-out captions x 2 fixed seeds, ODE sampler, 95 % bootstrap interval over captions, paired differences.
 Two single-thread processes on two CPU cores. CPU seconds are those of both processes, with the start, both evaluations
 and, where there is one, the search for the base's best CFG; seconds are those of the clock, without the start, and
@@ -30,7 +30,7 @@ interval for the mean of the seeds' differences; *lowest lower end* is that of t
 STATES = """\
 `code` is the fingerprint of the code that the cell was measured with: every module of the run that can change a number,
 without comments, docstrings and levels. A cell is *stale* if that code, or the recipe and its model, is another today.
-*Replayed at C*: the code is another, but at commit C `python scripts/lab.py --check` started the recipe anew, on one
+*Replayed at C*: the code is another, but at commit C `python -m scripts.lab --check` started the recipe anew, on one
 seed for all, and the base's accuracy (to 1e-6) and every metric of the first three iterations (to a relative 1e-5) were
 as recorded. So evaluation, sampling, reward, credit, loss, gradient and the first updates give the same numbers. A
 replay does not see what shows later: the averaged weights (EMA) that the tuned model is evaluated with, the learning
@@ -51,7 +51,7 @@ run's own end, which is later for the others.
 """
 SIZES = """\
 These recipes are rewarded for the JPEG size of their images alone, quality 95. Bytes are those above a flat
-image's, {flat:.0f} (`python scripts/lab.py --flat`), on the same captions and seeds; the change is the paired
+image's, {flat:.0f} (`python -m scripts.lab --flat`), on the same captions and seeds; the change is the paired
 difference over the base's. Strict accuracy is not rewarded: its loss is the cost of such a reward.
 """
 WINS = """\

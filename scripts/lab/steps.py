@@ -7,17 +7,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from _lab_fingerprints import Fingerprints, read_recipe
-from _lab_page import METRIC, percent, row, table
-from _lab_runs import RUNS, Failed, attend, cell_run, read
-
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import difference, summary
+from scripts.lab.fingerprints import Fingerprints, read_recipe
+from scripts.lab.page import METRIC, percent, row, table
+from scripts.lab.runs import RUNS, Failed, attend, cell_run, read
 
 STEPS = (6, 10, 20)
 TEXT = """\
 Seed 0 of the quickstart, which trains and evaluates at {own} steps, on the same captions and seeds at others:
-`python scripts/lab.py --steps`. {state} The tuned model is of a run of its own: on another processor than the cell's,
+`python -m scripts.lab --steps`. {state} The tuned model is of a run of its own: on another processor than the cell's,
 its row at {own} steps differs from the cell by what rounding makes of a whole training.
 """
 
@@ -31,7 +30,7 @@ def measure(recipe: Path, now: Fingerprints) -> dict[str, Any]:
     folder, own = RUNS / cell_run("quickstart", recipe, 0).name, read_recipe(recipe)["eval"]["num_inference_steps"]
     mark, status = folder / "lab.json", folder / "summary.json"
     if not mark.is_file() or read(status)["status"] != "finished" or not asdict(now).items() <= read(mark).items():
-        raise Failed(f"{folder} holds no finished run of this recipe and code: python scripts/lab.py --stale --seeds 0")
+        raise Failed(f"{folder} holds no finished run of this recipe and code: python -m scripts.lab --stale --seeds 0")
     rows = []
     for steps in STEPS:
         both = [folder / "eval" / f"{tag}.json" for tag in ("base", "tuned")]

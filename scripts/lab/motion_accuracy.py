@@ -1,7 +1,7 @@
 """Accuracy and speed of the verifier of moving shapes: the tables of docs/rewards/shapes_motion.md.
 
-    python -m scripts.shapes_motion_accuracy --size 32 --count 4000
-    python -m scripts.shapes_motion_accuracy --size 32 --count 1000 --kind bright_specks
+    python -m scripts.lab motion-accuracy --size 32 --count 4000
+    python -m scripts.lab motion-accuracy --size 32 --count 1000 --kind bright_specks
 
 The first draws COUNT true videos, COUNT near misses (shared evenly by their kinds) and as much junk per kind at a size,
 a quarter of each again through WebP and with noise, prints the table and puts it on the page. The second draws COUNT of
@@ -20,7 +20,7 @@ from flowrl.rewards.shapes_motion import score_video
 
 from tests.rewards import moving_misses as misses
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "rewards" / "shapes_motion.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "rewards" / "shapes_motion.md"
 
 
 def accepted(kind: str, count: int, size: int, change: str) -> tuple[float, float]:
@@ -76,7 +76,3 @@ def main() -> None:
     text = PAGE.read_text(encoding="utf-8")
     changed = re.sub(f"{begin}.*?{end}", lambda _: begin + made + end, text, flags=re.DOTALL)
     PAGE.write_text(changed, encoding="utf-8", newline="\n")
-
-
-if __name__ == "__main__":
-    main()

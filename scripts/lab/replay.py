@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _lab_runs import REPLAYED, Run, first_rows, machine, make_pairs, read, start
+from scripts.lab.runs import REPLAYED, Run, first_rows, machine, make_pairs, read, start
 
 
 def replay(run: Run) -> dict[str, Any]:

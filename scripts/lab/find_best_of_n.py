@@ -1,9 +1,9 @@
 """FIND against best-of-n on its own prompts, at equal network evaluations.
 
-    python scripts/find_against_best_of_n.py                   train, then write docs/algorithms/find.{json,md}
-    python scripts/find_against_best_of_n.py --write           only write the table from the numbers
-    python scripts/find_against_best_of_n.py a.b=c ...         with overrides of configs/lab/find.yaml
-    python scripts/find_against_best_of_n.py --judge clip_cos 'rewards=[{name: clip_score, model: tiny-clip}]'
+    python -m scripts.lab find-best-of-n                   train, then write docs/algorithms/find.{json,md}
+    python -m scripts.lab find-best-of-n --write           only write the table from the numbers
+    python -m scripts.lab find-best-of-n a.b=c ...         with overrides of configs/lab/find.yaml
+    python -m scripts.lab find-best-of-n --judge clip_cos 'rewards=[{name: clip_score, model: tiny-clip}]'
 
 An image costs the same number of evaluations in both, so costs are counted in images. After n images a prompt, spent
 on training, FIND draws from its Gaussian at one image each. For m images of a prompt both spend n + m: best-of-k has
@@ -39,7 +39,7 @@ from flowrl.rollout.trajectories import Rollout
 from flowrl.run.report import row_line
 from flowrl.run.session import Session
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "configs" / "lab" / "find.yaml"
 NUMBERS, PAGE = ROOT / "docs" / "algorithms" / "find.json", ROOT / "docs" / "algorithms" / "find.md"
 STRICT = "shapes_strict"
@@ -230,7 +230,3 @@ def main() -> None:
     for numbers in kept_numbers().values():
         write_page(numbers)
         print(table(numbers))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,17 @@
 """Run the lab: every recipe of configs/lab (and the quickstart) on seeds 0 to 2, and write docs/lab.md.
 
-    python scripts/lab.py                      run missing cells, then write the page
-    python scripts/lab.py --stale              run stale cells too
-    python scripts/lab.py --seeds 0 NAME ...   only these seeds and recipes
-    python scripts/lab.py --long NAME ...      the long runs instead of the cells; default: those of _lab_long.py
-    python scripts/lab.py --steps              the quickstart's seed 0, evaluated at more steps
-    python scripts/lab.py --write              only write the page, curves, and the gains that docs/algorithms quotes
-    python scripts/lab.py --check              replay the start of stale recipes: are the numbers still the same?
+    python -m scripts.lab                      run missing cells, then write the page
+    python -m scripts.lab --stale              run stale cells too
+    python -m scripts.lab --seeds 0 NAME ...   only these seeds and recipes
+    python -m scripts.lab --long NAME ...      the long runs instead of the cells; default: those of long.py
+    python -m scripts.lab --steps              the quickstart's seed 0, evaluated at more steps
+    python -m scripts.lab --write              only write the page, curves, and the gains that docs/algorithms quotes
+    python -m scripts.lab --check              replay the start of stale recipes: are the numbers still the same?
                                                with --long: of stale long runs
-    python scripts/lab.py --compare COMMIT     gains now against those of a commit; exit code 1 if one fell
-    python scripts/lab.py --flat               bytes of a flat picture, which the page counts sizes from
+    python -m scripts.lab --compare COMMIT     gains now against those of a commit; exit code 1 if one fell
+    python -m scripts.lab --flat               bytes of a flat picture, which the page counts sizes from
 
-    nohup python scripts/lab.py --stale > runs/lab.log 2>&1 &
+    nohup python -m scripts.lab --stale > runs/lab.log 2>&1 &
 
 A cell is one recipe and seed; seed 0 of all recipes comes first. docs/lab/results.json keeps its result with two
 fingerprints, of the recipe with its model and of the code that can change a number, and with the metrics of its first
@@ -36,18 +36,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _lab_compare import compare
-from _lab_curves import draw_curves
-from _lab_fingerprints import ROOT, Fingerprints, fingerprints, read_recipe, state
-from _lab_long import LONG, draw, long_run, long_section, run_long
-from _lab_page import Entry, flat_kilobytes, page
-from _lab_quotes import bring_up_to_date
-from _lab_replay import differences, replay
-from _lab_runs import RUNS as RUNS
-from _lab_runs import Failed, cell_run, read, run_cell, write
-from _lab_runs import Run as Run
-from _lab_steps import measure, steps_section
-from _lab_videos import SEEDS, seeds_of, videos_section
+from scripts.lab.compare import compare
+from scripts.lab.curves import draw_curves
+from scripts.lab.fingerprints import ROOT, Fingerprints, fingerprints, read_recipe, state
+from scripts.lab.long import LONG, draw, long_run, long_section, run_long
+from scripts.lab.page import Entry, flat_kilobytes, page
+from scripts.lab.quotes import bring_up_to_date
+from scripts.lab.replay import differences, replay
+from scripts.lab.runs import RUNS as RUNS
+from scripts.lab.runs import Failed, cell_run, read, run_cell, write
+from scripts.lab.runs import Run as Run
+from scripts.lab.steps import measure, steps_section
+from scripts.lab.videos import SEEDS, seeds_of, videos_section
 
 RESULTS = ROOT / "docs" / "lab" / "results.json"
 LONG_RESULTS = ROOT / "docs" / "lab" / "long.json"
@@ -262,7 +262,3 @@ def main() -> None:
         good = run_missing(jobs, LONG_RESULTS if args.long else RESULTS, stale=args.stale)
     write_page()
     raise SystemExit(0 if good else 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What each task of the captions on motion gains: strict accuracy of a run's base and tuned videos, by task.
 
-    python scripts/motion_tasks.py runs/video-awm-seed0 runs/video-sage_grpo-seed0
+    python -m scripts.lab motion-tasks runs/video-awm-seed0 runs/video-sage_grpo-seed0
 
 A Markdown table: the base of the first run, then a row for each run. All runs must have evaluated the same captions.
 """
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from _lab_page import row, table
 
 from flowrl import moving_shapes
 from flowrl.evaluation.results import Evaluation
+from scripts.lab.page import row, table
 
 METRIC = "shapes_motion_strict"
 
@@ -57,7 +57,3 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs on videos of shapes")
     print("\n".join(lines_of(parser.parse_args().runs)))
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""configs/proxy and scripts/proxy_against_gold.py: what the recipes share, and what the page says of their cells."""
+"""configs/proxy and `python -m scripts.lab proxy`: what the recipes share, and what the page says of their cells."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import yaml
 
 from flowrl.config.load import load_config, resolve
 from flowrl.evaluation.results import Evaluation
+from scripts.lab import proxy as proxy_against_gold
+from scripts.lab.runs import measured
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "configs" / "proxy"
@@ -31,11 +33,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def proxy() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        import proxy_against_gold
-
-        return proxy_against_gold
+    return proxy_against_gold
 
 
 @pytest.fixture
@@ -87,8 +85,6 @@ def test_a_recipe_differs_from_the_first_only_where_it_says(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_three_iterations_of_a_recipe_give_a_curve(proxy, name, tmp_path: Path):
-    from _lab_runs import measured  # the fixture's import has loaded it
-
     from flowrl.run.trainer import Trainer
 
     words = [*SMALL, f"output={tmp_path}", "name=run"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from _lab_page import SIZE, Entry
-from _svg import Panel, Picture
+from scripts._svg import Panel, Picture
+from scripts.lab.page import SIZE, Entry
 
 COLORS = "abc"
 

@@ -1,9 +1,8 @@
-"""scripts/lab.py without training: fingerprints, what a replay decides, runs that are interrupted, the page."""
+"""The lab without training: fingerprints, what a replay decides, runs that are interrupted, the page."""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import os
 import signal
@@ -20,8 +19,13 @@ import numpy as np
 import pytest
 
 from flowrl.evaluation.results import Evaluation
+from scripts.lab import cells, compare, fingerprints, long, runs, steps
+from scripts.lab.long import FACTOR, long_run, verdict
+from scripts.lab.page import Entry, over_seeds, page, reached
+from scripts.lab.runs import REPLAYED, curve, first_rows
+from scripts.lab.videos import videos_section
+from tests.tiny_sd3 import ROOT
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RECIPE = """\
 # A comment.
 name: tiny
@@ -54,18 +58,11 @@ MACHINE = {"processor": "x", "torch": "1"}
 @pytest.fixture
 def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The script, at work on a repository of a few files."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    spec = importlib.util.spec_from_file_location("scripts_lab", SCRIPTS / "lab.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    places = ("_lab_fingerprints", "_lab_runs", "_lab_compare")
-    for place in (module, *map(importlib.import_module, places)):
+    module = cells
+    for place in (cells, fingerprints, runs, compare):
         monkeypatch.setattr(place, "ROOT", tmp_path)
     monkeypatch.setattr(module, "RESULTS", tmp_path / "docs" / "lab" / "results.json")
     monkeypatch.setattr(module, "PAGE", tmp_path / "docs" / "lab.md")
@@ -73,7 +70,7 @@ def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     monkeypatch.setattr(module, "LONG_RESULTS", tmp_path / "docs" / "lab" / "long.json")
     monkeypatch.setattr(module, "STEPS_RESULTS", tmp_path / "docs" / "lab" / "steps.json")
     monkeypatch.setattr(module, "PICTURE", tmp_path / "docs" / "lab" / "long.svg")
-    monkeypatch.setattr(importlib.import_module("_lab_runs"), "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
     return module
 
 
@@ -171,12 +168,11 @@ def test_a_module_that_moves_is_the_same_code(lab: ModuleType):
 
 
 def test_the_real_quickstart_depends_on_the_loop_and_not_on_the_gallery(lab: ModuleType, monkeypatch):
-    import _lab_fingerprints
 
-    for place in (lab, _lab_fingerprints):
-        monkeypatch.setattr(place, "ROOT", SCRIPTS.parent)
+    for place in (lab, fingerprints):
+        monkeypatch.setattr(place, "ROOT", ROOT)
     tree = lab.read_recipe(lab.recipes()["quickstart"])
-    found = {str(file.relative_to(SCRIPTS.parent)) for file in _lab_fingerprints.code_files(tree)}
+    found = {str(file.relative_to(ROOT)) for file in fingerprints.code_files(tree)}
     wanted = (
         "credit/advantages",
         "config/schema",
@@ -186,11 +182,10 @@ def test_the_real_quickstart_depends_on_the_loop_and_not_on_the_gallery(lab: Mod
         "samplers/ode",
         "algorithms/awm",
         "diffusion/sa_solver",
-        "models/weights",
     )
     assert {f"flowrl/{name}.py" for name in wanted} | {"rewards/shapes.py"} <= found
     assert not any("gallery" in name or "metrics" in name or "cps" in name for name in found)
-    assert sum(file.suffix == ".safetensors" for file in _lab_fingerprints.model_files(tree)) == 5
+    assert sum(file.suffix == ".safetensors" for file in fingerprints.model_files(tree)) == 5
 
 
 def check(lab: ModuleType, results: dict, monkeypatch: pytest.MonkeyPatch, **changes: float) -> tuple[bool, list[int]]:
@@ -249,7 +244,7 @@ def test_a_long_run_is_replayed_with_its_own_words(lab, monkeypatch):
     lab.write_results(results, lab.LONG_RESULTS)
     monkeypatch.setattr(lab, "replay", lambda run: runs.append(run) or replayed(results["quickstart/0"]))
     monkeypatch.setattr(lab, "write_page", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["lab.py", "--long", "--check"])
+    monkeypatch.setattr(sys, "argv", ["lab", "--long", "--check"])
     monkeypatch.setattr(lab, "LONG", ("quickstart",))
     code = ended(lab)
     assert (code, runs) == (0, [lab.long_run("quickstart", lab.recipes()["quickstart"])])
@@ -265,7 +260,7 @@ def test_a_check_that_is_stopped_keeps_what_it_has_replayed(lab, monkeypatch):
 
     lab.write_results({"quickstart/0": cell(lab)})
     monkeypatch.setattr(lab, "check_recipe", check_recipe)
-    monkeypatch.setattr(sys, "argv", ["lab.py", "--check"])
+    monkeypatch.setattr(sys, "argv", ["lab", "--check"])
     assert ended(lab) == 128 + signal.SIGTERM
     assert lab.load(lab.RESULTS)["quickstart/0"]["checked"]["code"] == "now"
 
@@ -286,7 +281,6 @@ def test_what_counts_as_a_difference(lab):
 
 
 def test_first_rows_are_whole_and_without_times(lab, tmp_path):
-    from _lab_runs import REPLAYED, first_rows
 
     assert first_rows(tmp_path) == []
     lines = [json.dumps({"iteration": i, "grad/norm": 1.0, "time/update_s": 0.1}) + "\n" for i in range(1, 5)]
@@ -302,38 +296,36 @@ def test_first_rows_are_whole_and_without_times(lab, tmp_path):
 @pytest.mark.parametrize("change", ["nothing", "code", "words"])
 def test_a_run_folder_is_resumed_by_the_same_code_and_words_only(lab, monkeypatch, change):
     """And what its parts have cost adds up, whenever one was killed."""
-    import _lab_runs
 
     recipe, commands = lab.recipes()["quickstart"], []
 
-    def attend(command: list[str], ledger: _lab_runs.Ledger) -> int:
+    def attend(command: list[str], ledger: runs.Ledger) -> int:
         commands.append(command)
         ledger.note(2.5)
         return 0
 
-    monkeypatch.setattr(_lab_runs, "attend", attend)
+    monkeypatch.setattr(runs, "attend", attend)
     for place in range(2):
         words = ("iterations=9",) if change == "words" and place else ()
-        folder, _ = _lab_runs.train(_lab_runs.Run("run", recipe, 0, words), lab.fingerprints(recipe))
+        folder, _ = runs.train(runs.Run("run", recipe, 0, words), lab.fingerprints(recipe))
         if change == "code":
             touch(lab, "flowrl/diffusion/process.py")
     assert ["--resume" in command for command in commands] == [False, change == "nothing"]
-    costs = _lab_runs.costs(folder)
+    costs = runs.costs(folder)
     assert (costs["cpu_seconds"], costs["parts"]) == ((5.0, 2) if change == "nothing" else (2.5, 1))
 
 
 def test_a_cell_is_not_kept_if_it_failed_or_the_code_changed_under_it(lab, monkeypatch, capsys):
-    import _lab_runs
 
     codes = iter([1, 0, 0])
 
-    def attend(command: list[str], ledger: _lab_runs.Ledger) -> int:
+    def attend(command: list[str], ledger: runs.Ledger) -> int:
         if command[5].endswith("seed1"):
             touch(lab, "flowrl/diffusion/process.py")
         return next(codes)
 
-    monkeypatch.setattr(_lab_runs, "attend", attend)
-    monkeypatch.setattr(_lab_runs, "measured", lambda folder: {"summary": {"seconds": 1.0}})
+    monkeypatch.setattr(runs, "attend", attend)
+    monkeypatch.setattr(runs, "measured", lambda folder: {"summary": {"seconds": 1.0}})
     lab.write_results({"other/0": cell(lab)})
     jobs = list(lab.cell_jobs(lab.recipes(), lab.SEEDS))
     assert [key for key, _, _ in jobs] == [f"quickstart/{seed}" for seed in lab.SEEDS]
@@ -342,11 +334,10 @@ def test_a_cell_is_not_kept_if_it_failed_or_the_code_changed_under_it(lab, monke
     assert "not kept: quickstart/0, quickstart/1" in capsys.readouterr().out
 
 
-def test_a_stopped_lab_stops_its_run_once_and_counts_its_time(lab, monkeypatch, tmp_path):
+def test_a_stoppedstops_its_run_once_and_counts_its_time(lab, monkeypatch, tmp_path):
     """The run saves on the first signal, and a second one would end it at once."""
-    import _lab_runs
 
-    monkeypatch.setattr(_lab_runs, "POLLED_S", 0.05)
+    monkeypatch.setattr(runs, "POLLED_S", 0.05)
     log = tmp_path / "log"
     run = f"""
 import signal, time
@@ -359,7 +350,7 @@ while not signals: time.sleep(0.01)
 time.sleep(0.2)
 open({str(log)!r}, "w").write(str(len(signals)))
 """
-    ledger = _lab_runs.Ledger(tmp_path, {"recipe": "x"})
+    ledger = runs.Ledger(tmp_path, {"recipe": "x"})
 
     def stop() -> None:
         while not log.exists():
@@ -371,16 +362,15 @@ open({str(log)!r}, "w").write(str(len(signals)))
     before, thread = signal.getsignal(signal.SIGTERM), threading.Thread(target=stop)
     thread.start()
     with pytest.raises(SystemExit, match="143"):
-        _lab_runs.attend([sys.executable, "-c", run], ledger)
+        runs.attend([sys.executable, "-c", run], ledger)
     thread.join()
     assert log.read_text() == "1"
     assert signal.getsignal(signal.SIGTERM) == before
-    assert 0.2 <= _lab_runs.costs(tmp_path)["cpu_seconds"] < 5
+    assert 0.2 <= runs.costs(tmp_path)["cpu_seconds"] < 5
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_the_time_of_a_living_run_includes_its_processes(lab):
-    import _lab_runs
 
     loop = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
     code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {loop!r}])\nprint(flush=True)\ninput()"
@@ -388,9 +378,9 @@ def test_the_time_of_a_living_run_includes_its_processes(lab):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert 0.29 <= _lab_runs.used(process.pid) < 5
+        assert 0.29 <= runs.used(process.pid) < 5
         process.communicate(b"\n")
-    assert _lab_runs.used(process.pid) == 0
+    assert runs.used(process.pid) == 0
 
 
 def evaluated(folder: Path, tag: str, iteration: int, strict: list[float]) -> None:
@@ -400,7 +390,6 @@ def evaluated(folder: Path, tag: str, iteration: int, strict: list[float]) -> No
 
 
 def test_a_curve_is_on_the_same_captions_from_base_to_end(lab, tmp_path):
-    from _lab_runs import curve
 
     evaluated(tmp_path, "base", 3, [0.0, 0.0, 1.0, 1.0])  # a resumed run says another iteration
     evaluated(tmp_path, "iteration-000001", 1, [1.0])  # too few captions to compare
@@ -416,10 +405,9 @@ def test_a_curve_is_on_the_same_captions_from_base_to_end(lab, tmp_path):
 
 
 def test_the_luck_of_the_best_evaluation_is_not_in_the_fall(lab, monkeypatch):
-    import _lab_long
 
     rng = np.random.default_rng(0)
-    monkeypatch.setattr(_lab_long, "interval", lambda values, groups: {"mean": values.mean()})
+    monkeypatch.setattr(long, "interval", lambda values, groups: {"mean": values.mean()})
 
     def falls(level: np.ndarray) -> float:
         found = []
@@ -427,7 +415,7 @@ def test_the_luck_of_the_best_evaluation_is_not_in_the_fall(lab, monkeypatch):
             tables = (rng.random((len(level), 256, 2)) < level[:, None, None]).astype(float)
             prompts = tuple(map(str, range(256)))
             way = [Evaluation("x", k, 1.0, 6, prompts, 2, {"shapes_strict": table}) for k, table in enumerate(tables)]
-            result = _lab_long.fall(way)
+            result = long.fall(way)
             assert result is not None
             found.append(result["mean"])
         return float(np.mean(found))
@@ -435,7 +423,7 @@ def test_the_luck_of_the_best_evaluation_is_not_in_the_fall(lab, monkeypatch):
     # Standard error 0.003; the best of the eighteen means alone would be 0.03 too high.
     assert abs(falls(np.full(20, 0.5))) < 0.012
     assert falls(np.linspace(0.8, 0.3, 20)) == pytest.approx(-17 * 0.5 / 19, abs=0.012)
-    assert _lab_long.fall([]) is None
+    assert long.fall([]) is None
 
 
 def long_cell(lab: ModuleType, curve: list[float], **changes: object) -> dict:
@@ -447,7 +435,6 @@ def long_cell(lab: ModuleType, curve: list[float], **changes: object) -> dict:
 
 
 def test_long_runs_stand_on_the_page_with_their_verdict(lab):
-    from _lab_long import FACTOR, long_run, verdict
 
     (lab.ROOT / "configs" / "quickstart.yaml").write_text(RECIPE + "iterations: 50\n")
     run = long_run("quickstart", lab.recipes()["quickstart"])
@@ -467,55 +454,52 @@ def test_long_runs_stand_on_the_page_with_their_verdict(lab):
 
 
 def test_more_steps_are_evaluated_of_a_finished_run_of_this_code_alone(lab, monkeypatch, tmp_path):
-    import _lab_runs
-    import _lab_steps
 
     recipe, asked = lab.recipes()["quickstart"], []
     recipe.write_text(recipe.read_text().replace("steps: 2", "steps: 6"))
     now, folder = lab.fingerprints(recipe), tmp_path / "runs" / "quickstart-seed0"
-    monkeypatch.setattr(_lab_steps, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(steps, "RUNS", tmp_path / "runs")
 
     def attend(command: list[str]) -> int:
         asked.append(command[4:6])
         evaluated(Path(command[-1]), "evaluation", 3, [1.0, 1.0] if str(folder) in command else [0.0, 1.0])
         return 0
 
-    monkeypatch.setattr(_lab_steps, "attend", attend)
-    with pytest.raises(_lab_runs.Failed, match="no finished run"):
-        _lab_steps.measure(recipe, now)
+    monkeypatch.setattr(steps, "attend", attend)
+    with pytest.raises(runs.Failed, match="no finished run"):
+        steps.measure(recipe, now)
     evaluated(folder, "base", 0, [0.0, 0.0])
     evaluated(folder, "tuned", 3, [0.0, 1.0])
     (folder / "summary.json").write_text('{"status": "finished"}')
-    _lab_runs.Ledger(folder, _lab_runs.cell_run("quickstart", recipe, 0).mark(now)).note(1.0)
-    kept = _lab_steps.measure(recipe, now)
+    runs.Ledger(folder, runs.cell_run("quickstart", recipe, 0).mark(now)).note(1.0)
+    kept = steps.measure(recipe, now)
     both = [str(recipe), str(folder)]
     assert asked == [[target, f"eval.num_inference_steps={k}"] for k in (10, 20) for target in both]
     assert [(values["base"]["mean"], values["difference"]["mean"]) for values in kept["rows"]] == [
         (0, 0.5),
         *[(0.5, 0.5)] * 2,
     ]
-    _lab_steps.measure(recipe, now)
+    steps.measure(recipe, now)
     assert len(asked) == 4, "what was evaluated is kept"
     lab.STEPS_RESULTS.write_text(json.dumps(kept))
     lab.write_page()
     assert "at 6 steps" in lab.PAGE.read_text()
     touch(lab, "flowrl/diffusion/process.py")
-    with pytest.raises(_lab_runs.Failed, match="no finished run"):
-        _lab_steps.measure(recipe, lab.fingerprints(recipe))
+    with pytest.raises(runs.Failed, match="no finished run"):
+        steps.measure(recipe, lab.fingerprints(recipe))
 
 
 # ---- comparing with a commit
 
 
 def test_a_recipe_that_fell_is_found(lab, monkeypatch):
-    import _lab_compare
 
     gains = {"a": (0.2, 0.15), "b": (0.2, 0.17), "c": (0.11, 0.09), "d": (0.2, 0.2), "e": (0.08, 0.06), "f": (0.1, 0.3)}
     then, now = ({f"{name}/0": cell(lab, pair[k]) for name, pair in gains.items()} for k in (0, 1))
     now["new/0"] = cell(lab)
     shown = subprocess.CompletedProcess([], 0, json.dumps(then), "")
-    monkeypatch.setattr(_lab_compare.subprocess, "run", lambda *words, **options: shown)
-    lines, good = _lab_compare.compare("abc", [*gains, "new", "none"], now)
+    monkeypatch.setattr(compare.subprocess, "run", lambda *words, **options: shown)
+    lines, good = compare.compare("abc", [*gains, "new", "none"], now)
     assert not good
     assert [line.split(" | ")[-1].removesuffix(" |") for line in lines[2:]] == [
         "FELL by more than its interval",
@@ -538,13 +522,11 @@ def test_a_recipe_that_fell_is_found(lab, monkeypatch):
     [([0.1, 0.6, 0.2, 0.6], 40), ([0.1, 0.55, 0.45, 0.6], 20), ([0.6, 0.3, 0.3, 0.4], None), ([0.5, 0.5, 0, 0], 10)],
 )
 def test_one_lucky_evaluation_does_not_reach_the_goal(lab, accuracies, seconds):
-    from _lab_page import reached
 
     assert reached([(10.0 * (k + 1), value) for k, value in enumerate(accuracies)], 0.5) == seconds
 
 
 def test_means_are_of_the_recipe_as_it_is_and_of_an_earlier_one_only_without_it(lab):
-    from _lab_page import Entry
 
     cells = {seed: {"summary": {"seed": seed}} for seed in (0, 1)} | {2: None}
     now = Entry("a", "tested", False, cells, {0: "stale: code", 1: "stale: recipe", 2: "not run"})
@@ -554,7 +536,6 @@ def test_means_are_of_the_recipe_as_it_is_and_of_an_earlier_one_only_without_it(
 
 
 def test_an_interval_over_seeds_is_students(lab):
-    from _lab_page import over_seeds
 
     # 4.3027 standard errors on either side, of a mean of 0.4 with the std 0.1 of three values.
     assert over_seeds([0.3, 0.4, 0.5]) == ("0.40", "0.15 to 0.65")
@@ -594,8 +575,6 @@ def moving(lab: ModuleType, gain: float, drawn: float) -> dict:
 
 
 def test_videos_have_a_section_of_their_own_with_the_noise_of_the_samplers(lab):
-    from _lab_page import Entry, page
-    from _lab_videos import videos_section
 
     cells = {"": (0.12, 0.05), "-cps": (0.1, 0.0625)}
     entries = [

@@ -1,4 +1,4 @@
-"""What scripts/guard_ratio.py records of GRPO-Guard's claim."""
+"""What `python -m scripts.lab guard-ratio` records of GRPO-Guard's claim."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from flowrl.algorithms import flow_grpo, grpo_guard
 from flowrl.credit.advantages import Advantages
 from flowrl.training.metrics import Sums
-from tests.tiny_sd3 import script
+from scripts.lab import guard_ratio
 from tests.toys import Session, ToyAdapter, learner_of, nudge, replay_of, roll_out, rollout_of
 
 ALGORITHMS = {
@@ -33,7 +33,7 @@ SMALL = [
 
 @pytest.fixture
 def guard() -> ModuleType:
-    return script("guard_ratio")
+    return guard_ratio
 
 
 def one_iteration(name: str, guard: ModuleType | None) -> tuple[Any, Session, list[torch.Tensor]]:

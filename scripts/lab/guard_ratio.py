@@ -1,8 +1,8 @@
 """Measure GRPO-Guard's claim: log ratios of unused edges under Flow-GRPO and under the guard, step by step.
 
-    python scripts/guard_ratio.py                 train both, write docs/algorithms/guard_ratio.{json,svg} and the page
-    python scripts/guard_ratio.py --write         only write the picture and the page from the numbers
-    python scripts/guard_ratio.py a.b=c ...       with overrides of scripts/guard_ratio.yaml
+    python -m scripts.lab guard-ratio            train both, write docs/algorithms/guard_ratio.{json,svg}, the page
+    python -m scripts.lab guard-ratio --write    only write the picture and the page from the numbers
+    python -m scripts.lab guard-ratio a.b=c ...  with overrides of scripts/lab/guard_ratio.yaml
 
 Before the 2nd, 3rd, ... update of an iteration, the log ratio of the edges that this update is about to train is
 taken without gradients. None of them has moved the policy since it drew them, so their noise z is independent of
@@ -33,8 +33,8 @@ from flowrl.run.session import Session
 from flowrl.training.edge_batches import EdgeBatches
 from flowrl.training.learner import Learner
 
-ROOT = Path(__file__).resolve().parents[1]
-RECIPE = ROOT / "scripts" / "guard_ratio.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "scripts" / "lab" / "guard_ratio.yaml"
 PAGES = ROOT / "docs" / "algorithms"
 NUMBERS, IMAGE, PAGE = PAGES / "guard_ratio.json", PAGES / "guard_ratio.svg", PAGES / "grpo_guard.md"
 # The published clip ranges times sqrt(65536 / 256): both log ratios go with 1 / sqrt(dims).
@@ -321,7 +321,3 @@ def main() -> None:
     draw(numbers, IMAGE)
     write_page(numbers)
     print(table(numbers))
-
-
-if __name__ == "__main__":
-    main()

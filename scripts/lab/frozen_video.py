@@ -1,12 +1,12 @@
 """The frozen video: a run rewarded by smoothness alone beside one rewarded by `motion`, whose gate asks for movement.
 
-    python scripts/frozen_video.py            run missing cells, then write the page and its pictures
-    python scripts/frozen_video.py --check    replay the start of stale cells, as the lab does
-    python scripts/frozen_video.py --stale    run stale cells too
-    python scripts/frozen_video.py --write    only write them; the filmstrips need the run folders
+    python -m scripts.lab frozen-video            run missing cells, then write the page and its pictures
+    python -m scripts.lab frozen-video --check    replay the start of stale cells, as the lab does
+    python -m scripts.lab frozen-video --stale    run stale cells too
+    python -m scripts.lab frozen-video --write    only write them; the filmstrips need the run folders
 
 A cell is one of the two recipes on seed 0, kept in docs/rewards/frozen_video.json with the lab's fingerprints
-(scripts/lab.py) and its curve. As the lab, it can be stopped at any time, and the same command goes on.
+(scripts/lab) and its curve. As the lab, it can be stopped at any time, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lab
 import numpy as np
-from _lab_page import cpu_seconds, row, table
-from _lab_runs import mean_scores
-from _strips import drawn, strips
-from _svg import Panel, Picture
 from PIL import Image
 
 from flowrl.evaluation.results import Evaluation
+from scripts._strips import drawn, strips
+from scripts._svg import Panel, Picture
+from scripts.lab import cells as lab
+from scripts.lab.page import cpu_seconds, row, table
+from scripts.lab.runs import mean_scores
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "configs" / "frozen"
 PAGES = ROOT / "docs" / "rewards"
 NUMBERS, PAGE = PAGES / "frozen_video.json", PAGES / "frozen_video.md"
@@ -45,7 +45,7 @@ SHOWN = 3
 HEAD = """\
 # The frozen video
 
-Written by `python scripts/frozen_video.py`; do not edit. Every measure of smoothness is at its best for a video in
+Written by `python -m scripts.lab frozen-video`; do not edit. Every measure of smoothness is at its best for a video in
 which nothing moves, so a model that is rewarded by one alone is asked to stand still. Does it? `assets/tiny-wan`,
 {iterations} iterations of Flow-GRPO, seed 0, twice: rewarded by `motion_smoothness` alone
 (`configs/frozen/smooth.yaml`), and by `motion` (`configs/frozen/gated.yaml`), which pays for smoothness only as far as
@@ -193,7 +193,3 @@ def main() -> int:
     if good or args.check:
         write_page()
     return 0 if good else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

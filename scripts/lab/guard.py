@@ -1,15 +1,15 @@
 """The guard in the lab: does it stop the runs that hack their reward, and leave the healthy ones alone?
 
-    python scripts/guard_lab.py                       run missing cells, then write the table of docs/watching.md
-    python scripts/guard_lab.py --write               only write the table
-    python scripts/guard_lab.py --stale               run stale cells too
-    python scripts/guard_lab.py --seeds 0 NAME ...    only these seeds and recipes
+    python -m scripts.lab guard                       run missing cells, then write the table of docs/watching.md
+    python -m scripts.lab guard --write               only write the table
+    python -m scripts.lab guard --stale               run stale cells too
+    python -m scripts.lab guard --seeds 0 NAME ...    only these seeds and recipes
 
 Three kinds of cells, all with guard.mode=stop. `hacking`: the compressibility and incompressibility recipes on seeds 0
 to 2, watching strict accuracy. `healthy`: six recipes on seed 0, watching the cosine of tiny-clip, which they do not
 train on. `proxy`: the recipes of configs/proxy on seeds 0 to 2, watching strict accuracy, reported as it is.
 
-A cell is kept in docs/lab/guard.json with the lab's fingerprints (scripts/lab.py); runs are where the lab's are. As the
+A cell is kept in docs/lab/guard.json with the lab's fingerprints (scripts/lab); runs are where the lab's are. As the
 lab, it can be stopped at any time, and the same command goes on.
 """
 
@@ -23,14 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lab
 import numpy as np
-from _lab_fingerprints import ROOT, Fingerprints
-from _lab_runs import RUNS, Failed, Run, costs, read, train, write
 
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import difference
 from flowrl.run.status import ENDED
+from scripts.lab import cells as lab
+from scripts.lab.fingerprints import ROOT, Fingerprints
+from scripts.lab.runs import RUNS, Failed, Run, costs, read, train, write
 
 NUMBERS, PAGE = ROOT / "docs" / "lab" / "guard.json", ROOT / "docs" / "watching.md"
 LAB, PROXY = ROOT / "configs" / "lab", ROOT / "configs" / "proxy"
@@ -163,7 +163,3 @@ def main() -> int:
         done = lab.run_missing(jobs, NUMBERS, stale=options.stale)
     write_page(lab.load(NUMBERS))
     return 0 if done else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The lab: recipes measured on their seeds, and experiments of their own; README.md has the commands."""
