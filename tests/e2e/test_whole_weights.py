@@ -95,7 +95,7 @@ def test_no_level_stands_for_what_is_no_number(value):
 
 
 def test_a_model_whose_weights_are_finite_is_told_otherwise(monkeypatch, tmp_path, flowrl):
-    from flowrl.models.weights.roles.roles import whole
+    from flowrl.models.weights import whole
 
     monkeypatch.setattr(whole, "not_finite", lambda value: 0)
     model(tmp_path, "transformer", "NaN")

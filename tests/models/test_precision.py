@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from flowrl.models.weights.roles.roles import roles as weights
+from flowrl.models.weights import roles as weights
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
