@@ -26,6 +26,7 @@ from flowrl.rollout.policy import Policy
 from flowrl.rollout.trajectories import Asked, Trajectories
 from flowrl.samplers import flow_sde
 from flowrl.training.microbatches import microbatches
+from scripts.pretraining import sd3
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["a red circle", "two blue squares"]
@@ -52,7 +53,7 @@ def pipeline(seed: int = 0, *, sd35: bool = False, **scheduler: Any) -> Any:
     from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
     from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-    made = script("_tiny_sd3").build_pipeline(seed)
+    made = sd3.build_pipeline(seed)
     if sd35:
         torch.manual_seed(seed)
         own = {key: value for key, value in made.transformer.config.items() if not key.startswith("_")}

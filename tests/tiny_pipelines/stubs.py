@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests import tiny_sd3
+from scripts.pretraining import text as tiny_text
 
 TOKENS = 8
 
@@ -114,7 +114,7 @@ def words(side: str = "right", special: tuple[str, ...] = ()) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    known = ["<pad>", "</s>", "<unk>", *tiny_sd3.script("_tiny_text").words(), "left", "right", "on", "the", "of"]
+    known = ["<pad>", "</s>", "<unk>", *tiny_text.words(), "left", "right", "on", "the", "of"]
     vocab = {word: number for number, word in enumerate(dict.fromkeys(known))}
     made = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -132,7 +132,7 @@ def words(side: str = "right", special: tuple[str, ...] = ()) -> Any:
 def t5(width: int = 32) -> tuple[Any, Any]:
     from transformers import T5Config, T5EncoderModel
 
-    tokenizer = tiny_sd3.script("_tiny_sd3").t5_tokenizer()
+    tokenizer = tiny_text.t5_tokenizer()
     config = T5Config(
         vocab_size=len(tokenizer), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0
     )
@@ -142,7 +142,7 @@ def t5(width: int = 32) -> tuple[Any, Any]:
 def clip(*, projection: bool = False, positions: int = 12) -> tuple[Any, Any]:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-    tokenizer = tiny_sd3.script("_tiny_text").clip_tokenizer()
+    tokenizer = tiny_text.clip_tokenizer()
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,

@@ -1,4 +1,7 @@
-"""The picture of docs/votes.md: `python scripts/vote_picture.py [OUT]` writes docs/votes/page.png, or OUT/*.png.
+"""The picture of docs/votes.md, from a run of the tests.
+
+    python -m scripts.pages vote-picture          docs/votes/page.png
+    python -m scripts.pages vote-picture OUT      OUT/*.png
 
 Votes are taken on a small synthetic run, that of the tests of the gallery. Needs Chromium and the extra browser. With
 a folder, the page is shown wide, on a phone and in the dark, to be looked at. Then two voters throw dice over every
@@ -7,16 +10,16 @@ pair, and the lines of the terminal are printed.
 
 from __future__ import annotations
 
+import argparse
 import io
 import random
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 Shot = tuple[str, dict[str, int], str]
 PAGE: tuple[Shot, ...] = (("page", {"width": 760, "height": 540}, "light"),)
 LOOK: tuple[Shot, ...] = (
@@ -45,15 +48,16 @@ def shoot(server: Any, out: Path, shots: tuple[Shot, ...]) -> None:
                 shot.quantize(128).save(out / f"{name}.png", optimize=True)
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Make the run, vote and shoot."""
-    sys.path.insert(0, str(ROOT))
     from flowrl.apps.voting.result import result
     from tests.apps.gallery.test_gallery import make_run
     from tests.apps.voting.test_vote import voting
 
-    look = len(sys.argv) > 1
-    out = Path(sys.argv[1]) if look else ROOT / "docs" / "votes"
+    parser = argparse.ArgumentParser(prog="python -m scripts.pages vote-picture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", help="folder of pictures to be looked at")
+    look = parser.parse_args(words).out
+    out = look or ROOT / "docs" / "votes"
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
         run = make_run(Path(place) / "run", num_prompts=6, size=128, iterations=20)
@@ -64,7 +68,3 @@ def main() -> None:
                 while (pair := server.ballot.ask(voter)["pair"]) is not None:
                     server.ballot.vote(voter, pair["token"], dice.choice(["left", "right", "tie"]))
             print("\n".join(result(server.ballot.of_present_images()).lines()))
-
-
-if __name__ == "__main__":
-    main()

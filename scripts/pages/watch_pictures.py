@@ -1,4 +1,6 @@
-"""Pictures of the live page in docs/watching/: `python scripts/watch_pictures.py RUN [--iteration 30 | --guarded]`.
+"""The pictures of the live page in docs/watching/, from a finished run.
+
+    python -m scripts.pages watch-pictures RUN [--iteration 30 | --guarded]
 
 A copy of a finished run is shown as it was after an iteration: without what came later, and with its lock held. With
 `--guarded` it is shown as its guard ended it. Needs Chromium and the packages of the extra browser.
@@ -11,14 +13,13 @@ import fcntl
 import io
 import json
 import shutil
-import sys
 import tempfile
 import threading
 from pathlib import Path
 
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "watching"
 Shot = tuple[str, dict[str, int], str, str]
 SHOTS: tuple[Shot, ...] = (
@@ -63,13 +64,16 @@ def shoot(run: Path, shots: tuple[Shot, ...], state: str) -> None:
         server.shutdown()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.pages watch-pictures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, help="a finished run folder; it is copied")
     parser.add_argument("--iteration", type=int, default=30)
     parser.add_argument("--guarded", action="store_true", help="the run as its guard ended it")
-    options = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
+    options = parser.parse_args(words)
     OUT.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         run = Path(temporary) / options.run.name
@@ -81,7 +85,3 @@ def main() -> None:
         with (run / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             shoot(run, SHOTS, "live")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,17 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import _tiny_clip
 import numpy as np
 import torch
-from _tiny_clip import Settings, cosines
 from scipy.stats import rankdata, spearmanr
 from torch import Tensor
 
 from flowrl import shapes
 from flowrl.statistics.intervals import interval
+from scripts.pretraining.clip import Settings, cosines, load, train
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
 CAPTIONS, GROUP = 128, 16
 ASCENT_STEPS, ASCENT_RATE, ASCENT_CAPTIONS = (0, 3, 10, 30, 100), 0.03, 64
 VALUES = ("clip_cos", "shapes_strict", "shapes_partial")
@@ -150,9 +149,9 @@ def make(settings: Settings, *, only_measure: bool = False) -> None:
         facts = {key: known[key] for key in ("settings", "training")}
     else:
         own = {key: value for key, value in vars(settings).items() if key != "output"}
-        facts = {"settings": own, "training": _tiny_clip.train(settings)}
+        facts = {"settings": own, "training": train(settings)}
         file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    model, tokenizer = _tiny_clip.load(settings.output)
+    model, tokenizer = load(settings.output)
     seed, started = facts["settings"]["seed"], time.process_time()
     facts["base samples of tiny-sd3"] = {
         part: measure_base(model, tokenizer, part, seed) for part in ("train", "heldout")

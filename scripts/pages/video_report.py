@@ -1,7 +1,7 @@
-"""The report of the lab's SAGE-GRPO run on videos, small enough to be in the repository, and filmstrips of it.
+"""The report of the lab's SAGE-GRPO run on videos, small enough for the repository, and its filmstrips in docs/lab/.
 
-    python -m scripts.lab video-sage_grpo --seeds 0     the run, if its folder is gone
-    python -m scripts.video_report
+    python -m scripts.lab video-sage_grpo --seeds 0                       the run, if its folder is gone
+    python -m scripts.pages video-report runs/lab/video-sage_grpo-seed0
 
 The page docs/lab/video_report/index.html is what `flowrl gallery` writes of the run folder, with the videos of fewer
 captions: those that the run would have saved with `eval.save_images` of 48. Numbers are of all captions. The filmstrips
@@ -20,11 +20,9 @@ from PIL import Image
 from flowrl import moving_shapes
 from flowrl.apps.gallery import builder
 from flowrl.evaluation.results import Evaluation
-from scripts._strips import drawn, strips
-from scripts.lab import runs
+from scripts.pages.strips import drawn, strips
 
-RUN = "video-sage_grpo-seed0"
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "lab" / "video_report"
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "lab" / "video_report"
 STRIPS = FOLDER.parent / "videos.png"
 CAPTIONS = 48
 """Captions whose videos the report has."""
@@ -56,16 +54,17 @@ def draw(run: Path) -> Image.Image:
     return strips({name: run / "eval" / name for name in found}, {k: prompts[k] for k in numbers}, right)
 
 
-def main() -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.pages video-report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, help="the finished run folder; it is copied")
+    run = parser.parse_args(words).run
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / RUN
-        copy_run(runs.RUNS / RUN, copy)
+        copy = Path(folder) / run.name
+        copy_run(run, copy)
         page = builder.build([copy], FOLDER)
-    draw(runs.RUNS / RUN).save(STRIPS, optimize=True)
+    draw(run).save(STRIPS, optimize=True)
     print(f"{page}: {page.stat().st_size / 1e6:.1f} MB")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,7 +1,4 @@
-"""Write docs/migration.md from the tables of flowrl/apps/migration: `python -m scripts.make_migration_doc`.
-
-Running it again changes nothing; a test compares the file with what this writes.
-"""
+"""docs/migration.md, from the tables of flowrl/apps/migration."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ import yaml
 from flowrl.apps.migration.table import Key, Tool
 from flowrl.apps.migration.tools import TOOLS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "migration.md"
 HEAD = """# Coming from another tool
 
-Written by `python -m scripts.make_migration_doc` from `flowrl/apps/migration/`; do not edit.
+Written by `python -m scripts.pages` from `flowrl/apps/migration/`; do not edit.
 
 `flowrl convert-config FILE` reads the configuration of another tool and writes a recipe of flowrl. The file is read as
 text and never executed. Each line of the recipe has a comment with the key that it came from and the conversion; a key
@@ -44,10 +41,9 @@ without a counterpart is listed at the top of the recipe and on the error stream
 """
 
 
-def page() -> str:
-    """The whole text of docs/migration.md."""
-    parts = [_head(), *(_section(tool) for tool in TOOLS.values())]
-    return "\n".join(parts)
+def pages() -> dict[Path, str]:
+    """The page and its whole text."""
+    return {FILE: "\n".join([_head(), *(_section(tool) for tool in TOOLS.values())])}
 
 
 def _head() -> str:
@@ -88,7 +84,3 @@ def _rewards(tool: Tool) -> Iterator[str]:
         yield from ("| reward | flowrl | remark |", "|---|---|---|")
         for name, (entry, note) in tool.rewards.items():
             yield f"| `{name}` | `{yaml.safe_dump(entry, default_flow_style=True).strip()}` | {note} |"
-
-
-if __name__ == "__main__":
-    FILE.write_text(page(), encoding="ascii")

@@ -1,8 +1,6 @@
-"""Write docs/rewards.md from the cards of rewards/, docs/rewards/notes.md and docs/rewards/proxy.md.
+"""docs/rewards.md, from the cards of rewards/, docs/rewards/notes.md and docs/rewards/proxy.md.
 
-    python -m scripts.make_rewards_doc
-
-Running it again changes nothing; a test compares the file with what this writes. Nothing is loaded or downloaded.
+Nothing is loaded or downloaded.
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ from flowrl.commands.list import about, direction, span
 from flowrl.core import registry
 from flowrl.reward import Card
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "rewards.md"
 PAGES = ROOT / "docs" / "rewards"
 NOTES, PROXY = PAGES / "notes.md", PAGES / "proxy.md"
 SEES = {"any": "images, videos", "image": "images", "video": "videos", "edit": "source and result"}
 HEAD = """# Rewards
 
-Written by `python -m scripts.make_rewards_doc` from the cards of `rewards/` and `docs/rewards/notes.md`; do not edit.
+Written by `python -m scripts.pages` from the cards of `rewards/` and `docs/rewards/notes.md`; do not edit.
 
 `flowrl list rewards` shows the same, `flowrl list rewards NAME` the whole card with the options. Raw values are on the
 published scale of each model; logs, evaluations and reports contain raw values only. A card is that of the default
@@ -94,7 +92,7 @@ def options() -> str:
     return ", ".join(shown)
 
 
-def pages() -> str:
+def links() -> str:
     """Links to the other files of docs/rewards/, by their titles."""
     result = []
     for file in sorted(PAGES.glob("*.md")):
@@ -111,8 +109,8 @@ def example() -> str:
     return EXAMPLE + (f"\n{short}\n" if short else "")
 
 
-def page() -> str:
-    """The whole file."""
+def pages() -> dict[Path, str]:
+    """The page and its whole text."""
     known = list(cards())
     first = "".join(overview(*each) for each in known)
     second = "".join(details(name, card) for name, _, card in known)
@@ -120,13 +118,4 @@ def page() -> str:
         f"\nEvery entry of `rewards` takes, with these defaults: {options()}. The other keys are the reward's own.\n"
     )
     notes = NOTES.read_text(encoding="utf-8")
-    return HEAD + first + DETAILS + second + entry + "\n" + notes + example() + pages()
-
-
-def main() -> None:
-    FILE.write_text(page(), encoding="utf-8", newline="\n")
-    print(FILE)
-
-
-if __name__ == "__main__":
-    main()
+    return {FILE: HEAD + first + DETAILS + second + entry + "\n" + notes + example() + links()}

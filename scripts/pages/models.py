@@ -1,12 +1,7 @@
-"""Write docs/models.md from the table of families and the tiny pipelines: `python -m scripts.make_models_doc`.
-
-Running it again changes nothing; a test compares the file with what this writes.
-"""
+"""docs/models.md, from the table of families and the tiny pipelines of the tests."""
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +12,7 @@ from flowrl.models.generic.options import find_networks
 from flowrl.models.pipelines.classes import natives
 from tests import tiny_pipelines as tiny
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "models.md"
 GUIDANCE: dict[Guidance, str] = {
     "cfg": "`guidance_scale`: CFG",
@@ -28,7 +23,7 @@ GUIDANCE: dict[Guidance, str] = {
 }
 HEAD = """# Models
 
-Written by `python -m scripts.make_models_doc` from `flowrl/models/generic/families.py` and the tiny pipelines of the
+Written by `python -m scripts.pages` from `flowrl/models/generic/families.py` and the tiny pipelines of the
 tests; do not edit.
 
 `model.name: generic` trains any diffusers pipeline that ends each denoising step with `scheduler.step`. Each class
@@ -220,21 +215,11 @@ def image_remarks(family: Family) -> Iterator[str]:
         yield "its call has no size: `model.height` x `model.width` is one of its own sizes"
 
 
-def page() -> str:
-    """The whole file."""
+def pages() -> dict[Path, str]:
+    """The page and its whole text."""
     result, native = examples(), natives()
     rows = [row(kind, result.get(kind), native.get(kind, "")) for kind in FAMILIES]
     said = {kind: list(remarks(family, result.get(kind))) for kind, family in FAMILIES.items()}
     lines = [f"- **{kind}**: {'; '.join(sentences)}." for kind, sentences in said.items() if sentences]
-    return HEAD + "\n".join(rows) + "\n" + TAIL + "\n".join(lines) + "\n" + ABOUT_IMAGES
-
-
-def main() -> None:
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    FILE.write_text(page(), encoding="ascii", newline="\n")
-    print(FILE)
-
-
-if __name__ == "__main__":
-    main()
+    text = HEAD + "\n".join(rows) + "\n" + TAIL + "\n".join(lines) + "\n" + ABOUT_IMAGES
+    return {FILE: text}

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from _tiny_text import CLIP_LENGTH, clip_config, clip_tokenizer, t5_sizes, t5_tokenizer
-from _tiny_training import Model, Settings, caption_rows, draw
 from torch import Tensor
+
+from scripts.pretraining.text import CLIP_LENGTH, clip_config, clip_tokenizer, t5_sizes, t5_tokenizer
+from scripts.pretraining.training import Model, Settings, caption_rows, draw
 
 # The length the lab uses, and now and then what a plain pipe(prompt) call pads to; SD3 has no text mask.
 T5_LENGTHS = {9: 0.88, 32: 0.05, 77: 0.03, 256: 0.04}

@@ -1,7 +1,9 @@
 """Run the commands of a tutorial (docs/tutorials), in the working directory, which should be an empty folder.
 
-    python -m scripts.tutorials PAGE.md          small runs, as the tests do it
-    python -m scripts.tutorials PAGE.md --full   the commands as they stand; their times go onto the page
+    python -m scripts.pages tutorials PAGE.md          small runs, as the tests do it
+    python -m scripts.pages tutorials PAGE.md --full   the commands as they stand; their times go onto the page
+
+PYTHONPATH names the repository, whose scripts an empty folder does not have.
 
 A block ```bash holds commands, any other block with a title (```python title="warm.py") is a file that the reader
 writes. A comment before a block says what a test runs in place of it: `<!-- test: WORDS -->`, with WORDS one of
@@ -33,7 +35,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "tutorials"
 PAGES = sorted(FOLDER.glob("*.md"))
 INSTALLS = ("git clone", "cd flowrl", "bash scripts/quickstart.sh", "source .venv/bin/activate")
@@ -226,14 +228,15 @@ def _served(line: str) -> subprocess.Popen[bytes]:
     raise SystemExit(f"{line}: no answer in 60 s")
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(
+        prog="python -m scripts.pages tutorials",
         description=__doc__.partition("\n\n")[0] if __doc__ else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("page", type=Path, help="a file of docs/tutorials")
     parser.add_argument("--full", action="store_true", help="the commands as they stand; write their times to the page")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     text = options.page.read_text(encoding="ascii")
     if options.full and not TIMES.search(text):
         raise SystemExit(
@@ -246,7 +249,3 @@ def main() -> None:
     if options.full:
         page.write_text(TIMES.sub(lambda _: table(times), text), encoding="ascii")
         print(table(times))
-
-
-if __name__ == "__main__":
-    main()

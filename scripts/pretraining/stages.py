@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _tiny_training import all_reduce_gradients
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from scripts.pretraining.training import all_reduce_gradients
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 

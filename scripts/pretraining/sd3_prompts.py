@@ -1,4 +1,4 @@
-"""Write the prompt lists of the SD3.5 recipes: `python scripts/make_sd3_prompts.py`.
+"""The prompt lists of the SD3.5 recipes: `python -m scripts.pretraining sd3-prompts`.
 
 Three kinds, each for training and held out, in `assets/prompts/` (small lists to start from) or, with `--count` and
 `--out`, as many as there are:
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import yaml
 
-FOLDER = Path(__file__).resolve().parents[1] / "assets" / "prompts"
+FOLDER = Path(__file__).resolve().parents[2] / "assets" / "prompts"
 WORDS = yaml.safe_load((Path(__file__).resolve().parent / "sd3_words.yaml").read_text(encoding="ascii"))
 SEED = 0
 
@@ -108,13 +108,14 @@ def draw(kind: str, train: int, held_out: int, seed: int = SEED) -> dict[str, li
     return lists
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, default=384, help="training prompts of each kind")
     parser.add_argument("--held-out", type=int, default=96, help="held-out prompts of each kind")
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    options = parser.parse_args()
+
+
+def write(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for kind in options.kinds:
         for part, records in draw(kind, options.count, options.held_out).items():
@@ -123,7 +124,3 @@ def main() -> None:
             file = options.out / f"sd3-{kind}-{part}.{suffix}"
             file.write_text("\n".join(lines) + "\n", encoding="ascii", newline="\n")
             print(f"{file}: {len(lines)} prompts")
-
-
-if __name__ == "__main__":
-    main()

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from _tiny_text import t5_sizes, t5_tokenizer
-from _tiny_training import PROMPT_DROPOUT, Model
 from torch import Tensor, nn
 
 from flowrl import moving_shapes
 from flowrl.shapes import BACKGROUND
+from scripts.pretraining.text import t5_sizes, t5_tokenizer
+from scripts.pretraining.training import PROMPT_DROPOUT, Model
 
 SIZE, FRAMES, LENGTH = 32, moving_shapes.FRAMES, 12
 CHANNELS, LATENT_FRAMES = 4, 5

@@ -1,4 +1,6 @@
-"""Write the README's block and picture from a finished run: `python scripts/readme_picture.py runs/quickstart`.
+"""The README's block and picture, from a finished run.
+
+    python -m scripts.pages readme-picture runs/quickstart
 
 The captions are drawn with a fixed seed before any score is looked at; a green frame is strictly right, a red one
 is not.
@@ -6,9 +8,9 @@ is not.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 import textwrap
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import numpy as np
 import yaml
 from PIL import Image, ImageDraw, ImageFont
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 IMAGE = ROOT / "assets" / "quickstart.png"
 COLUMNS, SCALE, MARGIN, CAPTION = 10, 3, 8, 44
 RIGHT, WRONG, PAPER, INK = (46, 160, 67), (207, 34, 46), (255, 255, 255), (36, 41, 47)
@@ -80,7 +82,7 @@ def block(folder: Path) -> str:
             row("tuned", "tuned"),
             row("paired difference", "difference", "+"),
             "",
-            "Recipe `configs/quickstart.yaml`, seed 0; image and table by `python scripts/readme_picture.py "
+            "Recipe `configs/quickstart.yaml`, seed 0; image and table by `python -m scripts.pages readme-picture "
             f"{folder}`. The tuned numbers depend on the processor: training carries its rounding on. Other seeds, "
             "other numbers of steps, and how the recipe was chosen: "
             "[docs/lab.md](docs/lab.md).",
@@ -88,8 +90,10 @@ def block(folder: Path) -> str:
     )
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m scripts.pages readme-picture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a finished run folder")
+    folder = parser.parse_args(words).run
     draw(folder).save(IMAGE, optimize=True)
     readme = ROOT / "README.md"
     text = readme.read_text(encoding="utf-8")
@@ -97,7 +101,3 @@ def main() -> None:
     pattern = r"<!-- quickstart -->(?:.*<!-- end of quickstart -->)?"
     readme.write_text(re.sub(pattern, lambda _: marked, text, flags=re.DOTALL), encoding="utf-8")
     print(IMAGE)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,10 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from _tiny_report import quiet
-from _tiny_stages import Stage, check_facts, ramp
-from _tiny_training import log, save
-from _tiny_wan import (
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flowrl import moving_shapes
+from flowrl.core.files import write_atomically
+from scripts.pretraining.report import quiet
+from scripts.pretraining.stages import Stage, check_facts, ramp
+from scripts.pretraining.training import log, save
+from scripts.pretraining.wan import (
     MODEL,
     FlowMatching,
     Settings,
@@ -25,12 +31,6 @@ from _tiny_wan import (
     latent_facts,
     vae_loss,
 )
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-
-from flowrl import moving_shapes
-from flowrl.core.files import write_atomically
 
 RECORD = "pretraining.json"
 FINGERPRINT = {"prompt": "a red circle moves left", "seed": 0}
@@ -191,7 +191,7 @@ def _take_vae(vae: Any, output: Path) -> None:
     """
     folder = output / "vae"
     if not ((folder / "config.json").exists() and (output / RECORD).exists()):
-        raise SystemExit(f"{output} holds no VAE; run `python scripts/pretrain_tiny.py tiny-wan --stage vae` first")
+        raise SystemExit(f"{output} holds no VAE; run `python -m scripts.pretraining tiny-wan --stage vae` first")
     trained = type(vae).from_pretrained(folder)
     vae.load_state_dict(trained.state_dict())
     vae.register_to_config(**latent_facts(trained))

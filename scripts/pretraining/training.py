@@ -1,6 +1,6 @@
 """Training of the tiny pipelines on the shapes world: VAE, latents, denoiser with its text encoders, saving.
 
-What a model is (`_tiny_sd3.py`, `_tiny_sd.py`) it says in a `Model`: its parts, its loss, and the calls at which its
+What a model is (`sd3.py`, `sd.py`) it says in a `Model`: its parts, its loss, and the calls at which its
 accuracy is reported. Training runs in cycles; each starts from the saved result of the one before.
 """
 
@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.distributed as dist
-from _tiny_text import captions
 from torch import Tensor, nn
 
 from flowrl import shapes
+from scripts.pretraining.text import captions
 
 TASK_WEIGHTS = {"single": 0.03, "color": 0.12, "counting": 0.25, "two": 0.10, "binding": 0.25, "position": 0.25}
 PROMPT_DROPOUT = 0.1

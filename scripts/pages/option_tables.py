@@ -1,10 +1,8 @@
-"""Write the option tables of docs/algorithms/ from the code, each between its two marks.
-
-    python -m scripts.option_tables
+"""The option tables of docs/algorithms/, each between its two marks, from the code.
 
 A mark names what its table is of: `<!-- options: awm -->` the method, `<!-- options: data.pairs -->` a mapping of a
 configuration. Every option has a row. A mapping that many methods share is one row, with the values in which it differs
-from its own defaults. Running it again changes nothing; a test compares the pages with what this writes.
+from its own defaults.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from flowrl.config.schema import RunConfig
 from flowrl.core import registry
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
-from scripts.reference_pages import cell, code, value
+from scripts.pages.reference import cell, code, value
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "algorithms"
 START, END = "<!-- options: {} -->", "<!-- end of options -->"
 MARKED = re.compile(r"<!-- options: (?P<of>.+?) -->\n.*?<!-- end of options -->", re.DOTALL)
@@ -127,8 +125,3 @@ def written(text: str) -> str:
 def pages() -> dict[Path, str]:
     """Page -> its text with tables as the code has them."""
     return {file: written(file.read_text(encoding="utf-8")) for file in sorted(PAGES.glob("*.md"))}
-
-
-if __name__ == "__main__":
-    for page, new in pages().items():
-        page.write_text(new, encoding="utf-8")

@@ -1,9 +1,7 @@
-"""Draw the pictures of docs/concepts/ from the code itself: plans, trees, noise, credit, clip, KL, hacked rewards.
+"""The pictures of docs/concepts/, drawn from the code itself: plans, trees, noise, credit, clip, KL, hacked rewards.
 
-    python -m scripts.concept_pictures
-
-Running it again changes nothing; a test compares the pictures with what this draws. Nothing is loaded or downloaded:
-grids, rewards and latents are small tables, methods and samplers those of `flowrl list`.
+Nothing is loaded or downloaded: grids, rewards and latents are small tables, methods and samplers those of `flowrl
+list`.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from flowrl.diffusion.schedules import Schedule, shifted_linspace
 from flowrl.diffusion.tree_shapes import Branching
 from flowrl.losses.ratio import clipped_ratio_loss
 from flowrl.samplers.base import Sampler, StepDistribution
-from scripts._svg import Panel, Picture, label
+from scripts.pages.svg import Panel, Picture, label
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "concepts"
 STEPS = 10
 ITERATION, SEED = 30, 0
@@ -381,13 +379,7 @@ def _climb(picture: Picture, climbs: dict[str, Any]) -> None:
     picture.text(226, 230, "steps of Adam", "soft small", "end")
 
 
-def pictures() -> dict[str, str]:
-    """File name -> SVG."""
+def pages() -> dict[Path, str]:
+    """File -> SVG."""
     made = (iteration, plans, noise, trees, credit, tree_credit, clip, kl, hacking)
-    return {f"{draw.__name__}.svg": draw().svg() for draw in made}
-
-
-if __name__ == "__main__":
-    PAGES.mkdir(exist_ok=True)
-    for name, text in pictures().items():
-        (PAGES / name).write_text(text, encoding="utf-8")
+    return {PAGES / f"{draw.__name__}.svg": draw().svg() for draw in made}

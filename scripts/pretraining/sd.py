@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _tiny_sd3 import tiny_vae
-from _tiny_text import clip_config, clip_tokenizer
-from _tiny_training import Model, Settings, caption_rows, draw
 from torch import Tensor
+
+from scripts.pretraining.sd3 import tiny_vae
+from scripts.pretraining.text import clip_config, clip_tokenizer
+from scripts.pretraining.training import Model, Settings, caption_rows, draw
 
 TEXT_WIDTH = 128
 

@@ -1,8 +1,6 @@
-"""Write docs/reference/ from the code: the options of a configuration and its components, the commands, the Python API.
+"""docs/reference/: the options of a configuration and its components, the commands, the Python API, from code.
 
-    python -m scripts.reference_pages
-
-Running it again changes nothing; a test compares the pages with what this writes. Nothing is loaded or downloaded.
+Nothing is loaded or downloaded.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from flowrl.core import registry
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.scoring.entries import RewardEntry
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "reference"
-WRITTEN = "Written by `python -m scripts.reference_pages` from the code; do not edit.\n"
+WRITTEN = "Written by `python -m scripts.pages` from the code; do not edit.\n"
 TITLES = {"models": "Options of the models", "samplers": "Options of the samplers",
           "algorithms": "Options of the methods", "rewards": "Options of the rewards"}  # fmt: skip
 NOTES = {
@@ -221,14 +219,8 @@ def parameters(made: Any) -> str:
     return f"({', '.join(names)})"
 
 
-def pages() -> dict[str, str]:
-    """File name -> text of every page of the reference."""
+def pages() -> dict[Path, str]:
+    """File -> text of every page of the reference."""
     kinds = {f"{kind}.md": components(kind) for kind in TITLES}
     others = {"configuration.md": configuration(), "credits.md": credits(), "commands.md": commands(), "api.md": api()}
-    return others | kinds
-
-
-if __name__ == "__main__":
-    PAGES.mkdir(exist_ok=True)
-    for name, text in pages().items():
-        (PAGES / name).write_text(text, encoding="utf-8")
+    return {PAGES / name: text for name, text in (others | kinds).items()}

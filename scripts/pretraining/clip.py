@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from _tiny_text import CLIP_LENGTH, clip_tokenizer
 from torch import Tensor
 
 from flowrl import shapes
 from flowrl.shapes import COLORS, NUMBERS, RELATIONS, SHAPES, ObjectSpec, Placed, Scene
+from scripts.pretraining.text import CLIP_LENGTH, clip_tokenizer
 
 TASK_WEIGHTS = {"single": 0.03, "color": 0.10, "counting": 0.25, "two": 0.10, "binding": 0.26, "position": 0.26}
 FAMILY = 4

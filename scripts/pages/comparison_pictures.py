@@ -1,4 +1,6 @@
-"""Pictures of a comparison in docs/judging/: `python scripts/comparison_pictures.py RUN RUN...`.
+"""The pictures of a comparison in docs/judging/, from finished runs.
+
+    python -m scripts.pages comparison-pictures RUN RUN ...
 
 The runs are copied without their weights, so their folders stay as they are. Needs Chromium and the packages of the
 extra browser.
@@ -9,13 +11,12 @@ from __future__ import annotations
 import argparse
 import io
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "judging"
 SIZE = {"width": 1280, "height": 1880}
 SHOTS = (("comparison", "#compare-head", 1880), ("comparison_images", "#compare-images", 900))
@@ -36,11 +37,14 @@ def shoot(file: Path) -> None:
             print(OUT / f"{name}.png", (OUT / f"{name}.png").stat().st_size)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.pages comparison-pictures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("runs", type=Path, nargs="+", help="finished run folders")
-    options = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
+    options = parser.parse_args(words)
     from flowrl.apps.gallery import build
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -48,7 +52,3 @@ def main() -> None:
         for source, copy in zip(options.runs, runs, strict=True):
             shutil.copytree(source, copy, ignore=shutil.ignore_patterns("checkpoints", "adapter", "gallery"))
         shoot(build(runs))
-
-
-if __name__ == "__main__":
-    main()

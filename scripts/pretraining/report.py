@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from _tiny_training import Model, Settings
 from torch import nn
 
 from flowrl import shapes
+from scripts.pretraining.training import Model, Settings
 
 FINGERPRINT = {"prompt": "a red circle left of a blue square", "seed": 0}
 

@@ -1,0 +1,19 @@
+"""GenEval's 553 benchmark prompts with their records, by the rule of flowrl/data/geneval_prompts.py."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from flowrl.data.geneval_prompts import lines
+
+FILE = Path(__file__).resolve().parents[2] / "assets" / "prompts" / "geneval.jsonl"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=FILE)
+
+
+def write(options: argparse.Namespace) -> None:
+    options.out.write_text("\n".join(lines()) + "\n", encoding="ascii", newline="\n")
+    print(f"{options.out}: {len(lines())} prompts")
