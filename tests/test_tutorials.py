@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny_sd3
-
-tutorials = tiny_sd3.script("tutorials")
-FOLDER, PAGES, ROOT, TIMES = tutorials.FOLDER, tutorials.PAGES, tutorials.ROOT, tutorials.TIMES
-Block, blocks, faults = tutorials.Block, tutorials.blocks, tutorials.faults
-program, replaced = tutorials.program, tutorials.replaced
+from scripts.pages.tutorials import FOLDER, PAGES, ROOT, TIMES, Block, blocks, faults, program, replaced
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -71,7 +66,7 @@ def test_every_command_of_a_page_runs(page: Path, tmp_path: Path):
     places = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": places, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.tutorials", str(page)],
+        [sys.executable, "-m", "scripts.pages", "tutorials", str(page)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

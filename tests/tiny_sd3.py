@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -32,20 +28,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["a red circle", "two blue squares"]
 TOKENS = 8
 LORA = LoraSettings(rank=4, alpha=10)
-
-
-@cache
-def script(name: str) -> ModuleType:
-    """A module of scripts/, which finds those beside it."""
-    if (folder := str(ROOT / "scripts")) not in sys.path:
-        sys.path.append(folder)
-    spec = importlib.util.spec_from_file_location(f"scripts_{name}", ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def pipeline(seed: int = 0, *, sd35: bool = False, **scheduler: Any) -> Any:

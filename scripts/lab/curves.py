@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from scripts._svg import Panel, Picture
 from scripts.lab.page import SIZE, Entry
+from scripts.pages.svg import Panel, Picture
 
 COLORS = "abc"
 

@@ -21,11 +21,11 @@ import numpy as np
 from PIL import Image
 
 from flowrl.evaluation.results import Evaluation
-from scripts._strips import drawn, strips
-from scripts._svg import Panel, Picture
 from scripts.lab import cells as lab
 from scripts.lab.page import cpu_seconds, row, table
 from scripts.lab.runs import mean_scores
+from scripts.pages.strips import drawn, strips
+from scripts.pages.svg import Panel, Picture
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "configs" / "frozen"

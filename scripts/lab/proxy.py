@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from scripts import make_rewards_doc
 from scripts.lab import cells as lab
 from scripts.lab.page import cpu_seconds
 from scripts.lab.runs import mean_scores
+from scripts.pages.generated import make
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "configs" / "proxy"
@@ -227,8 +227,8 @@ PRETRAINED = """\
 ## The proxy
 
 An open_clip model of 1.4 M parameters, trained contrastively on rendered images and captions, none of the held-out
-scenes among them: `python scripts/pretrain_tiny.py tiny-clip` (seed 0, about a minute of one core).
-`python scripts/pretrain_tiny.py tiny-clip --measure` measures it, on 16 samples a caption of tiny-sd3 as it is shipped
+scenes among them: `python -m scripts.pretraining tiny-clip` (seed 0, about a minute of one core).
+`python -m scripts.pretraining tiny-clip --measure` measures it, on 16 samples a caption of tiny-sd3 as it is shipped
 (six steps, no CFG, 128 captions of each split): means over captions of the values in a group of 16, with 95 % bootstrap
 intervals. AUC is the chance that a right sample scores above a wrong one of the same caption.
 """
@@ -279,5 +279,5 @@ def main() -> None:
         draw(cells, IMAGE)
     PAGE.write_text(page(cells, json.loads(PRETRAINING.read_text(encoding="utf-8"))), encoding="utf-8")
     print(PAGE)
-    make_rewards_doc.main()
+    make(["rewards"])
     raise SystemExit(0 if good else 1)

@@ -24,7 +24,7 @@ above.
 
 One caption of each task, drawn with a fixed seed before any score was looked at: `video-sage_grpo`, seed 0, base above
 tuned; green is right, red wrong. [The report of this run](lab/video_report/index.html) plays them
-(`python -m scripts.video_report` makes both).
+(`python -m scripts.pages video-report` makes both).
 """
 SAMPLERS = """\
 SAGE-GRPO's recipe with other kinds of noise, and so with equal network evaluations: seed 0, nothing else changed. *Std*

@@ -91,7 +91,11 @@ def block(folder: Path) -> str:
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m scripts.pages readme-picture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.pages readme-picture",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, help="a finished run folder")
     folder = parser.parse_args(words).run
     draw(folder).save(IMAGE, optimize=True)

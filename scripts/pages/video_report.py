@@ -1,7 +1,7 @@
 """The report of the lab's SAGE-GRPO run on videos, small enough for the repository, and its filmstrips in docs/lab/.
 
-    python -m scripts.lab video-sage_grpo --seeds 0                       the run, if its folder is gone
-    python -m scripts.pages video-report runs/lab/video-sage_grpo-seed0
+    python -m scripts.lab video-sage_grpo --seeds 0     the run, if its folder is gone
+    python -m scripts.pages video-report
 
 The page docs/lab/video_report/index.html is what `flowrl gallery` writes of the run folder, with the videos of fewer
 captions: those that the run would have saved with `eval.save_images` of 48. Numbers are of all captions. The filmstrips
@@ -20,8 +20,10 @@ from PIL import Image
 from flowrl import moving_shapes
 from flowrl.apps.gallery import builder
 from flowrl.evaluation.results import Evaluation
+from scripts.lab import runs
 from scripts.pages.strips import drawn, strips
 
+RUN = "video-sage_grpo-seed0"
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "lab" / "video_report"
 STRIPS = FOLDER.parent / "videos.png"
 CAPTIONS = 48
@@ -60,10 +62,10 @@ def main(words: list[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, help="the finished run folder; it is copied")
-    run = parser.parse_args(words).run
+    parser.parse_args(words)
+    run = runs.RUNS / RUN
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / run.name
+        copy = Path(folder) / RUN
         copy_run(run, copy)
         page = builder.build([copy], FOLDER)
     draw(run).save(STRIPS, optimize=True)

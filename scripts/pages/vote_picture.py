@@ -54,7 +54,11 @@ def main(words: list[str]) -> None:
     from tests.apps.gallery.test_gallery import make_run
     from tests.apps.voting.test_vote import voting
 
-    parser = argparse.ArgumentParser(prog="python -m scripts.pages vote-picture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.pages vote-picture",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("out", type=Path, nargs="?", help="folder of pictures to be looked at")
     look = parser.parse_args(words).out
     out = look or ROOT / "docs" / "votes"

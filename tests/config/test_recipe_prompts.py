@@ -10,6 +10,7 @@ from flowrl.rewards.geneval import read_clauses
 from flowrl.rewards.ocr import target_text
 
 from flowrl.data.prompt_sources import load_prompts
+from scripts.pretraining import sd3_prompts
 from tests import tiny_sd3 as tiny
 from tests.recipes import RECIPES, recipe
 
@@ -72,21 +73,23 @@ def test_geneval_prompts_have_the_published_shares():
 
 @pytest.mark.parametrize("kind", ["general", "ocr", "geneval"])
 def test_the_lists_are_those_the_script_writes(kind):
-    script = tiny.script("make_sd3_prompts")
-    for part, records in script.draw(kind, 384, 96).items():
-        suffix = script.KINDS[kind][1]
+    for part, records in sd3_prompts.draw(kind, 384, 96).items():
+        suffix = sd3_prompts.KINDS[kind][1]
         file = tiny.ROOT / "assets" / "prompts" / f"sd3-{kind}-{part}.{suffix}"
         lines = [r["prompt"] if suffix == "txt" else json.dumps(r) for r in records]
         assert file.read_text(encoding="ascii").splitlines() == lines
-    longer = script.draw(kind, 500, 96)
-    assert longer["heldout"] == script.draw(kind, 384, 96)["heldout"]
+    longer = sd3_prompts.draw(kind, 500, 96)
+    assert longer["heldout"] == sd3_prompts.draw(kind, 384, 96)["heldout"]
 
 
 def test_more_prompts_than_the_words_make_are_refused():
-    script = tiny.script("make_sd3_prompts")
-    possible = len(script.WORDS["first_words"]) * len(script.WORDS["last_words"]) * len(script.WORDS["surfaces"])
+    possible = (
+        len(sd3_prompts.WORDS["first_words"])
+        * len(sd3_prompts.WORDS["last_words"])
+        * len(sd3_prompts.WORDS["surfaces"])
+    )
     with pytest.raises(SystemExit, match=r"ocr: these words make only \d+ train prompts"):
-        script.draw("ocr", possible + 1, 0)
+        sd3_prompts.draw("ocr", possible + 1, 0)
 
 
 def test_the_prompts_of_ddpo_are_those_of_the_paper():

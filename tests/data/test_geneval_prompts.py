@@ -7,6 +7,7 @@ import pytest
 from flowrl.rewards.geneval import read_clauses
 
 from flowrl.data.prompt_sources import load_prompts
+from scripts.pretraining.geneval_prompts import lines
 from tests import tiny_sd3
 
 FILE = tiny_sd3.ROOT / "assets" / "prompts" / "geneval.jsonl"
@@ -22,7 +23,7 @@ def test_the_file_has_the_published_number_of_prompts_of_each_task_and_no_byte_h
 
 
 def test_the_file_is_what_the_script_draws():
-    assert FILE.read_text(encoding="ascii").splitlines() == tiny_sd3.script("make_geneval_prompts").lines()
+    assert FILE.read_text(encoding="ascii").splitlines() == lines()
 
 
 @pytest.mark.parametrize(

@@ -171,9 +171,3 @@ def test_a_hub_id_that_cannot_be_read_asks_for_a_name(monkeypatch, error, words)
         ModelError, match=rf"model\.path='owner/unheard-of'.*{words}.*set model\.name to one of .*generic"
     ):
         choose("owner/unheard-of")
-
-
-@pytest.mark.slow
-def test_the_shipped_page_is_what_its_script_writes():
-    script = tiny_sd3.script("make_models_doc")
-    assert script.FILE.read_text(encoding="ascii") == script.page(), "run python -m scripts.make_models_doc"

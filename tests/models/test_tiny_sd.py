@@ -6,7 +6,6 @@ import json
 import struct
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,22 +15,16 @@ from flowrl.rewards.shapes import detect, score_scene
 
 from flowrl import shapes
 from flowrl.models.pipelines.paths import resolve_path
+from scripts.pretraining import report
+from scripts.pretraining.__main__ import VAE_FROM
+from scripts.pretraining.pipelines import MODELS
+from scripts.pretraining.training import Settings
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "assets" / "tiny-sd"
 if not (FOLDER / "model_index.json").is_file():
-    pytest.skip("not trained yet: python scripts/pretrain_tiny.py tiny-sd", allow_module_level=True)
+    pytest.skip("not trained yet: python -m scripts.pretraining tiny-sd", allow_module_level=True)
 LIMIT = 12_000_000
-
-
-@pytest.fixture(scope="module")
-def scripts() -> ModuleType:
-    """scripts/pretrain_tiny.py, with the modules beside it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        import pretrain_tiny
-
-        return pretrain_tiny
 
 
 @cache
@@ -114,21 +107,20 @@ def test_its_tokenizer_has_the_words_of_the_world_and_spells_others(pipe):
     assert pipe.tokenizer.model_max_length == pipe.text_encoder.config.max_position_embeddings == 12
 
 
-def test_the_record_is_of_the_scripts_settings(scripts):
+def test_the_record_is_of_the_scripts_settings():
     """Seed 0 on two processes, and the calls that the script reports; the lab's leaves something to learn."""
-    model = scripts.MODELS["tiny-sd"]
-    options = {"cycles": model.cycles, "vae_from": scripts.VAE_FROM["tiny-sd"]}
-    settings = scripts.Settings(seed=0, processes=2, output=FOLDER, **options)
+    model = MODELS["tiny-sd"]
+    options = {"cycles": model.cycles, "vae_from": VAE_FROM["tiny-sd"]}
+    settings = Settings(seed=0, processes=2, output=FOLDER, **options)
     assert record()["settings"] == json.loads(json.dumps(settings.facts()))
     assert list(record()["strict"]) == list(model.calls)
     assert 0.30 <= record()["strict"][next(iter(model.calls))]["all"] <= 0.65
 
 
 @pytest.mark.slow
-def test_its_accuracy_is_the_recorded_one(scripts, pipe):
+def test_its_accuracy_is_the_recorded_one(pipe):
     """The lab's call on all 512 held-out captions from the same noise; rounding may turn a few of them."""
-    import _tiny_report
 
-    name, (call, _) = next(iter(scripts.MODELS["tiny-sd"].calls.items()))
-    measured = _tiny_report.strict_accuracy(pipe, 512, **call)["all"]
+    name, (call, _) = next(iter(MODELS["tiny-sd"].calls.items()))
+    measured = report.strict_accuracy(pipe, 512, **call)["all"]
     assert measured == pytest.approx(record()["strict"][name]["all"], abs=0.02)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,21 +10,14 @@ import pytest
 import torch
 
 from flowrl.models.pipelines.paths import resolve_path
+from scripts.pretraining import wan
+from scripts.pretraining.__main__ import parse, wan_settings
+from scripts.pretraining.wan_stages import fingerprint, strict_accuracy, vae_strict
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "assets" / "tiny-wan"
 LIMIT = 12_000_000
 RECORD: dict[str, Any] = json.loads((FOLDER / "pretraining.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="module")
-def scripts() -> ModuleType:
-    """scripts/pretrain_tiny.py, with the modules beside it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        import pretrain_tiny
-
-        return pretrain_tiny
 
 
 @pytest.fixture(scope="module")
@@ -53,23 +45,21 @@ def test_its_parts_are_those_of_wan(pipe):
     assert pipe.scheduler.config.shift == 3.0
 
 
-def test_a_plain_call_gives_the_recorded_video(pipe, scripts):
+def test_a_plain_call_gives_the_recorded_video(pipe):
     """The lab's call from the same noise; block means may differ by rounding."""
-    from _tiny_wan_stages import fingerprint
 
     found, wanted = fingerprint(pipe), RECORD["fingerprint"]["blocks"]
     assert np.asarray(wanted).std() > 0.05  # not an empty video
     np.testing.assert_allclose(found, wanted, rtol=0, atol=0.01)
 
 
-def test_the_record_is_of_the_scripts_settings_and_leaves_something_to_learn(scripts):
+def test_the_record_is_of_the_scripts_settings_and_leaves_something_to_learn():
     """Seed 0 on two processes; CFG helps, and what is rendered comes through the VAE."""
-    import _tiny_wan
 
-    settings = scripts.wan_settings(scripts.parse(["tiny-wan"]))
+    settings = wan_settings(parse(["tiny-wan"]))
     told = {stage: settings.facts(stage) for stage in ("vae", "denoiser")}
     assert RECORD["settings"] == json.loads(json.dumps(told))
-    assert list(RECORD["strict"]) == list(_tiny_wan.MODEL.calls)
+    assert list(RECORD["strict"]) == list(wan.MODEL.calls)
     alone, guided = (RECORD["strict"][name]["all"] for name in ("10 steps, no CFG", "10 steps, CFG 2"))
     assert 0.25 <= alone <= 0.55
     assert guided > alone
@@ -77,12 +67,10 @@ def test_the_record_is_of_the_scripts_settings_and_leaves_something_to_learn(scr
 
 
 @pytest.mark.slow
-def test_its_accuracy_is_the_recorded_one(scripts, pipe):
+def test_its_accuracy_is_the_recorded_one(pipe):
     """The lab's call on all held-out captions from the same noise; rounding may turn a few of them."""
-    import _tiny_wan
-    from _tiny_wan_stages import strict_accuracy, vae_strict
 
-    name, (call, _) = next(iter(_tiny_wan.MODEL.calls.items()))
+    name, (call, _) = next(iter(wan.MODEL.calls.items()))
     measured = strict_accuracy(pipe, RECORD["captions"], **call)["all"]
     assert measured == pytest.approx(RECORD["strict"][name]["all"], abs=0.02)
     assert vae_strict(pipe.vae, 0, 250)["all"] >= 0.95

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -18,7 +17,8 @@ from flowrl.rewards.shapes import Found, score_scene
 from torch.testing import assert_close
 
 from flowrl import shapes
-from tests import tiny_sd3
+from scripts.pretraining import clip
+from scripts.pretraining import clip_measure as measure
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "assets" / "tiny-clip"
@@ -37,17 +37,7 @@ print(texts.shape[1], int((texts[0] == texts[0].max()).nonzero()[0]), model.enco
 
 
 @pytest.fixture(scope="module")
-def clip() -> ModuleType:
-    return tiny_sd3.script("_tiny_clip")
-
-
-@pytest.fixture(scope="module")
-def measure() -> ModuleType:
-    return tiny_sd3.script("_tiny_clip_measure")
-
-
-@pytest.fixture(scope="module")
-def loaded(clip):
+def loaded():
     return clip.load(FOLDER)
 
 
@@ -77,7 +67,7 @@ def test_open_clip_loads_the_folder_in_a_fresh_process_without_a_network(tmp_pat
     assert done.stdout.split() == ["12", "4", "True"]
 
 
-def test_it_prefers_the_true_caption_of_unseen_scenes_to_near_misses(clip, loaded):
+def test_it_prefers_the_true_caption_of_unseen_scenes_to_near_misses(loaded):
     """Rendered pictures; 0.5 is chance. The first near miss has another colour, shape or number."""
     scenes, images = held_out(128)
     near = [clip.near_misses(scene) for scene in scenes]  # trained scenes; those of a few are all held out
@@ -89,7 +79,7 @@ def test_it_prefers_the_true_caption_of_unseen_scenes_to_near_misses(clip, loade
     assert float((right > other).float().mean()) > 0.8
 
 
-def test_the_reward_clip_score_gives_its_cosine(clip, loaded):
+def test_the_reward_clip_score_gives_its_cosine(loaded):
     """At 32 px nothing is resized, so float tensors agree to rounding, and 8 bits nearly."""
     from flowrl.rewards.clip_score import Config, build
 
@@ -110,7 +100,7 @@ def test_its_record_says_that_it_is_good_and_not_perfect():
         assert within["spearman with partial"]["low"] > 0.1
 
 
-def test_it_can_be_fooled_by_its_own_gradient(clip, loaded, measure):
+def test_it_can_be_fooled_by_its_own_gradient(loaded):
     """From the empty picture to scores above those of the true picture, with nothing that the verifier accepts."""
     scenes, truth = held_out(8)
     captions = [scene.caption for scene in scenes]
@@ -127,7 +117,7 @@ def test_it_can_be_fooled_by_its_own_gradient(clip, loaded, measure):
 # ---- training
 
 
-def test_no_held_out_scene_is_trained_on_and_every_scene_has_a_near_miss(clip):
+def test_no_held_out_scene_is_trained_on_and_every_scene_has_a_near_miss():
     held = {scene.caption for scene in shapes.split("heldout")}
     trained = list(itertools.chain.from_iterable(clip.training_scenes().values()))
     assert not held & {scene.caption for scene in trained}
@@ -139,7 +129,7 @@ def test_no_held_out_scene_is_trained_on_and_every_scene_has_a_near_miss(clip):
         assert not near & held
 
 
-def test_true_captions_are_those_that_the_verifier_accepts(clip):
+def test_true_captions_are_those_that_the_verifier_accepts():
     """Every plain caption of a sample of pictures, by the verifier's own judgement of the true objects."""
     rng = np.random.default_rng(0)
     world = [scene for group in shapes.scenes().values() for scene in group]
@@ -153,7 +143,7 @@ def test_true_captions_are_those_that_the_verifier_accepts(clip):
             assert clip.true_captions(placed) & {other.caption for other in world} == accepted
 
 
-def test_the_loss_leaves_out_other_true_pairs(clip):
+def test_the_loss_leaves_out_other_true_pairs():
     """Against sums written out; a huge logit of another true pair changes nothing."""
     logits = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
     true = torch.eye(4, dtype=torch.bool)
@@ -169,7 +159,7 @@ def test_the_loss_leaves_out_other_true_pairs(clip):
 
 
 @pytest.mark.slow
-def test_a_seed_gives_the_same_weights(clip, tmp_path: Path):
+def test_a_seed_gives_the_same_weights(tmp_path: Path):
     states = []
     for name in ("a", "b"):
         settings = clip.Settings(seed=3, output=tmp_path / name, steps=3, families=4, images_per_scene=1)
@@ -181,7 +171,7 @@ def test_a_seed_gives_the_same_weights(clip, tmp_path: Path):
 # ---- measuring
 
 
-def test_the_area_under_the_curve_counts_pairs(measure):
+def test_the_area_under_the_curve_counts_pairs():
     rng = np.random.default_rng(0)
     values, hits = rng.integers(0, 4, 20).astype(float), rng.integers(0, 2, 20)
     pairs = [(a > b) + 0.5 * (a == b) for a in values[hits == 1] for b in values[hits == 0]]
@@ -189,7 +179,7 @@ def test_the_area_under_the_curve_counts_pairs(measure):
     assert math.isnan(measure.auc(values, np.ones(20)))
 
 
-def test_groups_that_show_nothing_are_left_out(measure):
+def test_groups_that_show_nothing_are_left_out():
     """The first group ranks rightly, the second wrongly, the third has only hits: two prompts count, mean 0.5."""
     proxy = np.asarray([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
     strict = np.asarray([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tests.tiny_sd3 import ROOT, script
+from scripts import mutants
+from tests.tiny_sd3 import ROOT
 
 FORMULA = "def half(x):\n    return x / 2\n\n\ndef unused(x):\n    return x + 1\n"
 TEST = """
@@ -29,11 +29,6 @@ FILES = {
 
 
 @pytest.fixture
-def mutants() -> ModuleType:
-    return script("mutants")
-
-
-@pytest.fixture
 def root(tmp_path: Path) -> Path:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +37,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow  # a Python process a run
-def test_a_mutant_is_caught_by_the_first_test_that_fails_and_another_survives(mutants, root, tmp_path_factory):
+def test_a_mutant_is_caught_by_the_first_test_that_fails_and_another_survives(root, tmp_path_factory):
     bench = mutants.Bench(root, tmp_path_factory.mktemp("bench"))
     caught = bench(mutants.Mutant("factor", "losses", "x / 2", "x / 3", "a half"), ("tests/losses",))
     assert caught.by == "tests/losses/test_toy.py::test_half", "test_no fails without a mutant too"
@@ -55,13 +50,13 @@ def test_a_mutant_is_caught_by_the_first_test_that_fails_and_another_survives(mu
     assert "1 of 1 caught; of the 1 that were tried before, 0 then and 1 now" in found
 
 
-def test_a_text_that_is_not_there_once_is_an_error_with_the_mutants_name(mutants, root):
+def test_a_text_that_is_not_there_once_is_an_error_with_the_mutants_name(root):
     for old, count in (("x * 2", 0), ("return x", 2)):
         with pytest.raises(ValueError, match=re.escape(f"mutant 'lost': the text {old!r} stands {count} times")):
             mutants.locate(mutants.Mutant("lost", "losses", old, "x", "nothing"), root)
 
 
-def test_every_mutant_stands_in_this_tree(mutants):
+def test_every_mutant_stands_in_this_tree():
     """Also a list for whoever rewords a formula: the mutant moves with it."""
     every = mutants.read(ROOT / "scripts" / "mutants.yaml")
     assert len(every) >= 30

@@ -11,8 +11,8 @@ import torch
 
 from flowrl.evaluation.results import Evaluation
 from flowrl.media import media
-from scripts import _strips as strips
 from scripts.lab import frozen_video
+from scripts.pages import strips
 
 METRICS = ("motion_smoothness", "motion_dynamics", "shapes_motion_strict", "shapes_motion_flicker")
 

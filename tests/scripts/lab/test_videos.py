@@ -42,7 +42,7 @@ def test_a_recipe_resolves_under_its_own_name_and_shares_the_model_and_the_capti
 def stds(recipe: Path, steps: Sequence[int]) -> list[float]:
     """Std of the noise of steps on tiny-wan's own grid."""
     run = read(recipe)
-    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)  # scripts/_tiny_wan.py
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=3.0)  # scripts/pretraining/wan.py
     scheduler.set_timesteps(run.run.rollout.num_inference_steps)
     schedule = schedule_of(path_of(scheduler), scheduler, scheduler.timesteps, scheduler.sigmas)
     sampler, process = run.sampler.build(), FlowProcess()

@@ -8,14 +8,7 @@ import pytest
 
 from flowrl.commands._option_texts import OptionText, option_texts
 from flowrl.core import registry
-from tests import tiny_sd3
-
-option_tables = tiny_sd3.script("option_tables")
-
-
-def test_every_table_is_what_its_script_writes():
-    for page, text in option_tables.pages().items():
-        assert page.read_text(encoding="utf-8") == text, f"{page.name}: run python -m scripts.option_tables"
+from scripts.pages import option_tables
 
 
 @pytest.mark.parametrize("name", registry.names("algorithms"))

@@ -1,4 +1,4 @@
-"""scripts/video_report.py: the report of a run of the lab, with fewer videos."""
+"""The report of a run of the lab, with fewer videos."""
 
 from __future__ import annotations
 
@@ -16,32 +16,30 @@ from flowrl.apps.gallery.runs import load_run
 from flowrl.evaluation.results import Evaluation
 from flowrl.media import media
 from scripts.lab import cells
+from scripts.pages import strips, video_report
 from tests.apps.gallery.test_gallery import make_run
-from tests.tiny_sd3 import script
 
 
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    module = script("video_report")
-    monkeypatch.setattr(module.runs, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(module, "FOLDER", tmp_path / "report")
-    monkeypatch.setattr(module, "STRIPS", tmp_path / "strips.png")
-    monkeypatch.setattr(module, "CAPTIONS", 3)
-    monkeypatch.setattr("sys.argv", ["video_report.py"])
-    return module
+    monkeypatch.setattr(video_report.runs, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(video_report, "FOLDER", tmp_path / "report")
+    monkeypatch.setattr(video_report, "STRIPS", tmp_path / "strips.png")
+    monkeypatch.setattr(video_report, "CAPTIONS", 3)
+    return video_report
 
 
 def test_the_page_has_the_videos_of_the_first_captions_and_the_numbers_of_all(
     report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with pytest.raises(SystemExit, match="is not a finished run"):
-        report.main()
+        report.main([])
     run = make_run(tmp_path / "runs" / report.RUN, num_prompts=5, iterations=20)
     for image in run.glob("eval/*/*.png"):
         media.write(torch.rand(5, 3, 16, 16), image.with_suffix(""), fps=4)
         image.unlink()
     monkeypatch.setattr(report, "draw", lambda run: Image.new("RGB", (1, 1)))  # of captions that ask for motion
-    report.main()
+    report.main([])
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert "of the 3 prompts with saved videos" in page
     assert "5 prompts" in page
@@ -55,7 +53,7 @@ def test_filmstrips_are_of_one_caption_of_each_task_and_say_what_is_right(report
         Evaluation(tag, 60, 1.0, 10, prompts, 1, table).save(tmp_path / "eval")
         for number in range(4):
             media.write(torch.full((9, 3, 32, 32), level), tmp_path / "eval" / tag / f"{number:05d}-0")
-    strips, sheet = script("_strips"), np.asarray(report.draw(tmp_path))
+    sheet = np.asarray(report.draw(tmp_path))
     block = strips.CAPTION + 2 * (2 * 32 + strips.GAP)
     assert sheet.shape[0] == 2 * block, "two tasks"
     rows = [block * task + strips.CAPTION + line * (2 * 32 + strips.GAP) + 32 for task in (0, 1) for line in (0, 1)]
@@ -64,11 +62,10 @@ def test_filmstrips_are_of_one_caption_of_each_task_and_say_what_is_right(report
 
 
 def test_the_page_in_the_repository_is_of_the_cell_in_the_lab():
-    report = script("video_report")
     cell = cells.load(cells.RESULTS)["video-sage_grpo/0"]["summary"]
-    page = (report.FOLDER / "index.html").read_text(encoding="utf-8")
+    page = (video_report.FOLDER / "index.html").read_text(encoding="utf-8")
     gain = 100 * cell["difference"]["shapes_motion_strict"]["mean"]
     verdict = re.search(r"<h1[^>]*>([^<]*)", page)
     assert verdict is not None
     assert f"({gain:+.1f}, 95" in html.unescape(verdict[1])
-    assert f"of the {report.CAPTIONS} prompts with saved videos" in page
+    assert f"of the {video_report.CAPTIONS} prompts with saved videos" in page

@@ -1,11 +1,11 @@
-"""scripts/pretrain_tiny.py: what the tiny pipelines learn from, and that a seed decides the rest."""
+"""What the tiny pipelines learn from, and that a seed decides the rest."""
 
 from __future__ import annotations
 
 import json
 import socket
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,24 +14,18 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.diffusion.process import VPProcess
+from scripts.pretraining import pipelines, sd
+from scripts.pretraining.__main__ import parse, settings_of
+from scripts.pretraining.pipelines import MODELS
+from scripts.pretraining.training import Settings
 from tests.tiny_sd3 import ROOT
 
 
-@pytest.fixture(scope="module")
-def scripts() -> ModuleType:
-    """The script, with the modules beside it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        import pretrain_tiny
-
-        return pretrain_tiny
-
-
-def test_the_record_of_tiny_sd3_is_of_the_scripts_settings(scripts):
+def test_the_record_of_tiny_sd3_is_of_the_scripts_settings():
     """Seed 0 on two processes, and the calls that the script reports; the lab's leaves something to learn."""
-    model, folder = scripts.MODELS["tiny-sd3"], ROOT / "assets" / "tiny-sd3"
+    model, folder = MODELS["tiny-sd3"], ROOT / "assets" / "tiny-sd3"
     record = json.loads((folder / "pretraining.json").read_text(encoding="utf-8"))
-    settings = scripts.settings_of(scripts.parse(["tiny-sd3"]))
+    settings = settings_of(parse(["tiny-sd3"]))
     assert record["settings"] == json.loads(json.dumps(settings.facts()))
     assert list(record["strict"]) == list(model.calls)
     assert 0.30 <= record["strict"][next(iter(model.calls))]["all"] <= 0.65
@@ -49,20 +43,19 @@ class Guess(torch.nn.Module):
         return (self.answer,)
 
 
-def test_tiny_sds_loss_is_halfway_between_the_errors_of_eps_and_of_a_flows_velocity(scripts):
+def test_tiny_sds_loss_is_halfway_between_the_errors_of_eps_and_of_a_flows_velocity():
     """Worked out with flowrl's own VP process; each of n timesteps lies in its own stretch of the schedule."""
-    import _tiny_sd
 
     count = 64
     torch.manual_seed(0)
-    made = _tiny_sd.build_pipeline(0)
+    made = sd.build_pipeline(0)
     latents, rows = torch.randn(1, 4, 8, 8), torch.zeros(1, dtype=torch.long)
     unet = Guess(torch.randn(count, 4, 8, 8))
     stub = SimpleNamespace(
         unet=unet, text_encoder=made.text_encoder, tokenizer=made.tokenizer, scheduler=made.scheduler
     )
     settings: Any = None  # of the training, which a loss does not read
-    objective = _tiny_sd.Denoising(stub, settings, 0)
+    objective = sd.Denoising(stub, settings, 0)
     found = objective.loss(latents, rows, count, torch.Generator().manual_seed(1))
 
     assert (unet.timestep * count // 1000 - torch.arange(count)).abs().max() <= 1
@@ -77,12 +70,11 @@ def test_tiny_sds_loss_is_halfway_between_the_errors_of_eps_and_of_a_flows_veloc
 
 
 @pytest.mark.slow
-def test_a_seed_gives_the_same_weights_and_the_next_cycle_goes_on(scripts, tmp_path: Path, monkeypatch):
+def test_a_seed_gives_the_same_weights_and_the_next_cycle_goes_on(tmp_path: Path, monkeypatch):
     """Two runs of two short cycles, one process each."""
-    import _tiny_training
     from safetensors.torch import load_file
 
-    monkeypatch.setattr(scripts, "record", lambda model, folder, settings: None)
+    monkeypatch.setattr(pipelines, "record", lambda model, folder, settings: None)
     states = []
     for name in ("a", "b"):
         options = {
@@ -91,9 +83,9 @@ def test_a_seed_gives_the_same_weights_and_the_next_cycle_goes_on(scripts, tmp_p
             "images": 500,
             "batch_size": 8,
         }
-        settings = _tiny_training.Settings(seed=3, processes=1, output=tmp_path / name, **options)
+        settings = Settings(seed=3, processes=1, output=tmp_path / name, **options)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        scripts.worker(0, scripts.MODELS["tiny-sd"], settings, port)
+        pipelines.worker(0, MODELS["tiny-sd"], settings, port)
         states.append(load_file(tmp_path / name / "unet" / "diffusion_pytorch_model.safetensors"))
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])

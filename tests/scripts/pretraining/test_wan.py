@@ -1,4 +1,4 @@
-"""scripts/pretrain_tiny.py tiny-wan: a stopped stage goes on to the same weights, and its result is a plain folder."""
+"""tiny-wan: a stopped stage goes on to the same weights, and its result is a plain folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,18 +17,10 @@ from safetensors.torch import load_file
 from flowrl import moving_shapes
 from flowrl.commands._call import call_of
 from flowrl.core.errors import ConfigError, ModelError
+from scripts.pretraining import wan
+from scripts.pretraining import wan_stages as stages
+from scripts.pretraining.__main__ import parse, wan_settings
 from tests import native
-from tests.tiny_sd3 import ROOT
-
-
-@pytest.fixture(scope="module")
-def scripts() -> ModuleType:
-    """The script, with the modules beside it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
-        import pretrain_tiny
-
-        return pretrain_tiny
 
 
 @pytest.fixture
@@ -42,12 +33,12 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def short(scripts: ModuleType, folder: Path) -> Any:
+def short(folder: Path) -> Any:
     """Settings of a few steps, with a change of frames and of pools on the way."""
-    parsed = scripts.parse(["tiny-wan", "--processes", "1", "--work", str(folder / "work"), "--seed", "3"])
-    phase = type(scripts.wan_settings(parsed).vae[0])
+    parsed = parse(["tiny-wan", "--processes", "1", "--work", str(folder / "work"), "--seed", "3"])
+    phase = type(wan_settings(parsed).vae[0])
     return replace(
-        scripts.wan_settings(parsed),
+        wan_settings(parsed),
         output=folder / "tiny-wan",
         vae=(phase(frames=1, batch=2, steps=2), phase(frames=5, batch=1, steps=1), phase(frames=9, batch=1, steps=1)),
         steps=4,
@@ -62,22 +53,19 @@ def short(scripts: ModuleType, folder: Path) -> Any:
 
 
 def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_flowrl(
-    scripts, alone, tmp_path: Path, monkeypatch, capsys
+    alone, tmp_path: Path, monkeypatch, capsys
 ):
     """Each stage is stopped after its third of four steps, a step after its checkpoint."""
-    import _tiny_stages
-    import _tiny_wan
-    import _tiny_wan_stages as stages
     from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 
-    update = _tiny_stages.Stage.update
+    update = stages.Stage.update
 
     def stopping(self: Any, loss: torch.Tensor, step: int, share: float) -> None:
         update(self, loss, step, share)
         if step == 3:
             raise KeyboardInterrupt
 
-    whole, stopped = (short(scripts, tmp_path / name) for name in ("whole", "stopped"))
+    whole, stopped = (short(tmp_path / name) for name in ("whole", "stopped"))
     whole = replace(whole, look_every=0)
     with pytest.raises(SystemExit, match=r"tiny-wan holds no VAE; run .*--stage vae"):
         stages.train_denoiser(whole, 0)
@@ -85,7 +73,7 @@ def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_f
         train(whole, 0)
         assert ", strict of 1 " not in capsys.readouterr().out
         with monkeypatch.context() as patch:
-            patch.setattr(_tiny_stages.Stage, "update", stopping)
+            patch.setattr(stages.Stage, "update", stopping)
             with pytest.raises(KeyboardInterrupt):
                 train(stopped, 0)
         train(stopped, 0)
@@ -102,8 +90,8 @@ def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_f
     assert sum(path.stat().st_size for path in whole.output.rglob("*")) <= 12e6
     pipe: Any = WanPipeline.from_pretrained(whole.output, torch_dtype=torch.float32)
     assert min(pipe.vae.config.latents_std) > 0
-    assert pipe.vae.config.latents_std != [1.0] * _tiny_wan.CHANNELS
-    call = next(iter(_tiny_wan.MODEL.calls.values()))[0] | {"num_inference_steps": 1}
+    assert pipe.vae.config.latents_std != [1.0] * wan.CHANNELS
+    call = next(iter(wan.MODEL.calls.values()))[0] | {"num_inference_steps": 1}
     pipe.set_progress_bar_config(disable=True)
     assert pipe("a red circle moves left", output_type="np", **call).frames.shape == (1, 9, 32, 32, 3)
 
@@ -134,21 +122,20 @@ def test_a_stopped_stage_goes_on_bitwise_and_the_folder_loads_in_diffusers_and_f
         stages.train_denoiser(again, 0)
 
 
-def test_tiny_wans_loss_reads_the_vae_and_the_text_as_the_pipeline_does(scripts):
+def test_tiny_wans_loss_reads_the_vae_and_the_text_as_the_pipeline_does():
     """What the VAE's loss decodes is what the VAE decodes, and embeddings are the pipeline's; captions are those of
     pretraining alone."""
-    import _tiny_wan
 
-    pipe = _tiny_wan.build_pipeline(1)
+    pipe = wan.build_pipeline(1)
     latents = torch.randn(1, 4, 5, 8, 8, generator=torch.Generator().manual_seed(0))
-    captions = _tiny_wan.caption_rows()
+    captions = wan.caption_rows()
     with torch.no_grad():
-        found = _tiny_wan.decode(pipe.vae, latents).clamp(-1, 1)
+        found = wan.decode(pipe.vae, latents).clamp(-1, 1)
         assert torch.equal(found, pipe.vae.decode(latents).sample)
         rows = torch.tensor([0, 5, len(captions) - 1])
         texts = [captions[row] for row in rows]
         wanted = pipe.encode_prompt(texts, do_classifier_free_guidance=False, max_sequence_length=12)[0]
-        assert torch.equal(_tiny_wan.FlowMatching(pipe).embed(rows), wanted)
+        assert torch.equal(wan.FlowMatching(pipe).embed(rows), wanted)
     for frames, message in (
         (8, "one more than a multiple of 2; try model.num_frames=9"),
         (5, "makes 3 latent frames, .* 5 at a time"),
@@ -169,14 +156,12 @@ def test_tiny_wans_loss_reads_the_vae_and_the_text_as_the_pipeline_does(scripts)
 
 
 def test_a_perfect_denoiser_has_no_loss_and_wan_pipeline_makes_the_videos_of_the_pool_with_it(
-    scripts, tmp_path: Path, monkeypatch
+    tmp_path: Path, monkeypatch
 ):
     """Noise levels in the network's units, the sign of the velocity, the latents' mean and std, the decoder's clamp."""
-    import _tiny_wan
-    import _tiny_wan_stages as stages
 
-    settings = replace(short(scripts, tmp_path), videos=2)
-    pipe: Any = _tiny_wan.build_pipeline(1)
+    settings = replace(short(tmp_path), videos=2)
+    pipe: Any = wan.build_pipeline(1)
     pipe.vae.register_to_config(latents_mean=[0.3, -0.2, 0.1, 0.0], latents_std=[0.5, 2.0, 1.5, 0.8])
     latents, rows = stages._pool(pipe.vae, settings, 0, 0)
 
@@ -187,13 +172,13 @@ def test_a_perfect_denoiser_has_no_loss_and_wan_pipeline_makes_the_videos_of_the
     monkeypatch.setattr(pipe.transformer, "forward", perfect)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        objective = _tiny_wan.FlowMatching(pipe)
+        objective = wan.FlowMatching(pipe)
         assert float(objective.loss(latents[:1], rows[:1], 1, generator)) < 1e-8
-        videos, texts = _tiny_wan.draw_batch(stages._rng(settings, stages._POOL, 0, 0), 2, settings.weights)
-        assert [_tiny_wan.caption_rows()[row] for row in rows] == texts
-        wanted = _tiny_wan.decode(pipe.vae, pipe.vae.encode(videos).latent_dist.mean).clamp(-1, 1)
+        videos, texts = wan.draw_batch(stages._rng(settings, stages._POOL, 0, 0), 2, settings.weights)
+        assert [wan.caption_rows()[row] for row in rows] == texts
+        wanted = wan.decode(pipe.vae, pipe.vae.encode(videos).latent_dist.mean).clamp(-1, 1)
         pipe.set_progress_bar_config(disable=True)
-        call = _tiny_wan.MODEL.calls["10 steps, CFG 3"][0]
+        call = wan.MODEL.calls["10 steps, CFG 3"][0]
         found = pipe(texts, output_type="pt", **call).frames.transpose(1, 2) * 2 - 1
     assert wanted.std() > 0.01
     torch.testing.assert_close(found, wanted, atol=5e-3, rtol=0)  # the pool is in half precision
