@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from flowrl.models.weights import roles as weights
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.strict import validate
 from flowrl.models import generic, sd3
 from flowrl.models.base import LoraSettings
+from flowrl.models.weights import roles as weights
 from flowrl.models.weights.precision import join_products
 from tests import native, tiny_sd3
 from tests import tiny_pipelines as tiny
