@@ -35,14 +35,11 @@ PAGES = {
     "new": "docs/tutorials/new_method.md",
     "convert-config": "docs/migration.md",
     "export": "docs/using_lora.md",
-    "bench": "docs/performance.md",
 }
 """Command -> the page that shows it at work."""
 REFERENCE = "docs/reference/commands.md"
 """The page with the whole texts of all options."""
 COMMANDS = tuple(PAGES)
-GROUPS = ("bench",)
-"""Commands with sub-commands."""
 
 
 class Group(TyperGroup):
@@ -111,12 +108,7 @@ def _register() -> None:
     for name in COMMANDS:
         module = importlib.import_module(f"flowrl.commands.{name.replace('-', '_')}")
         epilog = f"Page: {PAGES[name]}. Every word in full: {REFERENCE}"
-        if name in GROUPS:
-            for below in module.app.registered_commands:
-                below.cls, below.epilog = Command, epilog
-            app.add_typer(module.app, cls=Group, name=name, epilog=epilog)
-        else:
-            app.command(name=name, cls=Command, epilog=epilog)(module.command)
+        app.command(name=name, cls=Command, epilog=epilog)(module.command)
 
 
 def _fail(text: str, code: int, *, of_one_process: bool = False) -> NoReturn:

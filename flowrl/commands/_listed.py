@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PAGES = {"models": "docs/models.md", "samplers": "docs/library.md", "credits": "docs/architecture.md"}
 _OWN_PAGES = {"rewards": {"geneval": "docs/rewards/geneval.md", "ocr": "docs/rewards/ocr.md"}}
 MEMORY = "memory.json"
-"""File next to the recipes: name -> what `flowrl plan` said (scripts/recipe_memory.py)."""
+"""File next to the recipes: name -> what `flowrl plan` said (scripts/bench/recipe_memory.py)."""
 
 
 def page(kind: str, name: str) -> str:

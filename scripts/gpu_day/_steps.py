@@ -45,8 +45,8 @@ class Step:
 def bench(
     stage: int, name: str, limit_s: int, what: str, config: tuple[str, ...], *options: str, small: str = ""
 ) -> Step:
-    """`flowrl bench gpu` on random weights; in a rehearsal the measurements `small` on tiny-sd3, if it names some."""
-    fixed, kept = ("flowrl", "bench", "gpu"), ("--random", "--json", "RESULTS")
+    """`scripts.bench gpu` on random weights; in a rehearsal the measurements `small` on tiny-sd3, if it names some."""
+    fixed, kept = ("scripts.bench", "gpu"), ("--random", "--json", "RESULTS")
     rehearsed = (*fixed, *TINY, *kept, "--what", small, "--repeats", "1")
     if "--variants" in options:
         rehearsed = (*rehearsed, "--variants", REHEARSED)
@@ -54,9 +54,9 @@ def bench(
     return Step(stage, name, limit_s, words, rehearsed if small else None)
 
 
-def flowrl(stage: int, name: str, limit_s: int, words: tuple[str, ...], small: tuple[str, ...] | None = None) -> Step:
-    """Another command of flowrl."""
-    return Step(stage, name, limit_s, ("flowrl", *words), None if small is None else ("flowrl", *small))
+def other(stage: int, name: str, limit_s: int, words: tuple[str, ...], small: tuple[str, ...] | None = None) -> Step:
+    """Another bench."""
+    return Step(stage, name, limit_s, ("scripts.bench", *words), None if small is None else ("scripts.bench", *small))
 
 
 def attention(backend: str) -> Step:
@@ -76,20 +76,20 @@ CPU_TESTS = (
 RESULTS = ("--json", "RESULTS")
 TRACE = ("--random", "--out", "FOLDER/trace.json.gz")
 STEPS = (
-    flowrl(1, "doctor", 60, ("doctor",), ("doctor",)),
-    flowrl(
+    Step(1, "doctor", 60, ("flowrl", "doctor"), ("flowrl", "doctor")),
+    other(
         1,
         "ceilings",
         60,
-        ("bench", "ceilings", *RESULTS),
-        ("bench", "ceilings", *RESULTS, "--size", "64", "--copied-mib", "1", "--repeats", "1"),
+        ("ceilings", *RESULTS),
+        ("ceilings", *RESULTS, "--size", "64", "--copied-mib", "1", "--repeats", "1"),
     ),
-    flowrl(
+    other(
         1,
         "attention",
         90,
-        ("bench", "attention", *RESULTS),
-        ("bench", "attention", *RESULTS, "--divisor", "256", "--repeats", "1"),
+        ("attention", *RESULTS),
+        ("attention", *RESULTS, "--divisor", "256", "--repeats", "1"),
     ),
     Step(1, "tests-gpu", 240, ("pytest", "tests/gpu", "-m", "gpu", "-rs", *QUIET)),
     Step(
@@ -120,19 +120,19 @@ STEPS = (
     bench(2, "sd3-batches", 90, "rollout,update", (SD3,), "--batches", "4,16"),
     bench(2, "sd3-bfloat16", 40, "gate", (SD3, "model.dtype=bfloat16"), "--batches", "8"),
     bench(2, "sd3-checkpointing", 40, "update", (SD3,), "--batches", "8", "--variants", "checkpointing,positive"),
-    flowrl(
+    other(
         2,
         "sd3-profile",
         60,
-        ("bench", "profile", SD3, *TRACE),
-        ("bench", "profile", *TINY, *TRACE),
+        ("profile", SD3, *TRACE),
+        ("profile", *TINY, *TRACE),
     ),
     bench(3, "flux-512", 130, "rollout,update,memory", (FLUX,), "--variants", "checkpointing,stored"),
     bench(
         3, "flux-1024", 150, "rollout,update", (FLUX, *LARGE_1024), "--batches", "4", "--variants", "native,autocast"
     ),
     bench(3, "qwen", 140, "gate,rollout,update,memory", (QWEN,), small="rollout"),
-    flowrl(3, "qwen-profile", 140, ("bench", "profile", QWEN, "--random", "--out", "FOLDER/qwen.json.gz")),
+    other(3, "qwen-profile", 140, ("profile", QWEN, "--random", "--out", "FOLDER/qwen.json.gz")),
     attention("_native_cudnn"),
     attention("_native_flash"),
     attention("flash"),
@@ -153,6 +153,6 @@ STEPS = (
         4, "sd3-float8", 40, "rollout,memory", (SD3, "model.memory.layerwise_casting=float8_e4m3fn"), "--batches", "8"
     ),
     bench(4, "sd3-full", 60, "update,checkpoint", (SD3, "model.lora=null", "model.dtype=bfloat16"), "--batches", "4"),
-    flowrl(4, "reentry", 40, ("bench", "reentry"), None),
-    flowrl(4, "overhead", 40, ("bench", "overhead", "configs/lab/flow_grpo.yaml"), None),
+    other(4, "reentry", 40, ("reentry",), None),
+    other(4, "overhead", 40, ("overhead", "configs/lab/flow_grpo.yaml"), None),
 )

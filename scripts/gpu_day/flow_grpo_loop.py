@@ -1,4 +1,4 @@
-"""Flow-GRPO's loop as its own script makes it, on the same random SD3 network as `flowrl bench gpu --random`.
+"""Flow-GRPO's loop as its own script makes it, on the same random SD3 network as `scripts.bench gpu --random`.
 
     python3 -m scripts.gpu_day.flow_grpo_loop configs/sd3/flow_grpo-pickscore.yaml --json FILE --batch 8
 
@@ -22,12 +22,12 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from flowrl.commands._gpu.clock import WARMUPS, device_name, peak_gib, reset_peak, timed
-from flowrl.commands._gpu.records import Records, middle
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError
 from flowrl.models.base import LoraSettings, torch_dtype
-from flowrl.models.weights.random import random_adapter
+from scripts.bench.gpu.clock import WARMUPS, device_name, peak_gib, reset_peak, timed
+from scripts.bench.gpu.records import Records, middle
+from scripts.bench.random_weights import random_adapter
 
 MICROBATCHES = 3
 
@@ -36,7 +36,7 @@ class Loop:
     """The network with its inputs for one batch."""
 
     def __init__(self, config: str, words: list[str], batch: int, device: torch.device) -> None:
-        rewards = "rewards=[{name: flowrl.commands._gpu.reward}]"
+        rewards = "rewards=[{name: scripts.bench.gpu.reward}]"
         self.resolved = resolve(load_config(config, [*words, rewards, "eval.rewards=[]"]))
         options = self.resolved.model.config
         if self.resolved.model.name != "sd3":

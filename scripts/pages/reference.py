@@ -17,7 +17,6 @@ import typer.main
 
 import flowrl
 from flowrl.cli import COMMANDS as COMMAND_NAMES
-from flowrl.cli import GROUPS
 from flowrl.commands._arguments import in_full
 from flowrl.commands._listed import credit_rules, described
 from flowrl.commands._option_texts import REQUIRED, OptionText, option_texts
@@ -137,22 +136,18 @@ def commands() -> str:
 def command(name: str) -> Any:
     """A command of the command line, by its module."""
     module = importlib.import_module(f"flowrl.commands.{name.replace('-', '_')}")
-    if name in GROUPS:
-        return typer.main.get_command(module.app)
     one = typer.Typer(add_completion=False, rich_markup_mode=None)
     one.command(name=name)(module.command)
     return typer.main.get_command(one)
 
 
 def section(name: str, asked: Any) -> str:
-    """A command's section; those of its sub-commands follow."""
+    """A command's section."""
     about = inspect.cleandoc(asked.help or "").replace("\f", "").replace("<", "&lt;")
     rows = [row for one in asked.params if (row := parameter(one)) is not None]
     result = f"\n## {name}\n\n{about}\n"
     if rows:
         result += "\n" + "\n".join(["| word | default | meaning |", "|---|---|---|", *rows]) + "\n"
-    for below, one in vars(asked).get("commands", {}).items():
-        result += section(f"{name} {below}", one)
     return result
 
 

@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer.main
 
 from flowrl.cli import COMMANDS, DEBUG, PAGES, REFERENCE, main
-from flowrl.commands import bench
 from flowrl.commands._arguments import in_full, option
 from flowrl.core import registry
 
@@ -85,7 +83,7 @@ def test_a_failure_shows_its_traceback_on_debug_alone(monkeypatch, capsys, tmp_p
 
 
 SCREEN = 40
-LONG = {"": 32, "bench": 31, "sample": 30, "eval": 40}
+LONG = {"": 31, "sample": 30, "eval": 40}
 """Help texts of more than 24 lines, with their number of lines."""
 
 
@@ -110,17 +108,9 @@ def test_a_help_text_fits_a_screen_of_100_columns(name, monkeypatch, capsys):
     assert name or not [line for line in lines[1:] if line.endswith("...")]
 
 
-@pytest.mark.parametrize("group", ["", "bench"])
-def test_the_list_of_commands_has_whole_sentences_in_a_narrow_terminal(group, monkeypatch, capsys):
-    lines = help_of([group] if group else [], monkeypatch, capsys, 80)
+def test_the_list_of_commands_has_whole_sentences_in_a_narrow_terminal(monkeypatch, capsys):
+    lines = help_of([], monkeypatch, capsys, 80)
     assert not [line for line in lines[1:] if line.endswith("...")]
-
-
-@pytest.mark.parametrize("below", sorted(vars(typer.main.get_command(bench.app))["commands"]))
-def test_a_help_text_of_a_benchmark_fits_it_too(below, monkeypatch, capsys):
-    lines = help_of(["bench", below], monkeypatch, capsys)
-    assert len(lines) <= 24
-    assert PAGES["bench"] in "\n".join(lines[-3:])
 
 
 def test_what_the_terminal_leaves_out_stands_on_the_reference_page(monkeypatch, capsys):

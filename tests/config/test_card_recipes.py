@@ -46,6 +46,6 @@ def test_the_plan_of_each_leaves_a_gibibyte_of_its_card_and_the_page_has_the_num
     assert CARDS
     for name in CARDS:
         gib = needed[name]
-        assert gib is not None, f"python scripts/recipe_memory.py {name}"
+        assert gib is not None, f"python -m scripts.bench recipe-memory {name}"
         assert gib <= float(re.findall(r"-(\d+)gb", name)[0]) - 1, name
         assert re.search(rf"\| `{name}` \|.*\| {gib:.1f} \|", page), name

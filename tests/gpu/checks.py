@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.commands._gpu import gate, phases
-from flowrl.commands._gpu.session import Bench, opened
 from flowrl.models.base import decoded
 from flowrl.run.session import Session
 from flowrl.training.base import Iteration
 from flowrl.training.determinism import strict
 from flowrl.training.metrics import Sums
+from scripts.bench.gpu import gate, phases
+from scripts.bench.gpu.session import Bench, opened
 
 RECIPE = "configs/lab/flow_grpo-lora.yaml"
 SMALL = (

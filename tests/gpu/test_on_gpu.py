@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.commands._gpu import attention
-from flowrl.commands._gpu.records import Records
+from scripts.bench.gpu import attention
+from scripts.bench.gpu.records import Records
 from tests.e2e.conftest import ROOT, finish, start, train
 from tests.gpu import checks
 
@@ -38,8 +38,8 @@ def test_the_rollouts_own_batches_replay_without_any_change(dtype):
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_a_replay_at_the_real_size_stays_within_the_gate(dtype):
-    from flowrl.commands._gpu import gate
-    from flowrl.commands._gpu.session import opened
+    from scripts.bench.gpu import gate
+    from scripts.bench.gpu.session import opened
 
     with opened(SD35, [f"model.dtype={dtype}", "rollout.num_inference_steps=4"], random=True) as bench:
         found = gate.measure(bench, 1)

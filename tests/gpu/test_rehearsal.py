@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowrl.commands._gpu import attention
+from scripts.bench.gpu import attention
 from tests.gpu import checks
 
 

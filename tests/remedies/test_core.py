@@ -26,7 +26,6 @@ from tests.remedies.following import (
     with_remedy,
     words_of,
 )
-from tests.remedies.source import ROOT
 
 
 @follows("flowrl/config/locate.py:_refuse_elsewhere")
@@ -145,28 +144,6 @@ def test_an_image_is_left_out_where_records_name_theirs(tmp_path, monkeypatch):
     fault = provoked(lambda: command_fault(line), numbered("commands/sample.py:_records"))
     for remedy in fault.remedies:
         assert goes_further(with_remedy(line, remedy), fault)
-
-
-@follows("flowrl/commands/_exploration.py:_collector")
-def test_an_exploration_to_measure_has_a_pool(monkeypatch):
-    from flowrl.commands._exploration import report
-    from flowrl.config.load import load_config, resolve
-    from flowrl.run import session
-
-    class Reached(Exception):
-        """The session is made."""
-
-    def made(resolved: object) -> None:
-        raise Reached
-
-    monkeypatch.setattr(session, "Session", made)
-
-    def act(remedy: Remedy) -> None:
-        resolved = resolve(load_config(ROOT / "configs/lab/awm.yaml", words_of(remedy)))
-        with suppress(Reached):
-            report(resolved, 2, 1)
-
-    each_ends(act, "commands/_exploration.py:_collector")
 
 
 @follows("flowrl/commands/_suite.py:_load")

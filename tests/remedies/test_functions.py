@@ -127,13 +127,6 @@ def sized(remedy: Remedy) -> None:
     size.require(torch.zeros(1, 4, 4, 4), stand_in(vae_scale_factor=8))
 
 
-def random_weights(remedy: Remedy) -> None:
-    from flowrl.models.weights.random import _require_plain
-
-    memory = stand_in(quantize=get(remedy, "model.memory.quantize", "int8"))
-    _require_plain(stand_in(memory=memory, init_lora=None, vae=None))
-
-
 def offloaded(remedy: Remedy) -> None:
     from flowrl.models.memory import savings
 
@@ -482,7 +475,6 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("models/base.py:packed_grid", packed),
     ("models/generic/options.py:Size.require", sized),
     ("models/generic/options.py:guidance_arguments", unguided),
-    ("models/weights/random.py:_require_plain", random_weights),
     ("models/memory/savings.py:place", offloaded),
     ("models/memory/savings.py:_set_attention", attended),
     ("models/memory/savings.py:require_types 2", lambda remedy: types(remedy, "dtype", "float16")),

@@ -24,7 +24,7 @@ TOLD = re.compile(
 )
 LEFT = {
     "the value is the user's own: a name, a file, a text, one of the listed choices": """
-        commands/_gpu/session.py:opened commands/_suite.py:_judge commands/new.py:write commands/score.py:command
+        commands/_suite.py:_judge commands/new.py:write commands/score.py:command
         commands/serve.py:_token config/components.py:component apps/migration/engine.py:Draft.quotient
         apps/migration/engine.py:Draft.gpus media/mp4.py:write core/paths.py:expanded.fill
         credit/advantages.py:_normalised credit/selection.py:SelectConfig.check_group
@@ -37,7 +37,7 @@ LEFT = {
     """,
     "another method, model or checkpoint, whose options are others": """
         diffusion/flash.py:flash_schedule models/_schedulers.py:schedule_of models/_schedulers.py:vp_grid
-        models/base.py:ModelAdapter.encode_images models/weights/random.py:random_adapter
+        models/base.py:ModelAdapter.encode_images
         models/sdxl.py:TwoClips.__init__ run/export.py:_export run/export.py:_family
     """,
     "a reward does not know its place in the configuration": """

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from flowrl.commands._gpu.session import VARIANTS
 from flowrl.config.load import load_config, resolve
+from scripts.bench.gpu.session import VARIANTS
 from tests.tiny_sd3 import ROOT
 
 stage: Any = import_module("scripts.gpu_day.stage")
 _steps: Any = import_module("scripts.gpu_day._steps")
 STAGES, STEPS, Step = _steps.STAGES, _steps.STEPS, _steps.Step
 FOLDER = ROOT / "scripts" / "gpu_day"
-BENCHES = [step for step in STEPS if step.words[:3] == ("flowrl", "bench", "gpu")]
+BENCHES = [step for step in STEPS if step.words[:2] == ("scripts.bench", "gpu")]
 
 
 @pytest.mark.parametrize("step", BENCHES, ids=lambda step: step.name)
 def test_the_options_of_a_step_are_valid(step: Any):
     end = step.words.index("--random")
-    config, *words = step.words[3:end]
+    config, *words = step.words[2:end]
     variants = step.words[step.words.index("--variants") + 1].split(",") if "--variants" in step.words else ["now"]
     for variant in variants:
         resolve(load_config(config, [*words, *VARIANTS[variant]]))

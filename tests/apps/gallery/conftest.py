@@ -1,4 +1,4 @@
-"""Large synthetic runs, as scripts/bench_report.py makes them; the folder of a run that waits for votes."""
+"""Large synthetic runs, as scripts/bench/gallery.py makes them; the folder of a run that waits for votes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-
-@pytest.fixture(scope="module")
-def bench_report() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[3] / "scripts"))
-        import bench_report
-
-        return bench_report
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from flowrl.apps.gallery import album, build, images, links
+from scripts.bench.gallery import write_run
 from tests.apps.gallery.test_gallery import NUM_PROMPTS, SEEDS, Page, change, make_run
 
 
@@ -102,9 +103,9 @@ def test_two_runs_on_one_page_have_links_of_their_own(tmp_path):
     assert len([i for i in page.ids if i.startswith("p-")]) == 6
 
 
-def test_a_page_of_many_long_prompts_keeps_to_its_size(bench_report, tmp_path, monkeypatch):
+def test_a_page_of_many_long_prompts_keeps_to_its_size(tmp_path, monkeypatch):
     monkeypatch.setattr("flowrl.apps.gallery.view.PAGE_BYTES", 2_000_000)
-    page = build([bench_report.write_run(tmp_path / "run", 20, 2, 400, words=250, distinct=2)])
+    page = build([write_run(tmp_path / "run", 20, 2, 400, words=250, distinct=2)])
     assert page.stat().st_size <= 2_000_000
     text = page.read_text()
     assert "Images on this page are WebP of at most" in text

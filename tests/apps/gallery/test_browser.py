@@ -16,6 +16,7 @@ from PIL import Image
 
 from flowrl.apps.gallery import build, links
 from flowrl.apps.gallery.runs import load_run
+from scripts.bench.gallery import write_run
 from tests.apps.gallery.browser import launched, opened, violations
 from tests.apps.gallery.test_gallery import EVIL, make_run
 from tests.apps.gallery.test_previews import add_previews
@@ -23,7 +24,6 @@ from tests.apps.gallery.test_previews import add_previews
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 WIDE, PHONE = {"width": 1440, "height": 900}, {"width": 360, "height": 780}
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_report.py"
 CLIP = "e => getComputedStyle(e.querySelectorAll('.two img')[1]).clipPath"
 FOCUSED = "() => document.activeElement.closest('.card')?.id"
 
@@ -276,8 +276,8 @@ def test_paper_is_light_without_controls_and_cuts_no_image(browser, file):
         assert page.locator("#run-0-pairs .card img:visible").count() == 48
 
 
-def test_five_hundred_prompts_are_paged_and_found_on_a_phone(browser, bench_report, tmp_path):
-    big = build([bench_report.write_run(tmp_path / "big", 500, 1, 16, distinct=4)])
+def test_five_hundred_prompts_are_paged_and_found_on_a_phone(browser, tmp_path):
+    big = build([write_run(tmp_path / "big", 500, 1, 16, distinct=4)])
     with opened(browser, big, viewport=PHONE, has_touch=True) as page:
         assert fits(page)
         visible = page.locator(".every > .card:visible")
@@ -297,7 +297,7 @@ def test_five_hundred_prompts_are_paged_and_found_on_a_phone(browser, bench_repo
 
 
 def test_two_hundred_prompts_of_four_seeds_keep_to_size_and_memory_and_show_their_images(browser, tmp_path):
-    command = [sys.executable, str(SCRIPT), "--size", "256", "--keep", str(tmp_path)]
+    command = [sys.executable, "-m", "scripts.bench", "gallery", "--size", "256", "--keep", str(tmp_path)]
     cost = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     assert cost["megabytes"] <= 15
     assert cost["peak_mb"] < 1000

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.reward import Card, Images
 
-CARD = Card(outputs=("none",), modality="any", source="flowrl bench")
+CARD = Card(outputs=("none",), modality="any", source="scripts.bench")
 
 
 def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:

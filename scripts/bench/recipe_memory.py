@@ -1,6 +1,6 @@
 """What `flowrl plan` says about the memory of the shipped recipes, for `flowrl list recipes`.
 
-    python scripts/recipe_memory.py [NAME ...]
+    python -m scripts.bench recipe-memory [NAME ...]
 
 runs `flowrl plan` for each recipe (of real models and the quickstart, if none is named) and writes the largest phase of
 one process into configs/memory.json. A figure counts for the options that it was made with: `flowrl list recipes`
@@ -20,7 +20,7 @@ from flowrl.core import assets
 from flowrl.core.files import write_atomically
 from flowrl.data.contents import fingerprint
 
-FILE = Path(__file__).resolve().parents[1] / "configs" / MEMORY
+FILE = Path(__file__).resolve().parents[2] / "configs" / MEMORY
 UNITS = {"GiB": 1.0, "MiB": 1 / 1024, "KiB": 1 / 1024**2}
 
 
@@ -35,15 +35,12 @@ def figure(name: str) -> dict[str, object] | None:
     return {"gib": gib, "phase": said[1], "recipe": fingerprint(recipe_tree(name))}
 
 
-def main() -> None:
-    names = sys.argv[1:] or [one for one in assets.recipes() if not one.startswith(("lab/", "proxy/"))]
+def write(given: list[str]) -> None:
+    """Write the figures of some recipes; of none: those of real models and the quickstart."""
+    names = given or [one for one in assets.recipes() if not one.startswith(("lab/", "proxy/"))]
     for name in names:
         known = json.loads(FILE.read_text("ascii")) if FILE.is_file() else {}
         made = figure(name)
         if made is not None:
             write_atomically(FILE, json.dumps(dict(sorted((known | {name: made}).items())), indent=1) + "\n")
             print(f"{name}: {made['gib']} GiB, {made['phase']}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """What a report costs: build one of synthetic runs, and print its size, CPU seconds, seconds and peak memory.
 
-    python scripts/bench_report.py [--prompts 200] [--seeds 4] [--size 512] [--runs 1] [--paint] [--keep FOLDER]
-    python scripts/bench_report.py --watch --rows 10000 [--paint] ...
+    python -m scripts.bench gallery [--prompts 200] [--seeds 4] [--size 512] [--runs 1] [--paint] [--keep FOLDER]
+    python -m scripts.bench gallery --watch --rows 10000 [--paint] ...
 
 The second is the live page of a run with so many rows of 45 numbers: seconds from the start of the server's process to
 the first page, megabytes of the page and of what is sent, CPU seconds of a question with nothing new and of the parts
@@ -13,7 +13,6 @@ disk stays small; each is read and embedded as often as it has names.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -173,7 +172,6 @@ def watched(folders: list[Path], paint: bool) -> dict[str, object]:
 
 def answered(address: str, loads: int = 5) -> dict[str, object]:
     """Seconds until Chromium paints a page of a server, and until its script has run and shows the state."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from tests.apps.gallery.browser import launched
 
     paints, ready = [], []
@@ -191,7 +189,6 @@ def answered(address: str, loads: int = 5) -> dict[str, object]:
 
 def first_paints(page_file: Path, loads: int = 5) -> list[float]:
     """Seconds until Chromium paints the first content of the page, of each load."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from tests.apps.gallery.browser import launched, opened
 
     paints = []
@@ -203,27 +200,27 @@ def first_paints(page_file: Path, loads: int = 5) -> list[float]:
     return paints
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--size", type=int, default=512, help="side of an image in pixels")
-    parser.add_argument("--words", type=int, default=12, help="words of a prompt")
-    parser.add_argument("--runs", type=int, default=1, help="more than one: their comparison")
-    parser.add_argument("--paint", action="store_true", help="open the page in Chromium five times, too")
-    parser.add_argument("--rows", type=int, help="rows of metrics.jsonl, of 45 numbers; without it 40 of 2")
-    parser.add_argument("--watch", action="store_true", help="the live page instead of the report")
-    parser.add_argument("--keep", type=Path, help="an empty folder for the run; without it a temporary one")
-    options = parser.parse_args()
+def report(
+    sizes: tuple[int, int, int, int], runs: int, rows: int, *, paint: bool, watch: bool, keep: Path | None
+) -> str:
+    """The result as JSON.
+
+    Args:
+        sizes: prompts, seeds, side of an image in pixels and words of a prompt, of each run.
+        runs: more than one: their comparison.
+        rows: rows of metrics.jsonl, of 45 numbers; 0: 40 rows of 2.
+        paint: open the page in Chromium five times, too.
+        watch: the live page instead of the report.
+        keep: an empty folder for the runs; None: a temporary one.
+    """
     with tempfile.TemporaryDirectory() as temporary:
-        place, sizes = options.keep or Path(temporary), (options.prompts, options.seeds, options.size, options.words)
-        names = ["run", *(f"run-{number}" for number in range(1, options.runs))]
+        place = keep or Path(temporary)
+        names = ["run", *(f"run-{number}" for number in range(1, runs))]
         folders = [write_run(place / name, *sizes, number=number) for number, name in enumerate(names)]
-        for folder in folders if options.rows else ():
-            write_rows(folder, options.rows)
-        if options.watch:
-            print(json.dumps(watched(folders, options.paint)))
-            return
+        for folder in folders if rows else ():
+            write_rows(folder, rows)
+        if watch:
+            return json.dumps(watched(folders, paint))
         cpu, wall = time.process_time(), time.monotonic()
         page = build(folders)
         result = {
@@ -232,10 +229,6 @@ def main() -> None:
             "seconds": round(time.monotonic() - wall, 2),
             "peak_mb": round(peak_bytes() / 2**20),
         }
-        if options.paint:
+        if paint:
             result["first_paint_s"] = first_paints(page)
-    print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    return json.dumps(result)

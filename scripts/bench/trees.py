@@ -1,4 +1,4 @@
-"""`flowrl bench trees`: cost of trees and of chains with as many samples, the same network, reward and updates."""
+"""`scripts.bench trees`: cost of trees and of chains with as many samples, the same network, reward and updates."""
 
 from __future__ import annotations
 

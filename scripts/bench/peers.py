@@ -1,4 +1,4 @@
-"""`flowrl bench peers`: flowrl next to plain diffusers loops that do the same work on the same modules."""
+"""`scripts.bench peers`: flowrl next to plain diffusers loops that do the same work on the same modules."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from flowrl.commands._peers_floor import BareLoop, PlainCalls, Watch, recorded
-from flowrl.commands._timing import median_interval, paired
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import SampleId
@@ -24,13 +22,15 @@ from flowrl.rollout.noise import Noise
 from flowrl.rollout.recorder import Recording
 from flowrl.run.session import Session
 from flowrl.training.determinism import strict
+from scripts.bench.floors import BareLoop, PlainCalls, Watch, recorded
+from scripts.bench.timing import median_interval, paired
 
 CONFIG = "lab/flow_grpo"
 ROLLOUT_TARGET, UPDATE_TARGET = 0.95, 0.90
 """Least time of the floor over flowrl's."""
 WARMUPS = 2
 """Pairs before the measured ones."""
-REWARD = "flowrl.commands._gpu.reward"
+REWARD = "scripts.bench.gpu.reward"
 """A reward that takes no time: scores are drawn here."""
 _TIMES = "times: {name: subset, count: 2, fraction: 0.84}, kl: {coef: 0.0}"
 METHODS: Mapping[str, tuple[str, ...]] = {

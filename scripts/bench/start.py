@@ -1,4 +1,4 @@
-"""`flowrl bench start`: CPU seconds from the start of `flowrl train` to its first iteration, next to imports alone.
+"""`scripts.bench start`: CPU seconds from the start of `flowrl train` to its first iteration, next to imports alone.
 
 Each measurement is a process of its own, the two kinds in turn. The run ends where the base would be evaluated, which
 is the last thing before the first iteration and not a part of the start. CPU seconds, since other programs disturb them
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+ROOT = Path(__file__).resolve().parents[2]
 TARGET = 2.0
 """Most seconds beyond the imports of torch, diffusers' class and peft."""
 PLACE = "FLOWRL_BENCH_START"
@@ -26,7 +27,7 @@ PLACE = "FLOWRL_BENCH_START"
 PARTS = ("imports of the command", "configuration", "prompts", "rewards", "model", "probes of rewards", "texts")
 """Parts of a start in its order; the rest has no name."""
 _IMPORTS = "import torch, peft, time\nfrom diffusers import {}\nprint(time.process_time())"
-_START = "from flowrl.commands._start_bench import watch; watch()\nfrom flowrl.cli import main; main()"
+_START = "from scripts.bench.start import watch; watch()\nfrom flowrl.cli import main; main()"
 
 
 def report(config: str, overrides: list[str], rounds: int, cpu: str) -> str:
@@ -45,7 +46,7 @@ def report(config: str, overrides: list[str], rounds: int, cpu: str) -> str:
             words = [sys.executable, "-P", "-c", _START, "train", config, *overrides, f"output={folder}/run"]
             _run(words, {PLACE: str(file)})
             if not file.is_file():
-                raise SystemExit("flowrl bench start: the run ended before its first iteration")
+                raise SystemExit("bench start: the run ended before its first iteration")
             starts.append(json.loads(file.read_text(encoding="utf-8")))
     seconds = {name: statistics.median(row.get(name, 0.0) for row in starts) for name in (*PARTS, "whole")}
     beside = statistics.median(alone)
@@ -72,9 +73,10 @@ def _pipeline_class(config: str, overrides: list[str]) -> str:
 
 
 def _run(words: list[str], more: dict[str, str]) -> str:
-    done = subprocess.run(words, env=os.environ | more, stdout=subprocess.PIPE, text=True, check=False)
+    places = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
+    done = subprocess.run(words, env=os.environ | places | more, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"flowrl bench start: a measured process ended with exit code {done.returncode}")
+        raise SystemExit(f"bench start: a measured process ended with exit code {done.returncode}")
     return done.stdout
 
 

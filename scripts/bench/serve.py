@@ -1,4 +1,4 @@
-"""`flowrl bench serve`: load test of a reward server on one core, with many clients on the others."""
+"""`scripts.bench serve`: load test of a reward server on one core, with many clients on the others."""
 
 from __future__ import annotations
 

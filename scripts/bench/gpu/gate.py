@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import EdgeMethod
-from flowrl.commands._gpu.records import Row
-from flowrl.commands._gpu.session import Bench
 from flowrl.core.errors import ConfigError
 from flowrl.models.base import torch_dtype
 from flowrl.training.base import Iteration
 from flowrl.training.edge_batches import EdgeBatches
 from flowrl.training.metrics import Sums
+from scripts.bench.gpu.records import Row
+from scripts.bench.gpu.session import Bench
 
 
 def measure(bench: Bench, repeats: int) -> Row:

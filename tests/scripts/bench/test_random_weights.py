@@ -10,7 +10,7 @@ import torch
 from flowrl.core import registry
 from flowrl.core.errors import ModelError
 from flowrl.models.base import MemorySettings
-from flowrl.models.weights.random import LONGEST, SHORTEST, random_adapter
+from scripts.bench.random_weights import LONGEST, SHORTEST, random_adapter
 from tests import native
 from tests import tiny_pipelines as tiny
 

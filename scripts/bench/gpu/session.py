@@ -16,7 +16,6 @@ from flowrl.core.types import SampleId
 from flowrl.credit.advantages import Advantages
 from flowrl.data.prompts import Prompt, identity
 from flowrl.diffusion.plan import StepPlan
-from flowrl.models.weights.random import randomised
 from flowrl.planning.flop import RowFlop, row_flop
 from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise
@@ -27,8 +26,9 @@ from flowrl.training.learner import Learner
 from flowrl.training.metrics import Sums
 from flowrl.training.noise_batches import numbers_of
 from flowrl.training.world import join
+from scripts.bench.random_weights import randomised
 
-REWARD = "flowrl.commands._gpu.reward"
+REWARD = "scripts.bench.gpu.reward"
 VARIANTS: dict[str, tuple[str, ...]] = {
     "now": (),
     "autocast": ("model.precision=autocast",),

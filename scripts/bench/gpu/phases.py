@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from flowrl.commands._gpu import gate, profile
-from flowrl.commands._gpu.clock import WARMUPS, Clock, peak_gib, reset_peak, timed, wait
-from flowrl.commands._gpu.records import Row, middle
-from flowrl.commands._gpu.session import Bench
 from flowrl.core.errors import Abandoned
 from flowrl.models.base import decoded
 from flowrl.planning.meter import Meter
 from flowrl.planning.out_of_memory import planned
 from flowrl.rollout.loop import RunOptions
 from flowrl.run import checkpoint
+from scripts.bench.gpu import gate, profile
+from scripts.bench.gpu.clock import WARMUPS, Clock, peak_gib, reset_peak, timed, wait
+from scripts.bench.gpu.records import Row, middle
+from scripts.bench.gpu.session import Bench
 
 MICROBATCHES = 3
 """Training forwards of the longer of the two measured updates; the other one has a single forward."""

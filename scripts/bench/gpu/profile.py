@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from flowrl.commands._gpu.clock import WARMUPS, Clock, wait
-from flowrl.commands._gpu.records import Row
-from flowrl.commands._gpu.session import Bench
 from flowrl.core.errors import Abandoned
 from flowrl.rollout.loop import RunOptions
+from scripts.bench.gpu.clock import WARMUPS, Clock, wait
+from scripts.bench.gpu.records import Row
+from scripts.bench.gpu.session import Bench
 
 SHOWN = 10
 """Costs that are listed."""

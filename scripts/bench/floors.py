@@ -1,4 +1,4 @@
-"""The floors of `flowrl bench peers`: a plain call of the pipeline, and a bare loop of forward, backward and AdamW.
+"""The floors of `scripts.bench peers`: a plain call of the pipeline, and a bare loop of forward, backward and AdamW.
 
 Both work on the very modules of a session, so that weights, types, modes and memory formats are the same.
 """

@@ -1,4 +1,4 @@
-"""What `flowrl bench overhead` counts."""
+"""The command `python -m scripts.bench`, and what its benches count."""
 
 from __future__ import annotations
 
@@ -7,18 +7,35 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer.main
 
-from flowrl.commands import _tree_bench
-from flowrl.commands._overhead import Stopwatch, overhead_share, report, watched
-from flowrl.commands.bench import (
-    MARKS,
-    _reentry_text,
-    median_interval,
-    paired,
-    put_between,
-    reentry_cost,
-)
 from flowrl.reward import Card, Reward
+from scripts.bench import reentry, trees
+from scripts.bench.__main__ import app, main
+from scripts.bench.overhead import Stopwatch, overhead_share, report, watched
+from scripts.bench.page import MARKS, put_between
+from scripts.bench.timing import median_interval, paired
+
+
+@pytest.mark.parametrize("name", ["", *sorted(vars(typer.main.get_command(app))["commands"])])
+def test_a_help_text_fits_a_screen(name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("sys.argv", ["bench", *([name] if name else []), "--help"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    lines = capsys.readouterr().out.rstrip("\n").split("\n")
+    assert left.value.code == 0
+    assert lines[0].startswith("Usage: python -m scripts.bench") or lines[1].startswith(" Usage:")
+    assert len(lines) <= 40
+    assert not [line for line in lines[1:] if line.endswith("...")]
+
+
+def test_a_fault_is_one_message_and_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench", "exploration", "lab/awm"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert "rollout.exploration=null: there is nothing to measure" in capsys.readouterr().err
 
 
 def wait(seconds: float) -> None:
@@ -132,14 +149,15 @@ def test_the_interval_of_a_median_holds_it():
     middle, low, high = median_interval([3.0, 1.0, 2.0, 9.0, 4.0] * 20)
     assert low <= middle <= high
     assert (low, high) != (1.0, 9.0)
+    assert median_interval([float(k) for k in range(101)]) == (50.0, 40.0, 60.0)
 
 
 @pytest.mark.slow
 def test_native_and_generic_are_timed_on_the_same_prediction_and_the_result_is_put_in_its_place(tmp_path):
-    found = reentry_cost(10, 1, 4.5)
+    found = reentry.cost(10, 1, 4.5)
     assert set(found) == {"rollout", "training, forward"}
     assert all(len(rows) == 10 and min(min(row) for row in rows) > 0 for rows in found.values())
-    text = _reentry_text(found, 1, 4.5, 1)
+    text = reentry.report(found, 1, 4.5, 1)
     assert "Medians of 10 pairs, batch 1, guidance 4.5" in text
     file, first = tmp_path / "performance.md", MARKS[0].format("reentry")
     file.write_text(f"before\n{first}\nold\n{MARKS[1]}\nafter\n")
@@ -156,8 +174,8 @@ def test_methods_on_trees_and_chains_are_counted_and_timed_in_turn():
     """Evaluations are exact; what took how long is for people to judge."""
     small = [f"rollout.{key}={value}" for key, value in {"num_inference_steps": 6, "prompts_per_iteration": 2}.items()]
     small += ["rollout.group_size=4", "algorithm.splits=[0, 1]"]
-    methods = {name: _tree_bench.METHODS[name] for name in (_tree_bench.DENSE, _tree_bench.MIX)}
-    costs = _tree_bench.measure(small, 1, methods)
+    methods = {name: trees.METHODS[name] for name in (trees.DENSE, trees.MIX)}
+    costs = trees.measure(small, 1, methods)
     dense, mix = costs.values()
     assert dense.rollout == mix.rollout == [19 / 4], "1 + 2 + 4 x 4 nodes for 4 leaves"
     assert (dense.train, mix.train) == ([15 / 4], [11 / 4]), "steps 0 to 4, or splits and window: 0 to 3"
@@ -166,12 +184,12 @@ def test_methods_on_trees_and_chains_are_counted_and_timed_in_turn():
 
 
 def test_the_report_takes_ratios_within_a_round():
-    costs = {name: _tree_bench.Cost([20.0] * 3, [19.0] * 3, [0.0] * 3, [1.0, 2.0, 4.0]) for name in _tree_bench.METHODS}
-    costs[_tree_bench.DENSE].rollout = [203 / 16] * 3
-    costs[_tree_bench.MIX].seconds = [0.9, 0.2, 1.0]
+    costs = {name: trees.Cost([20.0] * 3, [19.0] * 3, [0.0] * 3, [1.0, 2.0, 4.0]) for name in trees.METHODS}
+    costs[trees.DENSE].rollout = [203 / 16] * 3
+    costs[trees.MIX].seconds = [0.9, 0.2, 1.0]
     for cost in costs.values():
         cost.rollout_s, cost.update_s, cost.cpu_s = cost.seconds, cost.seconds, [1.0] * 3
-    text = _tree_bench.report(costs, "a machine")
+    text = trees.report(costs, "a machine")
     assert "0.250 (0.100 to 0.900)" in text, "0.450 is the ratio of the medians"
     assert "0.634, target 0.65: met" in text
     assert "0.250, target 0.4: met" in text

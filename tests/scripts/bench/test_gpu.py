@@ -1,4 +1,4 @@
-"""`flowrl bench gpu`, `ceilings`, `attention` and `profile` on the CPU."""
+"""`scripts.bench gpu`, `ceilings`, `attention` and `profile` on the CPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flowrl.commands._gpu import ceilings, phases, profile
-from flowrl.commands._gpu.clock import WARMUPS, Clock, timed
-from flowrl.commands._gpu.commands import gpu
-from flowrl.commands._gpu.records import Records
-from flowrl.commands._gpu.session import Bench, opened
 from flowrl.core.errors import ConfigError
+from scripts.bench.gpu import ceilings, phases, profile
+from scripts.bench.gpu.clock import WARMUPS, Clock, timed
+from scripts.bench.gpu.commands import gpu
+from scripts.bench.gpu.records import Records
+from scripts.bench.gpu.session import Bench, opened
 from tests.gpu import checks
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowrl.commands._gpu.clock import timed
-from flowrl.commands._gpu.records import Records, Row, middle
+from scripts.bench.gpu.clock import timed
+from scripts.bench.gpu.records import Records, Row, middle
 
 BACKENDS = {
     "default": None,

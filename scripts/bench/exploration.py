@@ -1,4 +1,4 @@
-"""`flowrl bench exploration`: agreement of the first look's ranking with the full rollout's, and its cost."""
+"""`scripts.bench exploration`: agreement of the first look's ranking with the full rollout's, and its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flowrl bench peers`: both sides do the same work, and the page receives the table. Who is faster is for people."""
+"""`scripts.bench peers`: both sides do the same work, and the page receives the table. Who is faster is for people."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.commands import _peers_bench as bench
-from flowrl.commands._peers_floor import BareLoop, Watch, recorded
-from flowrl.commands.bench import MARKS, peers
+from scripts.bench import peers as bench
+from scripts.bench.__main__ import peers
+from scripts.bench.floors import BareLoop, Watch, recorded
+from scripts.bench.page import MARKS
 
 SMALL = [f"rollout.{key}={value}" for key, value in {"num_inference_steps": 3, "prompts_per_iteration": 2}.items()]
 SMALL += ["rollout.group_size=3", "rollout.batch_size=4", "optim.batch_size=4"]

@@ -1,7 +1,7 @@
 """What guard, trackers, progress display and a live page cost a run: pairs of the quickstart with and without them.
 
-    python scripts/watching_cost.py --pairs 8 --iterations 40
-    python scripts/watching_cost.py --shares --iterations 20    the parts alone, in one run
+    python -m scripts.bench watching --pairs 8 --iterations 40
+    python -m scripts.bench watching --shares --iterations 20    the parts alone, in one run
 
 Each pair trains twice with the same seed, in turns first: plain (guard off, no tracker, --quiet), and watched (a guard
 that stops, TensorBoard and wandb offline, the display in a terminal, `flowrl watch` polled once a second as its page
@@ -14,7 +14,6 @@ as a share of the run's, which other jobs hardly touch.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pty
@@ -33,9 +32,9 @@ from typing import Any
 
 import psutil
 
-from flowrl.commands._timing import median_interval
+from scripts.bench.timing import median_interval
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WORDS = ("eval.every=10", "eval.periodic_prompts=32", "data.max_eval_prompts=64", "eval.best_guidance=[]")
 PLAIN = ("guard.mode=off", "--quiet")
 WATCHED = ("guard.mode=stop", "guard.metric=clip_cos", "trackers=[tensorboard, {name: wandb}]")
@@ -184,21 +183,15 @@ def shares(iterations: int) -> None:
         print(f"{name}: {seconds:.3f} s of {whole:.1f} s, {seconds / whole:.2%}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--iterations", type=int, default=40)
-    parser.add_argument("--shares", action="store_true")
-    given = parser.parse_args()
-    if given.shares:
-        return shares(given.iterations)
+def compare(pairs: int, iterations: int) -> None:
+    """Print CPU seconds and seconds of pairs of runs, and the ratios of both."""
     ratios: dict[str, list[float]] = {"cpu": [], "seconds": []}
-    for number in range(given.pairs):
+    for number in range(pairs):
         took = {}
         for words in (PLAIN, WATCHED) if number % 2 else (WATCHED, PLAIN):
             folder = Path(tempfile.mkdtemp(prefix="flowrl-cost-"))
             try:
-                took[words] = train(folder, given.iterations, words)
+                took[words] = train(folder, iterations, words)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         for k, name in enumerate(ratios):
@@ -209,7 +202,3 @@ def main() -> None:
     for name, values in ratios.items():
         middle, low, high = median_interval(values)
         print(f"{name}: watched / plain {middle:.3f} ({low:.3f} to {high:.3f}), {len(values)} pairs")
-
-
-if __name__ == "__main__":
-    main()

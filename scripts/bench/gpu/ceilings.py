@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from flowrl.commands._gpu.clock import timed
-from flowrl.commands._gpu.records import Records, Row, middle
+from scripts.bench.gpu.clock import timed
+from scripts.bench.gpu.records import Records, Row, middle
 
 DTYPES = {
     "bfloat16": torch.bfloat16,

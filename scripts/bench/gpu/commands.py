@@ -1,4 +1,4 @@
-"""`flowrl bench profile`, `ceilings`, `attention` and `gpu`."""
+"""`scripts.bench profile`, `ceilings`, `attention` and `gpu`."""
 
 from __future__ import annotations
 
@@ -9,37 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowrl.commands._arguments import Config, Overrides, option
+from scripts.bench.words import Config, Out, Overrides, Random
 
 if TYPE_CHECKING:
-    from flowrl.commands._gpu.records import Records
-    from flowrl.commands._gpu.session import Bench
-
-Out = Annotated[
-    Path | None,
-    option("JSON lines file that each result is appended to at once.", "Default: print alone.", name="--json"),
-]
-Random = Annotated[
-    bool,
-    option("Random weights of the model's shapes, made on the device.", "Without it the model's own weights."),
-]
-
-
-def add(app: typer.Typer) -> None:
-    """Add the sub-commands to `flowrl bench`."""
-    for command in (profile, ceilings, attention, gpu):
-        app.command()(command)
+    from scripts.bench.gpu.records import Records
+    from scripts.bench.gpu.session import Bench
 
 
 def profile(
     config: Config,
     overrides: Overrides = None,
     random: Random = False,
-    out: Annotated[Path, option("File whose name the traces (JSON, Chrome's format) begin with.")] = Path("trace.json"),
+    out: Annotated[Path, typer.Option(help="File whose name the traces (JSON, Chrome's format) begin with.")] = Path(
+        "trace.json"
+    ),
 ) -> None:
     """Profile one step of a rollout and one update: traces, and the ten largest costs of each."""
-    from flowrl.commands._gpu import profile as profiles
-    from flowrl.commands._gpu.session import opened
+    from scripts.bench.gpu import profile as profiles
+    from scripts.bench.gpu.session import opened
 
     with opened(config, overrides or [], random=random) as bench:
         found = profiles.both(bench)
@@ -51,12 +38,12 @@ def profile(
 
 def ceilings(
     out: Out = None,
-    size: Annotated[int, option("Rows of the square matrices; smaller ones for the CPU.", least=16)] = 8192,
-    copied_mib: Annotated[int, option("MiB of a copy.", least=1)] = 4096,
-    repeats: Annotated[int, option("Measured calls of each.", least=1)] = 10,
+    size: Annotated[int, typer.Option(help="Rows of the square matrices; smaller ones for the CPU.", min=16)] = 8192,
+    copied_mib: Annotated[int, typer.Option(help="MiB of a copy.", min=1)] = 4096,
+    repeats: Annotated[int, typer.Option(help="Measured calls of each.", min=1)] = 10,
 ) -> None:
     """Measure what the device can do at most: matrix products by type, and copies."""
-    from flowrl.commands._gpu import ceilings as kinds
+    from scripts.bench.gpu import ceilings as kinds
 
     records = _records(out)
     kinds.measure(_device(), size, copied_mib, repeats, records)
@@ -65,14 +52,16 @@ def ceilings(
 
 def attention(
     out: Out = None,
-    divisor: Annotated[int, option("Divides rows, heads and tokens of the shapes; above 1 for the CPU.", least=1)] = 1,
-    dtype: Annotated[str, option("Type: bfloat16, float16 or float32.")] = "bfloat16",
-    repeats: Annotated[int, option("Measured calls of each.", least=1)] = 5,
+    divisor: Annotated[
+        int, typer.Option(help="Divides rows, heads and tokens of the shapes; above 1 for the CPU.", min=1)
+    ] = 1,
+    dtype: Annotated[str, typer.Option(help="Type: bfloat16, float16 or float32.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(help="Measured calls of each.", min=1)] = 5,
 ) -> None:
     """Measure the backends of attention at the models' shapes: time, error, the default, equal bits."""
-    from flowrl.commands._gpu import attention as backends
     from flowrl.core.errors import ConfigError
     from flowrl.models.base import torch_dtype
+    from scripts.bench.gpu import attention as backends
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ConfigError(f"--dtype {dtype}: there are: bfloat16, float16, float32")
@@ -87,22 +76,24 @@ def gpu(
     random: Random = False,
     what: Annotated[
         str,
-        option("What is measured, by commas: gate, rollout, update, decode, memory, noise, profile, checkpoint."),
+        typer.Option(
+            help="What is measured, by commas: gate, rollout, update, decode, memory, noise, profile, checkpoint."
+        ),
     ] = "gate,rollout,update",
-    batches: Annotated[str, option("Samples of a forward, by commas.", "Default: rollout.batch_size.")] = "",
+    batches: Annotated[str, typer.Option(help="Samples of a forward, by commas. Default: rollout.batch_size.")] = "",
     variants: Annotated[
         str,
-        option(
-            "Variants, by commas: now (the recipe), autocast, native, compile, checkpointing, stored, positive, "
+        typer.Option(
+            help="Variants, by commas: now (the recipe), autocast, native, compile, checkpointing, stored, positive, "
             "vae-float32, vae-bfloat16, vae-channels-last."
         ),
     ] = "now",
-    repeats: Annotated[int, option("Measured calls of each; the median counts.", least=1)] = 3,
+    repeats: Annotated[int, typer.Option(help="Measured calls of each; the median counts.", min=1)] = 3,
     out: Out = None,
 ) -> None:
     """Measure the phases of a run on small rollouts with random rewards: ms, TFLOP/s, memory, gate."""
-    from flowrl.commands._gpu.records import Records
-    from flowrl.commands._gpu.session import VARIANTS, opened
+    from scripts.bench.gpu.records import Records
+    from scripts.bench.gpu.session import VARIANTS, opened
 
     wanted = _chosen("--what", what, _measurements())
     counts = [_count(word) for word in batches.split(",") if word]
@@ -134,7 +125,7 @@ def _measure(
     """All measurements of a variant, in one session; `first` is kept between variants."""
     from dataclasses import replace
 
-    from flowrl.commands._gpu.phases import WHAT
+    from scripts.bench.gpu.phases import WHAT
 
     with start() as bench:
         for name in WHAT:
@@ -147,7 +138,7 @@ def _measure(
 
 
 def _measurements() -> dict[str, Any]:
-    from flowrl.commands._gpu.phases import WHAT
+    from scripts.bench.gpu.phases import WHAT
 
     return WHAT
 
@@ -181,15 +172,15 @@ def _device() -> Any:
 def _records(out: Path | None, **common: Any) -> Records:
     import torch
 
-    from flowrl.commands._gpu.clock import device_name
-    from flowrl.commands._gpu.records import Records
+    from scripts.bench.gpu.clock import device_name
+    from scripts.bench.gpu.records import Records
 
     return Records(out, device=device_name(_device()), torch=torch.__version__, **common)
 
 
 def _finish(records: Records) -> None:
     """Print the table; exit code 1 where nothing could be measured."""
-    from flowrl.commands._gpu.records import table
+    from scripts.bench.gpu.records import table
 
     first = records.rows[0] if records.rows else {}
     print(f"{first.get('device')}, torch {first.get('torch')}\n")

@@ -1,4 +1,4 @@
-"""`flowrl bench overhead`: the share of an iteration outside the work, which is the network, VAE, encoder and reward.
+"""`scripts.bench overhead`: the share of an iteration outside the work, which is the network, VAE, encoder and reward.
 
 The work is timed where it begins: the forward of the denoiser's modules, `decode` and `encode` of the VAE, the reward's
 own function. Adapters, guidance, samplers, losses, checks, copies, the optimizer and the files are overhead. A backward

@@ -1,0 +1,19 @@
+"""`scripts.bench start`: the parts of a start, in a process of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.bench.start import PARTS, report
+
+
+@pytest.mark.slow
+def test_the_start_of_a_run_is_measured_next_to_its_imports(capsys):
+    text = report("quickstart", ["data.max_eval_prompts=2"], 1, "some CPU")
+    assert all(f"| {name} | " in text for name in (*PARTS, "whole start"))
+    seconds = {
+        line.split(" | ")[0][2:]: float(line.split(" | ")[1][:-2]) for line in text.splitlines()[2:] if "|" in line
+    }
+    assert seconds["imports of the command"] > 0.3
+    assert seconds["model"] > 0.3
+    assert seconds["everything else"] >= 0
