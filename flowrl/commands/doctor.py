@@ -86,7 +86,8 @@ def _model(resolved: Resolved) -> str:
     """Place of the model, and what its JSON files say if they are on this machine."""
     from flowrl.commands._model_check import place_of
     from flowrl.config.checks import check_model
-    from flowrl.planning.memory import UnknownModel, skeleton
+    from flowrl.models.pipelines.skeletons import UnknownModel
+    from flowrl.planning.memory import skeleton
 
     place = place_of(resolved.model.config)
     try:

@@ -105,7 +105,8 @@ def _heading(console: Console, text: str) -> None:
 
 def _skeleton(resolved: Resolved) -> tuple[Any, str]:
     """(adapter without weights, "") or (None, reason)."""
-    from flowrl.planning.memory import UnknownModel, skeleton
+    from flowrl.models.pipelines.skeletons import UnknownModel
+    from flowrl.planning.memory import skeleton
 
     try:
         return skeleton(resolved), ""

@@ -13,7 +13,8 @@ from flowrl.config.resolved import Resolved
 from flowrl.display.console import log
 from flowrl.display.units import size
 from flowrl.models.generic.outline import Unmeasurable
-from flowrl.planning.memory import Estimate, UnknownModel
+from flowrl.models.pipelines.skeletons import UnknownModel
+from flowrl.planning.memory import Estimate
 from flowrl.planning.out_of_memory import planned
 from flowrl.training.world import World
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from flowrl.planning.meter import Meter, measured
+from flowrl.models.memory.meter import Meter, measured
 
 KEPT = 4
 """Blocks that stay of a row of equal ones."""

@@ -31,7 +31,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,15 +41,14 @@ from flowrl.config.schema import RunConfig
 from flowrl.diffusion.plan import StepPlan
 from flowrl.models.base import torch_dtype
 from flowrl.models.generic.outline import Unmeasurable
-from flowrl.models.memory.savings import offloaded, require_known
-from flowrl.models.pipelines.classes import config_folder
-from flowrl.models.pipelines.paths import loading
+from flowrl.models.memory.meter import faked
+from flowrl.models.memory.savings import offloaded
+from flowrl.models.pipelines import skeletons
 from flowrl.models.weights.lora_kinds import adapted_modules
 from flowrl.models.weights.roles import Weights, component_names
 from flowrl.planning import few_bits, forwards
 from flowrl.planning.cuda_rules import cuda_rules
 from flowrl.planning.folding import folded
-from flowrl.planning.meter import faked
 from flowrl.planning.tree_work import tree_work
 from flowrl.training.optimizers import state_bytes
 from flowrl.training.world import shard
@@ -58,44 +56,10 @@ from flowrl.training.world import shard
 _FLOAT, _HEADER_PER_TENSOR = 4, 140
 
 
-class UnknownModel(ValueError):
-    """A model of which nothing is known before it is downloaded."""
-
-
-def locate(path: str) -> Path:
-    """Folder with a model's JSON files: an embedded asset, a local folder, or what is embedded for a hub id.
-
-    Raises:
-        UnknownModel: the files are not on this machine.
-    """
-    folder = config_folder(path)
-    if folder is not None:
-        return folder
-    raise UnknownModel(
-        f"model.path={path!r}: its configuration is not embedded, so schedule and memory are not known before the "
-        "model is downloaded; give a folder that holds it"
-    )
-
-
 def skeleton(resolved: Resolved) -> Any:
-    """The run's adapter on the meta device.
-
-    Raises:
-        UnknownModel: its JSON files are not on this machine, or its family cannot be built without weights.
-    """
-    make = getattr(resolved.model.module, "skeleton", None)
-    if make is None:
-        raise UnknownModel(f"model.name={resolved.model.name!r} cannot be measured without its weights")
-    path = resolved.model.config.path
-    folder = locate(path)
-    if resolved.model.config.attention is not None:
-        require_known(resolved.model.config.attention)
-    # A plan asks for no kernels: attention is counted as a fused one. `auto` is decided by what updates take without.
-    config = dataclasses.replace(resolved.model.config, attention=None)
-    if config.gradient_checkpointing == "auto":
-        config = dataclasses.replace(config, gradient_checkpointing=False)
-    with loading("model.path", path):
-        return make(config, folder)
+    """The run's adapter on the meta device; errors as of `skeletons.skeleton`."""
+    model = resolved.model
+    return skeletons.skeleton(model.name, model.module, model.config)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
-from flowrl.config.resolved import Resolved
-from flowrl.core.types import Condition
-from flowrl.planning.flop import RowFlop, row_flop
 from flowrl.planning.out_of_memory import peak_resident
+from flowrl.rollout.flop import RowFlop
 from flowrl.training.sampling import Sampling
 
 NETWORK = ("explore", "rollout", "update")
@@ -22,13 +20,12 @@ class Gauges:
     """The metrics `perf/cpu_s`, `perf/tflops` and `memory/peak_gib` of each iteration (docs/metrics.md).
 
     Args:
-        resolved: the run.
-        sampling: its parts.
+        sampling: the parts of the run.
         counts: whether operations are counted, which takes seconds once; None: on a GPU, where they are few among many.
     """
 
-    def __init__(self, resolved: Resolved, sampling: Sampling, *, counts: bool | None = None) -> None:
-        self.resolved, self.sampling = resolved, sampling
+    def __init__(self, sampling: Sampling, *, counts: bool | None = None) -> None:
+        self.sampling = sampling
         self.counts = sampling.world.device.type == "cuda" if counts is None else counts
         self._before, self._cpu = (0, 0), 0.0
         self._flop: RowFlop | None = None
@@ -41,10 +38,12 @@ class Gauges:
             torch.cuda.reset_peak_memory_stats(device)
         self._before, self._cpu = (counter.rows, counter.trained), time.process_time()
 
-    def row(self, seconds: Mapping[str, float], cond: Condition) -> dict[str, float]:
-        """The metrics of the iteration, whose phases took `seconds`; called on every process.
+    def row(self, seconds: Mapping[str, float], row_flop: Callable[[], RowFlop | None]) -> dict[str, float]:
+        """The metrics of the iteration; called on every process.
 
-        `cond` are conditions of its prompts, by whose shapes operations are counted.
+        Args:
+            seconds: of its phases.
+            row_flop: counts the operations of a row; called once, where they are counted.
         """
         device, counter, world = self.sampling.world.device, self.sampling.counter, self.sampling.world
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident()
@@ -54,7 +53,7 @@ class Gauges:
         if not (self.counts and world.main and spent):
             return result
         if not self._asked:
-            self._asked, self._flop = True, row_flop(self.resolved, cond, self.sampling.adapter.unconditional)
+            self._asked, self._flop = True, row_flop()
         if self._flop is not None:
             flop = self._flop.of(counter.rows - self._before[0], counter.trained - self._before[1])
             result["perf/tflops"] = float(f"{flop / spent / 1e12:.4g}")

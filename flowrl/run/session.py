@@ -16,6 +16,7 @@ import copy
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from flowrl.algorithms.base import EdgeMethod, Method, Networks
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
+from flowrl.core.types import Condition
 from flowrl.credit.advantages import Advantages
 from flowrl.display.display import Progress
 from flowrl.display.phases import phase
@@ -33,8 +35,10 @@ from flowrl.evaluation.evaluator import Setting
 from flowrl.evaluation.results import Evaluation
 from flowrl.models.base import ModelAdapter, torch_dtype
 from flowrl.models.memory.host_memory import keep_freed_memory
+from flowrl.models.pipelines import skeletons
 from flowrl.models.weights.roles import Weights
 from flowrl.planning.checkpointing import decided
+from flowrl.rollout.flop import RowFlop, row_flop
 from flowrl.rollout.trajectories import Rollout
 from flowrl.run.assembly import assemble
 from flowrl.run.collector import Collector
@@ -111,7 +115,7 @@ class Session:
         """State of method, data and collector at its end, plain data."""
         self._under_way, self._timer, self._sums = 0, Timer(), Sums()
         self._gated = False
-        self._gauges = Gauges(self.resolved, parts.sampling)
+        self._gauges = Gauges(parts.sampling)
 
     def __enter__(self) -> Session:
         return self
@@ -208,7 +212,7 @@ class Session:
         row = {"iteration": self._under_way} | self.collector.metrics_row(rollout, credit)
         row |= self._sums.merge(self.world.gather(self._sums)).means()
         row |= {f"time/{name}_s": round(value, 4) for name, value in self._timer.seconds.items()}
-        row |= self._gauges.row(self._timer.seconds, rollout.cond)
+        row |= self._gauges.row(self._timer.seconds, lambda: self.row_flop(rollout.cond))
         self.iteration, self.remembered, self.between_updates = self._under_way, self._memory(), True
         return row
 
@@ -221,6 +225,15 @@ class Session:
     def exhausted(self) -> bool:
         """True if every prompt is retired, so that nothing is left to train on."""
         return self.collector.exhausted
+
+    def row_flop(self, cond: Condition) -> RowFlop | None:
+        """Operations of one row of the network's forwards, for prompts of such conditions; it takes seconds.
+
+        None: the model cannot be measured without its weights.
+        """
+        model, policy = self.resolved.model, self.parts.sampling.policy
+        skeleton = partial(skeletons.skeleton, model.name, model.module)
+        return row_flop(skeleton, model.config, policy, cond, frozen=self.resolved.training.frozen)
 
     # ---- images and scores
 

@@ -22,9 +22,9 @@ from flowrl.models.generic.full_masks import FullMasks
 from flowrl.models.generic.images import blank
 from flowrl.models.generic.outline import Outline, Unmeasurable
 from flowrl.models.generic.stand_ins import LONGEST, Encoded, Tokens
+from flowrl.models.memory.meter import faked, measured
 from flowrl.planning import memory
 from flowrl.planning.memory import Estimate, skeleton
-from flowrl.planning.meter import faked, measured
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3
 from tests.planning import test_memory

@@ -1,8 +1,8 @@
 """The memory of a plan against a census: allocations of the forwards and of an update on fake tensors, counted anew.
 
-Nothing is shared with flowrl/planning/meter.py. Forwards are those of fake tensors on CUDA under torch's own autocast.
-A backward pass on such tensors asks for a card, so the update is on the CPU, under CUDA's dtypes; its gradients are
-those of an earlier microbatch already, as in all microbatches but the first.
+Nothing is shared with flowrl/models/memory/meter.py. Forwards are those of fake tensors on CUDA under autocast of
+torch itself. A backward pass on such tensors asks for a card, so the update is on the CPU, under the dtypes of CUDA;
+its gradients are those of an earlier microbatch already, as in all microbatches but the first.
 """
 
 from __future__ import annotations

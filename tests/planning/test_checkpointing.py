@@ -10,6 +10,7 @@ import torch
 
 from flowrl.config.resolved import Resolved
 from flowrl.display.console import log
+from flowrl.models.pipelines.skeletons import UnknownModel
 from flowrl.planning import checkpointing
 from flowrl.planning.checkpointing import (
     MARGIN,
@@ -21,7 +22,6 @@ from flowrl.planning.checkpointing import (
     update_bytes,
     with_checkpointing,
 )
-from flowrl.planning.memory import UnknownModel
 from flowrl.planning.out_of_memory import planned
 from flowrl.training.world import ALONE
 from tests.planning.test_memory import resolved

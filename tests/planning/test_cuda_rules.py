@@ -79,7 +79,7 @@ def test_the_list_is_torchs():
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_norm_of_rows_is_one_kernel_that_keeps_its_input(grad):
-    from flowrl.planning.meter import measured
+    from flowrl.models.memory.meter import measured
 
     def work() -> None:
         result = F.rms_norm(x, (64,), weight)

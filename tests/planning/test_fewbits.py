@@ -12,9 +12,9 @@ from torch import nn
 from flowrl.core.strict import validate
 from flowrl.models import sd3
 from flowrl.models.base import ModelAdapter, ModelConfig
+from flowrl.models.memory.meter import Meter, faked, measured
 from flowrl.models.memory.savings import cast_frozen
 from flowrl.planning import few_bits, forwards, memory
-from flowrl.planning.meter import Meter, faked, measured
 from tests import tiny_sd3 as tiny
 
 

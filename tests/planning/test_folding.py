@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flowrl.models.memory.meter import measured
 from flowrl.planning import folding
 from flowrl.planning.folding import folded
-from flowrl.planning.meter import measured
 
 ROWS = 3
 

@@ -21,9 +21,11 @@ from flowrl.core.strict import validate
 from flowrl.core.types import SampleId
 from flowrl.diffusion.plan import StepPlan, window
 from flowrl.models import sd3
-from flowrl.planning import forwards, meter
-from flowrl.planning.memory import UnknownModel, estimate, forward_rows, locate, skeleton
-from flowrl.planning.meter import Meter
+from flowrl.models.memory import meter
+from flowrl.models.memory.meter import Meter
+from flowrl.models.pipelines.skeletons import UnknownModel, locate
+from flowrl.planning import forwards
+from flowrl.planning.memory import estimate, forward_rows, skeleton
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy

@@ -18,7 +18,6 @@ import yaml
 from flowrl.config.load import load_config, resolve
 from flowrl.models import _native
 from flowrl.models.memory import savings
-from flowrl.run import gauges
 from flowrl.run.session import Session
 from flowrl.training.world import World
 from tests import tiny_pipelines
@@ -175,8 +174,8 @@ def test_an_iteration_runs_on_cuda_and_seldom_waits_for_it(name, tmp_path, monke
     case = CASES[name]
     prepared(tmp_path, case)
     monkeypatch.chdir(tmp_path)
-    # Operations are counted on fake tensors of the host: tests/planning/test_flop.py.
-    monkeypatch.setattr(gauges, "row_flop", lambda *_: None)
+    # Operations are counted on fake tensors of the host: tests/rollout/test_flop.py.
+    monkeypatch.setattr(Session, "row_flop", lambda *_: None)
     # Tensors without values cannot be compared: tests/gpu has the attention of a real card.
     monkeypatch.setattr(savings, "same_with_gradients", lambda device, dtype: True)
     with card() as gpu:

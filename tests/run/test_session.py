@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from flowrl.config.load import load_config
 from flowrl.core.rows import repeatable
 from flowrl.display.console import LogFile, log
-from flowrl.planning.flop import RowFlop
-from flowrl.run import assembly, gauges
+from flowrl.rollout.flop import RowFlop
+from flowrl.run import assembly
+from flowrl.run.gauges import Gauges
 from flowrl.run.session import Session
 from flowrl.run.trainer import Trainer
 from tests.e2e.conftest import BASE, BRIGHTNESS
@@ -73,14 +74,13 @@ def test_a_step_is_its_three_parts(session, folder):
 
 
 @pytest.mark.parametrize("old", ["rollout", "recompute"])
-def test_the_network_is_credited_with_the_forwards_and_backward_passes_of_the_iteration(old, folder, monkeypatch):
+def test_the_network_is_credited_with_the_forwards_and_backward_passes_of_the_iteration(old, folder):
     session = Session(folder / "run.yaml", *SMALL, f"algorithm.old_log_prob={old}")
-    monkeypatch.setattr(gauges, "row_flop", lambda *given: RowFlop(1e12, 1e9))
-    counting = gauges.Gauges(session.resolved, session.parts.sampling, counts=True)
+    counting = Gauges(session.parts.sampling, counts=True)
     counting.begin()
     rollout = session.roll_out(1)
     row = session.update(rollout, session.credit(rollout))
-    found = counting.row({"rollout": 1.5, "update": 2.5, "reward": 9.0}, rollout.cond)
+    found = counting.row({"rollout": 1.5, "update": 2.5, "reward": 9.0}, lambda: RowFlop(1e12, 1e9))
     samples, steps, trained = 4, 3, 2  # without guidance and reference a row is a sample
     forwards = samples * (steps + trained * (1 + (old == "recompute")))  # the parity gate's do not count
     assert found["perf/tflops"] == pytest.approx((forwards + samples * trained / 1000) / 4, rel=1e-3)

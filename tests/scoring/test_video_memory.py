@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.media.eight_bits import EightBitImages
-from flowrl.planning.meter import Meter
+from flowrl.models.memory.meter import Meter
 from flowrl.scoring.scorer import FLOATS, Scorer, most_at_once
 from tests.scoring.test_overlap import B, draw, entry
 from tests.toys import ToyAdapter

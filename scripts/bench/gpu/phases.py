@@ -13,7 +13,7 @@ import torch
 
 from flowrl.core.errors import Abandoned
 from flowrl.models.base import decoded
-from flowrl.planning.meter import Meter
+from flowrl.models.memory.meter import Meter
 from flowrl.planning.out_of_memory import planned
 from flowrl.rollout.loop import RunOptions
 from flowrl.run import checkpoint

@@ -16,7 +16,7 @@ from flowrl.core.types import SampleId
 from flowrl.credit.advantages import Advantages
 from flowrl.data.prompts import Prompt, identity
 from flowrl.diffusion.plan import StepPlan
-from flowrl.planning.flop import RowFlop, row_flop
+from flowrl.rollout.flop import RowFlop
 from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.trajectories import Asked, NoiseDraws, Rollout, Trajectories
@@ -147,8 +147,7 @@ class Bench:
     def flop(self) -> RowFlop | None:
         """Operations of one row of a forward at the texts of the samples; None: not known without weights."""
         if not self.counted:
-            cond = self.asked(self.ids(1)).cond
-            self.counted.append(row_flop(self.session.resolved, cond, self.session.model.unconditional))
+            self.counted.append(self.session.row_flop(self.asked(self.ids(1)).cond))
         return self.counted[0]
 
 

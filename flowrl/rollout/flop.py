@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flowrl.config.resolved import Resolved
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
-from flowrl.models.base import ModelAdapter
+from flowrl.models.base import ModelAdapter, ModelConfig
 from flowrl.models.generic.outline import Unmeasurable
+from flowrl.models.memory.meter import faked, measured
+from flowrl.models.pipelines.skeletons import UnknownModel
 from flowrl.models.weights.roles import trainable
-from flowrl.planning.memory import UnknownModel, skeleton
-from flowrl.planning.meter import faked, measured
-from flowrl.rollout.policy import Evaluations
+from flowrl.rollout.policy import Evaluations, Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,37 +32,42 @@ class RowFlop:
         return rows * self.forward + with_gradient * self.backward
 
 
-def row_flop(resolved: Resolved, cond: Condition, unconditional: Condition | None) -> RowFlop | None:
-    """Operations of one row of the run's forwards; None where its model cannot be measured without weights.
+def row_flop(
+    skeleton: Callable[[ModelConfig], ModelAdapter],
+    config: ModelConfig,
+    policy: Policy,
+    cond: Condition,
+    *,
+    frozen: bool,
+) -> RowFlop | None:
+    """Operations of one row of a policy's forwards; None where its model cannot be measured without weights.
 
     Args:
-        resolved: the run.
+        skeleton: the model's adapter without weights, by its options.
+        config: the model's options.
+        policy: has the embedding that guidance leads away from, and the guidance scale.
         cond: conditions of prompts, whose shapes are taken; of texts with lengths of their own the middle one.
-        unconditional: the embedding that guidance leads away from, one row; None: there is none.
+        frozen: the network is, and has no backward pass.
     """
     # What computes the same in another way is left out: it must not count as useful.
-    config = resolved.model.config
     # All branches of guidance have a gradient, so that each row is counted alike; how many had one is counted in a run.
     plain = {"gradient_checkpointing": False, "guidance_gradient": "both", "compile": None}
     config = dataclasses.replace(config, memory=type(config.memory)(), init_lora=None, **plain)
-    model = dataclasses.replace(resolved.model, config=config)
-    frozen = resolved.training.frozen
+    unconditional = policy.adapter.unconditional
     try:
-        adapter: ModelAdapter = skeleton(dataclasses.replace(resolved, model=model))
+        adapter = skeleton(config)
         with torch.device("meta"):
             if not frozen:
                 trainable(adapter, config, 0)
         with faked(adapter.network):
-            return _measured(adapter, resolved, _one(cond), unconditional, frozen=frozen)
+            adapter.unconditional = None if unconditional is None else _one(unconditional)
+            return _measured(adapter, policy.guidance_scale, _one(cond), frozen=frozen)
     except (UnknownModel, ModelError, Unmeasurable):
         return None
 
 
-def _measured(
-    adapter: ModelAdapter, resolved: Resolved, cond: Condition, unconditional: Condition | None, *, frozen: bool
-) -> RowFlop:
-    adapter.unconditional = None if unconditional is None else _one(unconditional)
-    counter, scale = Evaluations(adapter.network), resolved.run.rollout.guidance_scale
+def _measured(adapter: ModelAdapter, scale: float, cond: Condition, *, frozen: bool) -> RowFlop:
+    counter = Evaluations(adapter.network)
     x, timestep = torch.empty(1, *adapter.latent_shape()), torch.full((1,), 500.0)
 
     def forward() -> Tensor:
