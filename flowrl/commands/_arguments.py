@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -135,37 +134,3 @@ def showing(quiet: bool = False, as_json: bool = False) -> Generator[Display]:
             display.send("end", **ending_of(error))
             raise
         display.send("end", exit_code=0, **({"status": "finished"} | display.result))
-
-
-def reward_entries(rewards: Iterable[str], options: Iterable[str], *, prefixes: bool) -> dict[str, dict[str, Any]]:
-    """Name -> entry of each reward of a command line, as a configuration has it.
-
-    Args:
-        rewards: names, dotted paths or .py files, PREFIX=NAME if `prefixes`.
-        options: `key=value` of the only reward, or `NAME.key=value`, NAME being the prefix where there is one.
-        prefixes: whether a reward may have a prefix.
-
-    Raises:
-        ConfigError: two rewards of one name, or an option that does not name its reward.
-    """
-    from flowrl.core.errors import ConfigError
-    from flowrl.core.strict import apply_override
-
-    result: dict[str, dict[str, Any]] = {}
-    for word in rewards:
-        before, equals, after = word.partition("=") if prefixes else ("", "", word)
-        reward, prefix = (after, before) if equals else (word, None)
-        name = prefix or (Path(reward).stem if reward.endswith(".py") else reward)
-        if name in result:
-            remedy = f"give one a prefix, --reward PREFIX={reward}" if prefixes else "serve one of them on another port"
-            raise ConfigError(f"--reward {word}: two rewards are called {name!r}; {remedy}")
-        result[name] = {"path" if reward.endswith(".py") else "name": reward}
-        if prefix is not None:
-            result[name]["prefix"] = prefix
-    for word in options:
-        # A dotted module path is a name with dots: the longest name that fits is meant.
-        owner = max((name for name in result if word.startswith(f"{name}.")), key=len, default=None)
-        if owner is None and len(result) > 1:
-            raise ConfigError(f"--set {word}: name its reward, NAME.key=value with NAME one of {', '.join(result)}")
-        apply_override(result[owner or next(iter(result))], word.removeprefix(f"{owner}."))
-    return result

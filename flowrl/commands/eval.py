@@ -206,7 +206,8 @@ def command(
     with showing(quiet, as_json):
         if suite is None:
             return _evaluate(target, overrides, accept, out)
-        from flowrl.commands._suite import Judging, Making, Options, evaluate
+        from flowrl.apps.suites.running.options import Judging, Making, Options
+        from flowrl.apps.suites.running.procedure import evaluate
 
         making = Making(samples, steps, guidance, settings or [], limit, seed, batch_size, processes)
         judge, judge_set, pair_set = judge or [], judge_set or [], pair_set or []

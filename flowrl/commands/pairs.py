@@ -91,6 +91,7 @@ def _pairs(
     if out is None:
         raise ConfigError("--out DIR is required: a folder for the pairs")
     out_folder(out)
+    from flowrl.apps.command_line import in_processes
     from flowrl.config.load import load_config, resolve
     from flowrl.run.pairs.drawing import make
     from flowrl.run.pairs.plan import Wanted
@@ -100,28 +101,13 @@ def _pairs(
     wanted = Wanted(resolved.run.rollout.group_size if per_prompt is None else per_prompt, margin, count)
     refuse(resolved, wanted)
     if processes > 1 and "WORLD_SIZE" not in os.environ:
-        raise SystemExit(_launch(out, processes))
+        raise SystemExit(in_processes(out, processes))
     done = make(resolved, wanted, out)
     if os.environ.get("RANK", "0") == "0":
         print(f"{out}: {done}")
         _read_back(out, done.pairs, resolved.model.config.frames)
     if not done.pairs or (count is not None and done.pairs < count):
         raise SystemExit(_short(done.pairs, count, margin))
-
-
-def _launch(out: Path, processes: int) -> int:
-    """Hold the folder and run this command line in several processes."""
-    from flowrl.run.folder import RunFolder
-    from flowrl.run.launch import launch
-    from flowrl.training.world import require_devices
-
-    require_devices(processes)
-    folder = RunFolder(out, "--out")
-    descriptor = folder.lock()
-    try:
-        return launch(sys.argv[1:], processes, lock=descriptor, warn=print)
-    finally:
-        folder.unlock()
 
 
 def _read_back(out: Path, pairs: int, frames: int) -> None:

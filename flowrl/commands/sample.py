@@ -142,7 +142,7 @@ def _sample(
 ) -> None:
     import torch
 
-    from flowrl.commands._call import call_of, require_finite
+    from flowrl.apps.command_line import call_of, require_finite
     from flowrl.core.errors import ConfigError
     from flowrl.core.files import out_folder
     from flowrl.display.phases import phase

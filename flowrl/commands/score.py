@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from flowrl.commands._arguments import argument, option, reward_entries
+from flowrl.commands._arguments import argument, option
 from flowrl.media.media import IMAGE_SUFFIXES
 from flowrl.media.mp4 import SUFFIXES
 
@@ -139,6 +139,7 @@ def _warn(text: str) -> None:
 
 def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
     """The rewards with their options, before anything is loaded."""
+    from flowrl.apps.command_line import reward_entries
     from flowrl.scoring.entries import check_plans, reward_plan
 
     trees = reward_entries(rewards, options, prefixes=True)

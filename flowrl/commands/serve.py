@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from flowrl.commands._arguments import option, reward_entries
+from flowrl.commands._arguments import option
 
 Rewards = Annotated[
     list[str],
@@ -61,6 +61,7 @@ def command(
     grace_s: Grace = 30,
 ) -> None:
     """Serve rewards over HTTP until a signal; a run reads them by `remote`."""
+    from flowrl.apps.command_line import reward_entries
     from flowrl.scoring.server.messages import Limits
 
     _require_extra()

@@ -31,11 +31,11 @@ and, where its judge answers a list of questions to each image (a reward with `a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError, Remedy
@@ -45,7 +45,7 @@ from flowrl.evaluation.suite_intervals import stratified
 from flowrl.statistics.intervals import Bounds
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 KIND = "suites"
 
@@ -114,34 +114,6 @@ class Row:
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """What a judge says of one image."""
-
-    scores: dict[str, float | None]
-    answers: list[Any] = field(default_factory=list)
-    error: str = ""
-    """Why a score is None, where the judge failed; "": it has none to give."""
-
-
-class Judge(Protocol):
-    """A judge of images or videos."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Plain data of all that decides its scores: names, weights, options, versions."""
-        ...
-
-    @property
-    def whole_prompts(self) -> bool:
-        """Whether it must see all images of a prompt at once."""
-        ...
-
-    def __call__(self, images: Sequence[Tensor], items: Sequence[Item]) -> list[Judgement]:
-        """One judgement for each image [3, H, W] or video [F, 3, H, W] in [0, 1]; a failure is one with an error."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +269,13 @@ class Suite:
         return self.facts.reward if self.rewards is None else self.rewards(items)
 
 
+def name_of(place: str) -> str:
+    """The name of a suite by what was given for it: that of a file is its stem."""
+    return Path(place).stem if place.endswith(".py") else place
+
+
 def load_suite(name: str) -> Suite:
-    """The suite of a name.
+    """The suite of a built-in name, a .py file or a dotted path.
 
     Raises:
         ConfigError: there is none.
@@ -307,12 +284,18 @@ def load_suite(name: str) -> Suite:
         module = registry.load(KIND, name)
     except registry.UnknownName as error:
         raise ConfigError(f"--suite {name}: {error}") from None
-    return suite_of(name, module)
+    return suite_of(name_of(name), module)
 
 
 def suite_of(name: str, module: ModuleType) -> Suite:
-    """The suite that a module defines."""
+    """The suite that a module defines.
+
+    Raises:
+        ConfigError: it lacks a part that every suite has.
+    """
     own = vars(module)
+    if lacking := [part for part in ("FACTS", "items", "aggregate") if part not in own]:
+        raise ConfigError(f"{name} is not a suite: its file must define {', '.join(lacking)} (docs/judging.md)")
     optional = {key: own.get(key) for key in ("layout", "extras", "read_results", "from_answers", "rewards", "compat")}
     return Suite(name, own["FACTS"], own["items"], own["aggregate"], **optional)
 
@@ -349,28 +332,3 @@ def refuse_path(path: Path | None, name: str) -> None:
     """Raise ConfigError where a suite that generates or ships its prompts was given others."""
     if path is not None:
         raise ConfigError(f"--prompts {path}: {name} makes its own prompts", remedies=[Remedy(without="--prompts")])
-
-
-def require_each_once(
-    found: Mapping[tuple[str, int], object] | Iterable[tuple[str, int]], items: Sequence[Item], samples: int, what: str
-) -> None:
-    """Refuse results that lack a sample of the first `samples` of each prompt, or that hold one that is none.
-
-    Raises:
-        ConfigError: naming the samples.
-    """
-    known = {item.id: item.text for item in items}
-    wanted = {(item.id, k) for item in items for k in range(samples)}
-    own = set(found)
-    missing, foreign = sorted(wanted - own), sorted(own - wanted)
-    if foreign:
-        raise ConfigError(
-            f"{what}: {len(foreign)} results are of no sample of this run, such as prompt {foreign[0][0]!r}, sample "
-            f"{foreign[0][1]}; give the results of the folder that --export wrote, unchanged"
-        )
-    if missing:
-        first, k = missing[0]
-        raise ConfigError(
-            f"{what}: {len(missing)} of {len(wanted)} samples have no result, the first is prompt {first!r} "
-            f"({known[first][:60]!r}), sample {k}; run the evaluator on the whole folder again"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,42 +109,3 @@ def _drawn(sums: np.ndarray, counts: np.ndarray, weights: np.ndarray, seed: int)
         )
     low, high = np.nanpercentile(means, [100 * level for level in LEVELS])
     return float(low), float(high)
-
-
-def paired(
-    base: Sequence[Part], tuned: Sequence[Part], value: Callable[[np.ndarray, np.ndarray], np.ndarray]
-) -> tuple[Part, ...]:
-    """Parts of `value(base's, tuned's)` of the values [K] of each prompt that both have; NaN where one of them is."""
-
-    def of(before: tuple[float, ...], after: tuple[float, ...]) -> tuple[float, ...]:
-        count = min(len(before), len(after))
-        return tuple(value(np.asarray(before[:count]), np.asarray(after[:count])).tolist())
-
-    return tuple(
-        Part(
-            {p: of(before.values[p], values) for p, values in after.values.items() if p in before.values},
-            after.weight,
-        )
-        for before, after in zip(base, tuned, strict=True)
-    )
-
-
-def pooled(parts: Sequence[Part]) -> np.ndarray:
-    """All values of the parts, [N]; NaN where there is none."""
-    return np.asarray([value for part in parts for values in part.values.values() for value in values])
-
-
-def shares(parts: Sequence[Part]) -> dict[str, float]:
-    """Prompt -> its share of the weighted mean of the parts' means, which is the sum of all shares.
-
-    {} where a part has no value: the mean of the others is another number.
-    """
-    total = math.fsum(part.weight for part in parts)
-    result: dict[str, float] = {}
-    for part in parts:
-        count = sum(n for _, _, n in part.totals())
-        if not count:
-            return {}
-        for prompt, value, _ in part.totals():
-            result[prompt] = result.get(prompt, 0.0) + part.weight / total * value / count
-    return result

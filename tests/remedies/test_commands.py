@@ -13,10 +13,13 @@ from tests.remedies.following import command_fault, goes_further, numbered, prov
 CASES = [
     # place, command line that provokes the fault; what follows the fault in the command may fail elsewhere
     ("commands/_arguments.py:showing 1 2", "train nowhere --quiet --json"),
-    ("commands/_suite.py:evaluate", "eval tiny-sd3 --suite hpdv2 --compat"),
-    ("commands/_suite.py:_require_results_alone", "eval a --suite geneval --results r.jsonl --judge a --export x"),
-    ("commands/_suite_pairs.py:pair_plan", "eval tiny-sd3 --suite geneval --pair-set a=1 --limit 1"),
-    ("commands/_suite_pairs.py:pair_plan 2", "eval tiny-sd3 --suite geneval --pair-judge vlm_judge --pair-set a=1"),
+    ("apps/suites/running/procedure.py:evaluate", "eval tiny-sd3 --suite hpdv2 --compat"),
+    (
+        "apps/suites/running/options.py:require_results_alone",
+        "eval a --suite geneval --results r.jsonl --judge a --export x",
+    ),
+    ("apps/suites/running/pairs.py:pair_plan", "eval tiny-sd3 --suite geneval --pair-set a=1 --limit 1"),
+    ("apps/suites/running/pairs.py:pair_plan 2", "eval tiny-sd3 --suite geneval --pair-judge vlm_judge --pair-set a=1"),
     ("commands/ask.py:_checked", "ask nowhere stop --seed 1 --prompt 'a red circle'"),
     ("commands/convert_config.py:command", "convert-config ddpo.yaml --from trl --gpus 1 --strict"),
     ("commands/doctor.py:command 1 2", "doctor --check nowhere.py --model nowhere"),

@@ -146,21 +146,21 @@ def test_an_image_is_left_out_where_records_name_theirs(tmp_path, monkeypatch):
         assert goes_further(with_remedy(line, remedy), fault)
 
 
-@follows("flowrl/commands/_suite.py:_load")
+@follows("flowrl/apps/suites/running/procedure.py:_load")
 def test_a_run_that_learned_its_noise_is_evaluated_without_a_suite(tmp_path, monkeypatch):
     from flowrl.run import judged
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(judged, "load", lambda *given, **named: stand_in(noise="means and stds"))
     line = ["eval", "tiny-sd3", "--suite", "geneval", "--out", "out", "--judge", "jpeg"]
-    fault = provoked(lambda: command_fault(line), numbered("commands/_suite.py:_load"))
+    fault = provoked(lambda: command_fault(line), numbered("apps/suites/running/procedure.py:_load"))
     for remedy in fault.remedies:
         assert goes_further(with_remedy(line, remedy), fault)
 
 
-@follows(*numbered("commands/_call.py:_require_frames 1 2"), "flowrl/commands/_call.py:_require_positions")
+@follows(*numbered("apps/command_line.py:_require_frames 1 2"), "flowrl/apps/command_line.py:_require_positions")
 def test_frames_and_sides_of_a_call_are_those_that_fit():
-    from flowrl.commands._call import call_of
+    from flowrl.apps.command_line import call_of
     from tests import tiny_pipelines as tiny
 
     wan = tiny.make("wan")
@@ -170,7 +170,7 @@ def test_frames_and_sides_of_a_call_are_those_that_fit():
         words = [first, *(word for word in remedy.flag.split() if word != "--set")]
         call_of(wan, own, None, None, words)
 
-    each_ends(lambda remedy: act(remedy, f"num_frames={4 * step + 2}"), "commands/_call.py:_require_frames")
-    each_ends(lambda remedy: act(remedy, "width=1000000"), "commands/_call.py:_require_positions")
+    each_ends(lambda remedy: act(remedy, f"num_frames={4 * step + 2}"), "apps/command_line.py:_require_frames")
+    each_ends(lambda remedy: act(remedy, "width=1000000"), "apps/command_line.py:_require_positions")
     wan.transformer.register_to_config(patch_size=[2, 2, 2])
-    each_ends(lambda remedy: act(remedy, f"num_frames={2 * step + 1}"), "commands/_call.py:_require_frames 2")
+    each_ends(lambda remedy: act(remedy, f"num_frames={2 * step + 1}"), "apps/command_line.py:_require_frames 2")

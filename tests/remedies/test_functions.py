@@ -331,7 +331,7 @@ def fused(remedy: Remedy) -> None:
 
 
 def unguided(remedy: Remedy) -> None:
-    from flowrl.commands._call import call_of
+    from flowrl.apps.command_line import call_of
     from flowrl.models.generic import options
 
     class Plain:

@@ -24,7 +24,7 @@ TOLD = re.compile(
 )
 LEFT = {
     "the value is the user's own: a name, a file, a text, one of the listed choices": """
-        commands/_suite.py:_judge commands/new.py:write commands/score.py:command
+        apps/suites/running/judging.py:judge_of commands/new.py:write commands/score.py:command
         commands/serve.py:_token config/components.py:component apps/migration/engine.py:Draft.quotient
         apps/migration/engine.py:Draft.gpus media/mp4.py:write core/paths.py:expanded.fill
         credit/advantages.py:_normalised credit/selection.py:SelectConfig.check_group

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import torch
 
-from flowrl.commands._arguments import reward_entries
+from flowrl.apps.command_line import reward_entries
 from flowrl.commands.serve import _token
 from flowrl.core.errors import ConfigError
 from flowrl.core.wire import SCHEMA, WireImage, write_image

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.evaluation.suite import Item, Judgement, Suite
+from flowrl.apps.suites.running.runner import Judgement
+from flowrl.evaluation.suite import Item, Suite
 
 FOLDER = Path(__file__).parent
 

@@ -10,10 +10,9 @@ import torch
 
 from flowrl.apps.suites.running.drawing import Drawing, seed_of
 from flowrl.apps.suites.running.folder import ResultsFolder
-from flowrl.apps.suites.running.runner import PATIENCE, Task, fill, limited, rows_of
+from flowrl.apps.suites.running.runner import PATIENCE, Judgement, Task, fill, limited, rows_of
 from flowrl.core.errors import ConfigError, ModelError, RewardFailure
 from flowrl.evaluation import suite as base
-from flowrl.evaluation.suite import Judgement
 from flowrl.media import media
 from flowrl.training.world import World
 from tests import tiny_sd3

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from flowrl.apps.suites import t2i_compbench
+from flowrl.apps.suites.running.exchange import require_each_once
 from flowrl.core.errors import ConfigError
-from flowrl.evaluation.suite import Row, require_each_once
+from flowrl.evaluation.suite import Row
 from tests.apps.suites.written import means, rows_of
 from tests.tiny_suites import t2i_compbench as tiny
 

@@ -13,9 +13,10 @@ import torch
 
 from flowrl.apps.suites import vbench
 from flowrl.apps.suites.running.comparison import compare
+from flowrl.apps.suites.running.exchange import require_each_once
 from flowrl.commands import eval as evaluation
 from flowrl.core.errors import ConfigError
-from flowrl.evaluation.suite import Item, Row, Table, require_each_once
+from flowrl.evaluation.suite import Item, Row, Table
 from flowrl.media import media
 from tests import tiny_pipelines
 from tests.apps.suites.written import means

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from flowrl import moving_shapes
-from flowrl.commands._call import call_of
+from flowrl.apps.command_line import call_of
 from flowrl.core.errors import ConfigError, ModelError
 from scripts.pretraining import wan
 from scripts.pretraining import wan_stages as stages

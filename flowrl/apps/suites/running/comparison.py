@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from flowrl.apps.suites.running.folder import differences
 from flowrl.evaluation.suite import Line, Suite, Table
-from flowrl.evaluation.suite_intervals import paired, pooled, shares, stratified, together
+from flowrl.evaluation.suite_intervals import Part, stratified, together
 from flowrl.statistics.paired import TIE_SHARE, flip_tests, holm, margin, outcomes
 
 TIES = (
@@ -71,6 +71,45 @@ def compare(base: Table, tuned: Table, lower_is_better: Collection[str] = ()) ->
         over = together if after.shared and len(parts) > 1 else stratified
         gain = over(parts, None if width is None else (-width, width))
         result.append(Change(after.name, *gain, *over(wins, (0.0, 1.0)), float(one), float(adjusted)))
+    return result
+
+
+def paired(
+    base: Sequence[Part], tuned: Sequence[Part], value: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> tuple[Part, ...]:
+    """Parts of `value(base's, tuned's)` of the values [K] of each prompt that both have; NaN where one of them is."""
+
+    def of(before: tuple[float, ...], after: tuple[float, ...]) -> tuple[float, ...]:
+        count = min(len(before), len(after))
+        return tuple(value(np.asarray(before[:count]), np.asarray(after[:count])).tolist())
+
+    return tuple(
+        Part(
+            {p: of(before.values[p], values) for p, values in after.values.items() if p in before.values},
+            after.weight,
+        )
+        for before, after in zip(base, tuned, strict=True)
+    )
+
+
+def pooled(parts: Sequence[Part]) -> np.ndarray:
+    """All values of the parts, [N]; NaN where there is none."""
+    return np.asarray([value for part in parts for values in part.values.values() for value in values])
+
+
+def shares(parts: Sequence[Part]) -> dict[str, float]:
+    """Prompt -> its share of the weighted mean of the parts' means, which is the sum of all shares.
+
+    {} where a part has no value: the mean of the others is another number.
+    """
+    total = math.fsum(part.weight for part in parts)
+    result: dict[str, float] = {}
+    for part in parts:
+        count = sum(n for _, _, n in part.totals())
+        if not count:
+            return {}
+        for prompt, value, _ in part.totals():
+            result[prompt] = result.get(prompt, 0.0) + part.weight / total * value / count
     return result
 
 

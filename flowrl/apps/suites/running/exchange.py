@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from flowrl.apps.suites.running.folder import ResultsFolder
 from flowrl.apps.suites.running.runner import Sample, Task, rows_of
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import writing
-from flowrl.evaluation.suite import Row, require_each_once
+from flowrl.evaluation.suite import Item, Row
 from flowrl.media import media
 
 
@@ -97,6 +97,31 @@ def with_results(task: Task, folder: ResultsFolder, results: Path) -> list[Row]:
     for row in rows:
         row.scores, row.answers, row.error = found[row.id, row.k], [], ""
     return rows
+
+
+def require_each_once(
+    found: Mapping[tuple[str, int], object] | Iterable[tuple[str, int]], items: Sequence[Item], samples: int, what: str
+) -> None:
+    """Refuse results that lack a sample of the first `samples` of each prompt, or that hold one that is none.
+
+    Raises:
+        ConfigError: naming the samples.
+    """
+    known = {item.id: item.text for item in items}
+    wanted = {(item.id, k) for item in items for k in range(samples)}
+    own = set(found)
+    missing, foreign = sorted(wanted - own), sorted(own - wanted)
+    if foreign:
+        raise ConfigError(
+            f"{what}: {len(foreign)} results are of no sample of this run, such as prompt {foreign[0][0]!r}, sample "
+            f"{foreign[0][1]}; give the results of the folder that --export wrote, unchanged"
+        )
+    if missing:
+        first, k = missing[0]
+        raise ConfigError(
+            f"{what}: {len(missing)} of {len(wanted)} samples have no result, the first is prompt {first!r} "
+            f"({known[first][:60]!r}), sample {k}; run the evaluator on the whole folder again"
+        )
 
 
 def of_models(names: Sequence[str], files: Sequence[Path]) -> dict[str, Path]:

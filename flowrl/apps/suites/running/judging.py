@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.apps.suites.running.runner import PATIENCE
-from flowrl.core.errors import RewardError, RewardFailure, described
+from flowrl.apps.command_line import reward_entries
+from flowrl.apps.suites.running.options import Judging
+from flowrl.apps.suites.running.runner import PATIENCE, Judgement, Task
+from flowrl.core.errors import ConfigError, RewardError, RewardFailure, described
 from flowrl.data.prompts import Prompt
-from flowrl.evaluation.suite import Item, Judgement, Suite
+from flowrl.evaluation.suite import Item, Suite
 from flowrl.reward import REASONS, Images
 from flowrl.scoring.build import build_rewards, build_scorer, require_metadata, require_modality
-from flowrl.scoring.entries import RewardPlan
+from flowrl.scoring.entries import RewardPlan, check_plans, reward_plan
 from flowrl.scoring.surroundings import Batch
 from flowrl.scoring.weighted import WeightedReward
 
@@ -133,3 +135,31 @@ class RewardJudge:
 def _number(value: Tensor) -> float | None:
     number = float(value)
     return number if math.isfinite(number) else None
+
+
+# ---- --judge
+
+
+def judge_of(judging: Judging, task: Task) -> RewardJudge | None:
+    """The judge; None where images are exported for another one."""
+    if judging.names:
+        trees = reward_entries(judging.names, judging.settings, prefixes=True)
+    elif judging.export is not None:
+        return None
+    elif task.suite.entries(task.items) is None:
+        raise ConfigError(
+            f"--suite {task.suite.name} has no judge of its own here ({task.suite.facts.judge}); give --judge NAME, or "
+            "--export DIR for its official evaluator"
+        )
+    else:
+        trees = _default_entries(task, judging.settings)
+    plans = [(f"--judge {name}", reward_plan(tree, f"--judge {name}")) for name, tree in trees.items()]
+    check_plans(plans)
+    return RewardJudge([plan for _, plan in plans], task.suite, task.items)
+
+
+def _default_entries(task: Task, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Name -> entry of the suite's own judge, with the user's options."""
+    entries = {str(entry.get("prefix") or entry["name"]): dict(entry) for entry in task.suite.entries(task.items) or ()}
+    changed = reward_entries([str(entry["name"]) for entry in entries.values()], settings, prefixes=False)
+    return {name: entry | changed.get(str(entry["name"]), {}) for name, entry in entries.items()}

@@ -24,16 +24,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.apps.command_line import reward_entries
 from flowrl.apps.suites.running.folder import ResultsFolder
 from flowrl.apps.suites.running.runner import PATIENCE, Task
 from flowrl.core.errors import ConfigError, Remedy, RewardError, RewardFailure, described
 from flowrl.core.files import json_ready, writing
 from flowrl.data.prompts import distinct_numbers
 from flowrl.display.display import Progress
+from flowrl.display.phases import phase
 from flowrl.evaluation.suite import Item
 from flowrl.reward import CompareFunction, Images
 from flowrl.scoring.build import build_rewards
-from flowrl.scoring.entries import RewardPlan
+from flowrl.scoring.entries import RewardPlan, check_plans, reward_plan
 from flowrl.statistics.paired import over_prompts, prompt_means
 
 FILE = "pairs.jsonl"
@@ -277,3 +279,47 @@ def text(found: Mapping[str, float], judge: str) -> str:
         f"model: {share} (95 % interval: {ends}, {found['n']} prompts): {counts}. Position bias: {bias} of the "
         "answers followed the place.\n"
     )
+
+
+# ---- --pair-judge
+
+
+def pair_plan(judge: str | None, settings: Sequence[str], base: str | None) -> RewardPlan | None:
+    """The entry of --pair-judge, checked before anything is made; None: there is none.
+
+    Raises:
+        ConfigError: no --base to compare with, settings without a judge, or a bad option.
+    """
+    if judge is None:
+        if settings:
+            raise ConfigError(
+                f"--pair-set {settings[0]}: it is an option of a --pair-judge", remedies=[Remedy(without="--pair-set")]
+            )
+        return None
+    if base is None:
+        raise ConfigError(
+            f"--pair-judge {judge}: pairs have images of two models, and no --base names the other",
+            remedies=[Remedy(without="--pair-judge --pair-set" if settings else "--pair-judge")],
+        )
+    (tree,) = reward_entries([judge], settings, prefixes=False).values()
+    if judge == "vlm_judge":
+        tree = {"rubric": "preference"} | tree
+    plan = reward_plan(tree, f"--pair-judge {judge}")
+    check_plans([(f"--pair-judge {judge}", plan)])
+    return plan
+
+
+def compared(
+    plan: RewardPlan | None, task: Task, folders: Mapping[str, ResultsFolder], out: Path, *, rejudge: bool
+) -> tuple[dict[str, Any] | None, str]:
+    """(plain result, section of table.md) of the pairs; (None, "") without a judge of pairs.
+
+    Raises:
+        RewardFailure: the judge is away; what was judged is kept.
+    """
+    if plan is None:
+        return None, ""
+    with phase("loading"):
+        judge = PairJudge(plan)
+    found = summary(compare_folders(task, folders, judge, out, rejudge=rejudge))
+    return {**found, "judge": judge.facts}, text(found, plan.label)

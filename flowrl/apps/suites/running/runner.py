@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -17,13 +18,41 @@ from flowrl.apps.suites.running.drawing import seed_of
 from flowrl.apps.suites.running.folder import ResultsFolder
 from flowrl.core.errors import RewardFailure
 from flowrl.display.display import Progress
-from flowrl.evaluation.suite import Item, Judge, Row, Suite
+from flowrl.evaluation.suite import Item, Row, Suite
 from flowrl.training.world import ALONE, World
 
 PATIENCE = 8
 """Samples in a row that a judge may fail on before it counts as away."""
 Sample = tuple[Item, int]
 Draw = Callable[[Sequence[Sample]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a judge says of one image."""
+
+    scores: dict[str, float | None]
+    answers: list[Any] = field(default_factory=list)
+    error: str = ""
+    """Why a score is None, where the judge failed; "": it has none to give."""
+
+
+class Judge(Protocol):
+    """A judge of images or videos."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Plain data of all that decides its scores: names, weights, options, versions."""
+        ...
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether it must see all images of a prompt at once."""
+        ...
+
+    def __call__(self, images: Sequence[Tensor], items: Sequence[Item]) -> list[Judgement]:
+        """One judgement for each image [3, H, W] or video [F, 3, H, W] in [0, 1]; a failure is one with an error."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

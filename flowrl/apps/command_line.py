@@ -1,17 +1,22 @@
-"""The arguments of a pipeline's own call, from the options --steps, --guidance and --set of a command."""
+"""What the words of a command line mean, for commands and the wing: rewards, a pipeline's own call, processes."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.registry import suggest
-from flowrl.core.strict import overridden
+from flowrl.core.strict import apply_override, overridden
 from flowrl.models.base import network_config
 from flowrl.models.generic.options import guidance_arguments
+from flowrl.run.folder import RunFolder
+from flowrl.run.launch import launch
+from flowrl.training.world import require_devices
 
 _COUNTS = ("num_inference_steps", "num_frames", "height", "width", "max_sequence_length")
 _SCALES = ("guidance_scale", "guidance_scale_2", "true_cfg_scale", "guidance_rescale")
@@ -26,6 +31,51 @@ _OURS: dict[str, str] = {
 """Arguments that --set cannot have, with the reason and what to do."""
 _ANY_FRAMES = ("AutoencoderKLCogVideoX",)
 """VAEs that decode an even number of latent frames to a multiple of their temporal factor, and not to one more."""
+
+
+def in_processes(out: Path, processes: int) -> int:
+    """Hold the folder of --out and run this command line in several processes; the exit code."""
+    require_devices(processes)
+    folder = RunFolder(out, "--out")
+    descriptor = folder.lock()
+    try:
+        return launch(sys.argv[1:], processes, lock=descriptor, warn=print)
+    finally:
+        folder.unlock()
+
+
+def reward_entries(rewards: Iterable[str], options: Iterable[str], *, prefixes: bool) -> dict[str, dict[str, Any]]:
+    """Name -> entry of each reward of a command line, as a configuration has it.
+
+    Args:
+        rewards: names, dotted paths or .py files, PREFIX=NAME if `prefixes`.
+        options: `key=value` of the only reward, or `NAME.key=value`, NAME being the prefix where there is one.
+        prefixes: whether a reward may have a prefix.
+
+    Raises:
+        ConfigError: two rewards of one name, or an option that does not name its reward.
+    """
+    result: dict[str, dict[str, Any]] = {}
+    for word in rewards:
+        before, equals, after = word.partition("=") if prefixes else ("", "", word)
+        reward, prefix = (after, before) if equals else (word, None)
+        name = prefix or (Path(reward).stem if reward.endswith(".py") else reward)
+        if name in result:
+            remedy = f"give one a prefix, --reward PREFIX={reward}" if prefixes else "serve one of them on another port"
+            raise ConfigError(f"--reward {word}: two rewards are called {name!r}; {remedy}")
+        result[name] = {"path" if reward.endswith(".py") else "name": reward}
+        if prefix is not None:
+            result[name]["prefix"] = prefix
+    for word in options:
+        # A dotted module path is a name with dots: the longest name that fits is meant.
+        owner = max((name for name in result if word.startswith(f"{name}.")), key=len, default=None)
+        if owner is None and len(result) > 1:
+            raise ConfigError(f"--set {word}: name its reward, NAME.key=value with NAME one of {', '.join(result)}")
+        apply_override(result[owner or next(iter(result))], word.removeprefix(f"{owner}."))
+    return result
+
+
+# ---- a pipeline's own call: --steps, --guidance, --set
 
 
 def require_finite(guidance: float | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.commands._call import call_of
+from flowrl.apps.command_line import call_of
 from flowrl.core.errors import ConfigError
 from tests import tiny_pipelines as tiny
 

@@ -1,0 +1,96 @@
+"""The result of a suite as table.md and result.json, and on the screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from flowrl.apps.suites.running.comparison import compare, markdown, plain, unlike
+from flowrl.apps.suites.running.folder import ResultsFolder
+from flowrl.apps.suites.running.judge_noise import judge_noise, noise_text
+from flowrl.apps.suites.running.options import Options
+from flowrl.apps.suites.running.runner import Task, rows_of
+from flowrl.core.files import json_ready, write_atomically
+from flowrl.evaluation import moved
+from flowrl.evaluation.suite import Row, Table
+
+TABLE, RESULT = "table.md", "result.json"
+
+
+def report(
+    options: Options,
+    task: Task,
+    listed: int,
+    folders: Mapping[str, ResultsFolder],
+    pairs: tuple[dict[str, Any] | None, str],
+) -> None:
+    """Write table.md and result.json, and print the table; `listed` is the number of prompts before --limit."""
+    suite = task.suite
+    aggregate = suite.compat if options.judging.compat and suite.compat is not None else suite.aggregate
+    tables: dict[str, Table] = {name: aggregate(rows_of(task, folder), task.items) for name, folder in folders.items()}
+    headers = {name: folder.header for name, folder in folders.items()}
+    judges = headers["model"]["judged_by"].values()
+    lower = {output for judge in judges for output in _lower(judge)}
+    changes = compare(tables["base"], tables["model"], lower) if "base" in tables else []
+    note = _note(options, task, listed, headers["model"]) + unlike(headers)
+    named = {f"{name}: {options.models()[name]}": table for name, table in tables.items()}
+    noise = judge_noise(task, folders["base" if "base" in folders else "model"])
+    change = _image_change(task, folders)
+    page = markdown(suite, named, changes, note, change)
+    pair_text = f"{pairs[1].rstrip()} {change}\n" if pairs[1] else ""
+    text = "\n".join(filter(None, (page, noise_text(noise), pair_text)))
+    result = {
+        "suite": options.name,
+        "settings": note,
+        "differs": suite.facts.differs,
+        "models": {name: {"target": options.models()[name], **plain(table)} for name, table in tables.items()},
+        "changes": [dataclasses.asdict(one) for one in changes],
+        "images": change,
+        "judge_noise": noise,
+        "pairs": pairs[0],
+        "headers": headers,
+    }
+    write_atomically(options.folder / TABLE, text)
+    write_atomically(options.folder / RESULT, json.dumps(json_ready(result), indent=1) + "\n")
+    print(text)
+    print(f"{options.folder / TABLE}, {options.folder / RESULT}")
+    _require_scores(tables, {name: rows_of(task, folder) for name, folder in folders.items()})
+
+
+def _require_scores(tables: dict[str, Table], rows: dict[str, list[Row]]) -> None:
+    """Exit with code 1 if no sample of a model is scored, with the judge's own reason."""
+    empty = [name for name, table in tables.items() if not any(line.n_scored for line in table.lines)]
+    for name in empty:
+        reason = next((row.error for row in rows[name] if row.error), "the judge gave NaN, which means: not scored")
+        print(f"{name}: none of {len(rows[name])} samples is scored: {reason}", file=sys.stderr)
+    if empty:
+        raise SystemExit(1)
+
+
+def _lower(judge: dict[str, Any]) -> list[str]:
+    """Outputs of a judge of which less is better; a judgement of an earlier version knows one direction."""
+    return judge.get("less_is_better", [] if judge.get("higher_is_better", True) else judge["outputs"])
+
+
+def _note(options: Options, task: Task, listed: int, header: dict[str, Any]) -> str:
+    made, official = header["made_with"], task.suite.facts.num_prompts
+    whole = f"the {official} official prompts" if listed == official else f"{listed} prompts (officially {official})"
+    own = {str(entry["name"]) for entry in task.suite.entries(task.items) or ()} | {"official evaluator"}
+    foreign = "" if own & set(header["judged_by"]) else ", which is not the suite's own: compare with nothing published"
+    lora = "" if not options.loras else f", LoRA {', '.join(options.loras)}"
+    return (
+        f"{len(task.items)} of {whole}, {task.samples} {task.suite.facts.noun}{'s' if task.samples > 1 else ''} each; "
+        f"{made['pipeline']}, {made['steps']} steps, guidance {made['guidance']}, {made['dtype']}, seed "
+        f"{options.making.seed}{lora}. Judge: {', '.join(header['judged_by']) or 'none'}{foreign}."
+    )
+
+
+def _image_change(task: Task, folders: Mapping[str, ResultsFolder]) -> str:
+    """How far the model's first images of the prompts are from the base's, in a sentence; "" without a base."""
+    if "base" not in folders:
+        return ""
+    files = ((folders["base"].image(item, 0), folders["model"].image(item, 0)) for item in task.items)
+    return moved.sentence(moved.measure(pair for pair in files if all(file.is_file() for file in pair)))
