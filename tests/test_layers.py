@@ -174,13 +174,13 @@ def test_importing_flowrl_loads_neither_torch_nor_diffusers_nor_transformers():
     assert done.stdout.strip() == "[]"
 
 
-def test_importing_the_trainer_and_every_component_folder_loads_neither_diffusers_nor_transformers():
+def test_importing_the_trainer_and_every_component_folder_loads_neither_diffusers_nor_transformers_nor_the_wing():
     """They are loaded when a model is built, so that a bad configuration is refused at once."""
     code = (
         "import sys, flowrl.run.trainer;"
         "from flowrl.core import registry;"
         "[registry.load(kind, name) for kind in ('samplers', 'algorithms', 'models') for name in registry.names(kind)];"
-        "print([m for m in ('diffusers', 'transformers', 'accelerate') if m in sys.modules])"
+        "print([m for m in ('diffusers', 'transformers', 'accelerate', 'flowrl.apps') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"

@@ -63,11 +63,10 @@ def command(
         # Before the hub's library is imported: a base model of the hub is not even looked up.
         os.environ["HF_HUB_OFFLINE"] = "1"
     from flowrl.apps.publish import publish
-    from flowrl.run.export import export
 
     if push is None:
         assert out is not None
-        print(export(run, layout, out))
+        print(_export(run, layout, out))
         return
     publish.require_name(push)
     if dry_run:
@@ -75,20 +74,27 @@ def command(
             _show(run, out or Path(folder), layout, push, private)
         return
     folder = out or run / f"export-{layout}"
-    print(export(run, layout, folder))
+    print(_export(run, layout, folder))
     message = f"{run.resolve().name}, exported by flowrl ({layout})"
     print(publish.push(folder, push, message, private=private, api=publish.hub()))
 
 
-def _show(
-    run: Path, folder: Path, layout: Literal["diffusers", "kohya", "comfyui", "merged"], push: str, private: bool
-) -> None:
+def _export(run: Path, layout: Format, out: Path) -> Path:
+    """The weights and their card in the folder `out`; the file or folder to load."""
+    from flowrl.apps.publish.card import try_card
+    from flowrl.run.export import export
+
+    result = export(run, layout, out)
+    try_card(run, out, layout)
+    return result
+
+
+def _show(run: Path, folder: Path, layout: Format, push: str, private: bool) -> None:
     """Export, and print what an upload would send."""
     from flowrl.apps.publish import publish
     from flowrl.apps.publish.card import FILE
-    from flowrl.run.export import export
 
-    export(run, layout, folder)
+    _export(run, layout, folder)
     print(f"Dry run: nothing is sent. To {push} ({'private' if private else 'public'}):")
     print(publish.listing(publish.files(folder)))
     card = folder / FILE

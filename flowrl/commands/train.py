@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from flowrl.commands._arguments import AsJson, Config, Overrides, Processes, Quiet, option, showing
 from flowrl.core.startup import imports, read_early
+
+if TYPE_CHECKING:
+    from flowrl.run.report import Finished
 
 Resume = Annotated[
     bool,
@@ -77,7 +81,53 @@ def _train(config: str, overrides: list[str], resume: bool, accept: bool | list[
         from flowrl.run.trainer import Trainer
 
     with no_exit():
-        return Trainer(resolve(load_config(config, overrides))).fit(resume=resume, accept_changes=accept)
+        trainer = Trainer(resolve(load_config(config, overrides)))
+        return trainer.fit(resume=resume, accept_changes=accept, after=AFTER)
+
+
+def report(run: Finished) -> None:
+    """Build the run's page, `gallery/index.html`.
+
+    Raises:
+        ConfigError: a file of the run folder is damaged.
+        WriteError: the disk is full or not writable.
+    """
+    from flowrl.apps.gallery import build
+    from flowrl.display.console import log
+    from flowrl.display.display import working
+
+    started = time.monotonic()
+    with working("building the report"):
+        page = build([run.folder])
+    log.info("report: %s (%.1f s)", page, time.monotonic() - started)
+
+
+def likely_cause(run: Finished) -> None:
+    """Say what kept the run from learning, if it did not.
+
+    Raises:
+        ConfigError: a file of the run folder is damaged.
+    """
+    from flowrl.apps.diagnosis import cause
+    from flowrl.apps.gallery.runs import load_run
+    from flowrl.display.console import verdict
+
+    for line in cause(load_run(run.folder)):
+        verdict.info("%s", line)
+
+
+def card(run: Finished) -> None:
+    """Write the card of the trained weights, `adapter/README.md`; a failure is told and the card is missing."""
+    from flowrl.apps.publish.card import try_card
+    from flowrl.display.display import working
+    from flowrl.run.handover import FOLDER
+
+    with working("writing the model card"):
+        try_card(run.folder, run.folder / FOLDER, "adapter")
+
+
+AFTER = (report, likely_cause, card)
+"""What comes after a run of this command, in this order."""
 
 
 def _launch(config: str, overrides: list[str], flags: list[str], processes: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.apps.gallery.runs import Evaluation, Run, number, value_at
+from flowrl.core.files import is_mapping
 from flowrl.media import media
 from flowrl.statistics.paired import TIE
 
@@ -56,12 +56,6 @@ def saved_pairs(before: Path, after: Path, prompts: Iterable[int]) -> Iterator[t
             yield one, other
 
 
-def shared_pairs(before: Evaluation, after: Evaluation) -> Iterator[tuple[Path, Path]]:
-    """`saved_pairs` of the prompts that both evaluations have at the same place."""
-    both = enumerate(zip(before.prompts, after.prompts, strict=False))
-    return saved_pairs(before.images, after.images, (place for place, (one, other) in both if one == other))
-
-
 def brightness(file: Path) -> np.ndarray:
     """Brightness of an image's or video's frames, [F, H, W] float64 from 0 to 255.
 
@@ -101,19 +95,12 @@ def measure(pairs: Pairs) -> Moved | None:
     return Moved(float(np.mean(levels)), len(levels), "image" if kinds == {".png"} else "video")
 
 
-def of_run(run: Run) -> Moved | None:
-    """That of a run: as its summary has it, else from its images."""
-    stated = run.summary.get("moved")
-    if run.finished and isinstance(stated, dict) and math.isfinite(levels := number(stated.get("levels"))):
-        return Moved(levels, int(number(stated.get("pairs"))), str(stated.get("noun", "image")))
-    return measure(shared_pairs(*run.both)) if run.both else None
-
-
 def trained(config: Mapping[str, Any]) -> str:
-    """What a run's configuration trains, as the subject of a sentence."""
-    if value_at(config, "algorithm", "name") == "find":
+    """What a run's configuration trains, as the subject of a sentence; an older run's may lack parts."""
+    method, model = (part if is_mapping(part := config.get(key)) else {} for key in ("algorithm", "model"))
+    if method.get("name") == "find":
         return "initial noise"
-    return "weights" if value_at(config, "model", "lora") is None else "LoRA"
+    return "weights" if model.get("lora") is None else "LoRA"
 
 
 def sentence(found: Moved | None, what: str = "model") -> str:
@@ -127,17 +114,12 @@ def sentence(found: Moved | None, what: str = "model") -> str:
     return f"The {what} hardly {'move' if what == 'weights' else 'moves'}: {on} {said}"
 
 
-def of_run_in_words(run: Run) -> str:
-    """`sentence` of a run."""
-    return sentence(of_run(run), trained(run.config))
-
-
 def rule(value: Mapping[str, Any], noun: str = "image") -> str:
     """What a win rate, an entry of `summary.json`, counts as a tie, in words; `noun` is "image" or "video"."""
-    margin = number(value.get("margin"))
-    if not math.isfinite(margin):
+    margin, share = value.get("margin"), value.get("tie")
+    if not (isinstance(margin, int | float) and isinstance(share, int | float) and math.isfinite(margin)):
         return "a tie: equal scores, by the rule of an older version"
-    apart = f"scores at most {margin:.3g} apart, {number(value.get('tie')):g} of the base's std"
+    apart = f"scores at most {margin:.3g} apart, {share:g} of the base's std"
     scores = "equal scores" if margin <= TIE else apart
     if value.get("same") is None:
         return f"a tie: {scores}; an older evaluation does not tell which {noun}s are equal in 8 bits"

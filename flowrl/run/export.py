@@ -24,7 +24,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flowrl.algorithms.base import NoiseMethod
-from flowrl.apps.publish.card import try_card
 from flowrl.config.components import Component, component
 from flowrl.config.older import run_tree
 from flowrl.core.errors import ConfigError, ModelError, Remedy
@@ -48,19 +47,13 @@ Format = Literal["diffusers", "kohya", "comfyui", "merged"]
 
 
 def export(run: Path, layout: Format, out: Path) -> Path:
-    """Write a run's weights and their model card to the folder `out`; returns the file or folder to load.
+    """Write a run's weights to the folder `out`; returns the file or folder to load.
 
     Raises:
         ConfigError: not a run, no trained weights yet, weights that cannot be read, full weights as a LoRA, or
             original names of a family that has no table; nothing is written.
         WriteError: the disk is full or not writable.
     """
-    result = _export(run, layout, out)
-    try_card(run, out, layout)
-    return result
-
-
-def _export(run: Path, layout: Format, out: Path) -> Path:
     if learned_noise(run) is not None:
         raise ConfigError(
             f"{str(run)!r} learned the initial noise of its prompts and no weights, so there is nothing to export: "

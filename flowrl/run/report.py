@@ -1,27 +1,22 @@
-"""Before and after training: the base evaluation, the final one, `summary.json`, the report, an iteration's line."""
+"""Before and after training: the base evaluation, the final one, `summary.json`, an iteration's line."""
 
 from __future__ import annotations
 
 import math
 import shutil
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from flowrl.apps.diagnosis import cause
-from flowrl.apps.gallery import build as build_gallery
-from flowrl.apps.gallery.runs import Run, load_run
-from flowrl.apps.publish.card import try_card
 from flowrl.display.board import HEADLINES
 from flowrl.display.console import log, verdict
-from flowrl.display.display import working
 from flowrl.evaluation import moved
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import accuracy, difference, summary, win_rate
 from flowrl.run.folder import RunFolder
 from flowrl.run.guarding import Guarding
-from flowrl.run.handover import FOLDER
 from flowrl.run.session import Session
 from flowrl.run.state import Clock
 from flowrl.run.status import GUARDED
@@ -32,6 +27,20 @@ _GUIDANCE_PROMPTS = 128
 
 Before = tuple[Evaluation, Evaluation | None]
 """The untrained model at the evaluation's guidance, and at its best guidance; None: the same, or not sought."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What happened in a run that has come to its end."""
+
+    folder: Path
+    """Of the run; the trained weights are in its `adapter/`."""
+    summary: dict[str, Any]
+    """Contents of its `summary.json`."""
+
+
+After = Callable[[Finished], object]
+"""Something that comes after a run, such as its report; its folder is complete and stays locked."""
 
 
 class Report:
@@ -130,27 +139,17 @@ class Report:
         """Write the summary of a run under way."""
         self._write("running", *before, None)
 
-    def finish(self, before: Before) -> dict[str, Any]:
-        """Evaluate the result, write the summary and the report, and log the verdict."""
+    def finish(self, before: Before) -> Finished:
+        """Evaluate the result, write the summary, log the verdict, and return what happened."""
         self.session.world.together(self.folder.require_own)
         session, tuned = self.session, self._saved("tuned", self.session.eval_guidance)
         if tuned is None or tuned.iteration != session.iteration:
             tuned = session.evaluate("tuned")
         result = self._write(GUARDED if self.guard.ended else "finished", *before, tuned)
         if session.world.main:
-            started = time.monotonic()
-            with working("building the report"):
-                page = build_gallery([self.folder.path])
             self.guard.say_end()
-            run = load_run(self.folder.path)
-            _log_verdict(self.metric, result, before[1], self.prompts, run)
-            log.info("report: %s (%.1f s)", page, time.monotonic() - started)
-            for line in cause(run):
-                verdict.info("%s", line)
-            with working("writing the model card"):
-                try_card(self.folder.path, self.folder.path / FOLDER, "adapter")
-        session.world.barrier()
-        return result
+            _log_verdict(self.metric, result, before[1], self.prompts, moved.trained(session.resolved.tree()))
+        return Finished(self.folder.path, result)
 
     def _write(
         self, status: str, base: Evaluation, best: Evaluation | None, tuned: Evaluation | None
@@ -208,9 +207,10 @@ def row_line(row: dict[str, Any], iterations: int, prompts: RunPrompts) -> str:
 
 
 def _log_verdict(
-    metric: str | None, result: dict[str, Any], best: Evaluation | None, prompts: RunPrompts, run: Run
+    metric: str | None, result: dict[str, Any], best: Evaluation | None, prompts: RunPrompts, trained: str
 ) -> None:
-    """The lines of the end; `run` is the run as its folder has it."""
+    """The lines of the end; `trained`: what was trained, as of `moved.trained`."""
+    found = None if result["moved"] is None else moved.Moved(**result["moved"])
     if metric is not None and metric in result["difference"]:
         on = prompts.on
         verdict.info("base%s  %s %s", on, metric, format_estimate(result["base"][metric]))
@@ -219,8 +219,8 @@ def _log_verdict(
             verdict.info("base with its best CFG %g%s  %s %s", best.guidance_scale, on, metric, rival)
         verdict.info("tuned%s %s %s", on, metric, format_estimate(result["tuned"][metric]))
         verdict.info("paired difference%s %s", on, format_estimate(result["difference"][metric], signed=True))
-        verdict.info("%s", format_win_rate(metric, result["win_rate"][metric], on, run.noun))
-        verdict.info("%s", moved.of_run_in_words(run))
+        verdict.info("%s", format_win_rate(metric, result["win_rate"][metric], on, found.noun if found else "image"))
+        verdict.info("%s", moved.sentence(found, trained))
         if prompts.name == "training prompts":
             verdict.info("%s", prompts.remark)
     if "implicit_accuracy" in result:

@@ -23,7 +23,7 @@ from flowrl.run.changes import Accepted
 from flowrl.run.ending import Ending
 from flowrl.run.folder import RunFolder, provenance
 from flowrl.run.guarding import Guarding, refuse_guarded
-from flowrl.run.report import Before, Report, row_line
+from flowrl.run.report import After, Before, Report, row_line
 from flowrl.run.requests import Desk
 from flowrl.run.session import Session, resolved
 from flowrl.run.state import Clock, Saver, load_newest
@@ -44,13 +44,18 @@ class Trainer:
 
     # ---- set-up
 
-    def fit(self, resume: bool = False, accept_changes: bool | Sequence[str] = False) -> dict[str, Any]:
+    def fit(
+        self, resume: bool = False, accept_changes: bool | Sequence[str] = False, after: Sequence[After] = ()
+    ) -> dict[str, Any]:
         """Train to the last iteration.
 
         Args:
             resume: an existing run is resumed; otherwise it is refused.
             accept_changes: True accepts other contents of the user's files than the run was started with; a list
                 accepts other values of the options that it names by dotted keys, and "files" in it the contents.
+            after: what comes after the run, in this order, on the first process: the weights and the summary are
+                written and the verdict is logged. A failure in it ends the call as any other does; the run has
+                finished, and `resume` calls the list again.
 
         Raises:
             ConfigError: something the user can mend; finished iterations are saved.
@@ -59,7 +64,7 @@ class Trainer:
             Exception: any other failure; the last finished iteration is saved, unless it was the update that failed.
         """
         accept = Accepted.of(accept_changes)
-        self.world, self.folder = self._join(), RunFolder(self.config.folder)
+        self.world, self.folder, self.after = self._join(), RunFolder(self.config.folder), after
         self.desk = Desk(self.folder.path, self.world, self.signals)
         try:
             start = self.world.agree(lambda: self._open_folder(resume, accept))[0]
@@ -179,9 +184,12 @@ class Trainer:
                 self.desk.serve(session, saver, last=last)
         saver.settle()
         self.guard.conclude(saver)
-        result = self.report.finish(before)
-        self.trackers.finish(result)
-        return result
+        finished = self.report.finish(before)
+        for each in self.after if self.world.main else ():
+            each(finished)
+        self.world.barrier()
+        self.trackers.finish(finished.summary)
+        return finished.summary
 
     def _record(self, row: dict[str, Any]) -> None:
         """Evaluate if that is due, and write the row of the finished iteration."""

@@ -36,13 +36,11 @@ SILENT = (
         "core/strict",
         "core/subprocesses",
         "core/versions",
-        "gallery/__init__",
-        "gallery/moved",
-        "gallery/runs",
+        "evaluation/moved",
     ),
-    *("planning/memory", "planning/out_of_memory", "run/card", "run/card_facts", "run/card_loading"),
+    *("planning/memory", "planning/out_of_memory"),
     *("run/checkpoint", "run/ending", "run/export", "run/folder", "run/gauges", "run/handover", "run/inputs"),
-    *("run/launch", "run/plain_text", "run/state", "training/dead_groups", "training/metrics"),
+    *("run/launch", "run/state", "training/dead_groups", "training/metrics"),
 )
 
 

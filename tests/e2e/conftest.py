@@ -6,7 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,12 +58,13 @@ def inside(folder: Path) -> Iterator[None]:
         yield
 
 
-def train(*overrides: str, resume: bool = False, accept: Sequence[str] = ()) -> dict:
-    """Train in this process; `accept`: what `--accept-changes` names."""
+def train(*overrides: str, resume: bool = False, accept: Sequence[str] = (), after: Sequence[Callable] = ()) -> dict:
+    """Train in this process; `accept`: what `--accept-changes` names; `after`: what comes after the run."""
     from flowrl.config.load import load_config, resolve
     from flowrl.run.trainer import Trainer
 
-    return Trainer(resolve(load_config("run.yaml", list(overrides)))).fit(resume=resume, accept_changes=accept)
+    trainer = Trainer(resolve(load_config("run.yaml", list(overrides))))
+    return trainer.fit(resume=resume, accept_changes=accept, after=after)
 
 
 def start(*words: str) -> subprocess.Popen:

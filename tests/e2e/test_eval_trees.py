@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flowrl.commands.train import AFTER
 from tests import ranks
 from tests.e2e.conftest import finish, start, train
 
@@ -30,7 +31,7 @@ def rows(run: str) -> list[dict]:
 
 
 def test_a_resumed_run_has_the_same_trees_and_each_evaluation_one(place: Path):
-    train("name=whole", "iterations=2", *BRANCH)
+    train("name=whole", "iterations=2", *BRANCH, after=AFTER)
     train("name=parts", "iterations=1", *BRANCH)
     train("name=parts", "iterations=2", *BRANCH, resume=True)
     whole, parts = trees("whole"), trees("parts")
@@ -53,7 +54,7 @@ def test_two_processes_draw_the_same_tree_and_a_method_without_one_none(place: P
     code, output = finish(start("train", "run.yaml", "name=two", "iterations=0", *BRANCH, "--processes", "2"))
     assert code == 0, output
     assert trees("two") == trees("one")
-    train("name=chains", "iterations=0")
+    train("name=chains", "iterations=0", after=AFTER)
     assert not trees("chains")
     assert 'svg class="tree"' not in Path("runs/chains/gallery/index.html").read_text()
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from flowrl.apps.gallery.runs import load_run
 from flowrl.apps.gallery.watched import Watched
 from flowrl.commands import eval as evaluation
+from flowrl.commands.train import AFTER
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError
 from flowrl.run import checkpoint, handover
@@ -46,7 +47,7 @@ def guard_state(run: str, iteration: int) -> dict[str, Any]:
 
 
 def test_a_run_that_is_stopped_says_so_in_its_folder_and_is_not_resumed_as_it_is(hacked: Path):
-    result = train("name=stopped", *HACKED, "guard.mode=stop")
+    result = train("name=stopped", *HACKED, "guard.mode=stop", after=AFTER)
     facts, ended = result["guard"], result["iterations"]
     assert (result["status"], facts["alarm"]) == ("guarded", "below base")
     assert facts["taken"] == facts["ended"] == ended < 3
@@ -76,7 +77,7 @@ def test_a_run_that_is_stopped_says_so_in_its_folder_and_is_not_resumed_as_it_is
 
 @pytest.mark.slow
 def test_a_run_that_goes_back_has_the_weights_of_its_best_evaluation(hacked: Path):
-    result = train("name=back", *HACKED, "guard.mode=rollback")
+    result = train("name=back", *HACKED, "guard.mode=rollback", after=AFTER)
     facts, saved = result["guard"], checkpoint.available(Path("runs/back/checkpoints"))
     assert result["status"] == "guarded"
     assert facts["taken"] == facts["best"] < facts["ended"] == result["iterations"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowrl import shapes
+from flowrl.commands.train import AFTER
 from flowrl.config.load import load_config, resolve
 from flowrl.data.prompts import PromptSource
 from flowrl.run.trainer import Trainer
@@ -53,7 +54,7 @@ def test_a_share_of_the_prompts_is_evaluated_and_not_trained_on(forty: Path, mon
 
 @pytest.mark.slow
 def test_without_held_out_prompts_every_number_is_of_training_prompts(forty: Path, monkeypatch, capsys):
-    train("name=none", "data={prompts: forty.txt, eval_share: 0, max_eval_prompts: 3}", *SMALL)
+    train("name=none", "data={prompts: forty.txt, eval_share: 0, max_eval_prompts: 3}", *SMALL, after=AFTER)
     summary, said = told("none")
     assert (summary["evaluated_on"], summary["held_out"]) == ("training prompts", None)
     numbers = [line for line in said.splitlines() if "brightness" in line or "paired difference" in line]

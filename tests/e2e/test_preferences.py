@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from flowrl.commands.train import AFTER
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import json_ready
 from flowrl.data.preferences import PreferenceSource, load_preferences
@@ -149,7 +150,9 @@ def test_a_table_like_pick_a_pics_is_learned_from_and_held_out_pairs_preferred(p
     make_pairs(place / "heldout", 6, seed=1000)
     data = f"path: train.{form}, eval: heldout, per_iteration: 8, caption_dropout: 0.0"
     words = (*SCENE[1:3], "data={pairs: {" + data + "}}", "eval={}", "optim.updates_per_iteration=1", "optim.ema=null")
-    summary = train("iterations=8", "optim.batch_size=16", *words, "algorithm={name: diffusion_dpo, beta: 50}")
+    summary = train(
+        "iterations=8", "optim.batch_size=16", *words, "algorithm={name: diffusion_dpo, beta: 50}", after=AFTER
+    )
     rows = told("run")
     assert rows[0]["policy/margin"] == pytest.approx(0, abs=1e-6)
     assert rows[0]["policy/loss"] == pytest.approx(np.log(2), abs=1e-4)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from flowrl.commands.train import AFTER
 from flowrl.core.errors import ConfigError
 from flowrl.media import media
 from flowrl.models import generic
@@ -52,7 +53,7 @@ def clips(place: Path) -> Path:
 
 
 def test_a_run_on_clips_saves_and_shows_them(clips: Path, monkeypatch, capsys):
-    summary = train("iterations=1", *RUN)
+    summary = train("iterations=1", *RUN, after=AFTER)
     assert summary["status"] == "finished"
     saved = sorted(Path("runs/run/eval").glob("*/*"))
     assert [file.name for file in saved] == ["00000-0.webp", "00001-0.webp"] * 2
@@ -109,7 +110,7 @@ def test_a_reward_for_videos_is_refused_for_pictures_before_any_weights_are_load
 
 def test_evaluations_may_save_mp4(clips: Path, monkeypatch, capsys):
     pytest.importorskip("av", reason="needs the extra video")
-    assert train("iterations=1", *RUN, "eval.videos=mp4")["status"] == "finished"
+    assert train("iterations=1", *RUN, "eval.videos=mp4", after=AFTER)["status"] == "finished"
     saved = sorted(Path("runs/run/eval").glob("*/*"))
     assert [file.name for file in saved] == ["00000-0.mp4", "00001-0.mp4"] * 2
     assert media.facts(saved[0]) == (5, 8)
@@ -180,7 +181,7 @@ def test_pairs_are_made_from_a_video_run_and_two_iterations_of_dpo_learn_from_th
             assert float(frames.diff(dim=0).abs().mean()) == pytest.approx(line[f"{side}_scores"]["motion"], rel=1e-5)
         assert line["chosen_scores"]["motion"] > line["rejected_scores"]["motion"]
     data = "data={pairs: {path: set, eval: set, per_iteration: 2, flip: false, posterior: mean}}"
-    summary = train("name=dpo", "iterations=2", *DPO, data)
+    summary = train("name=dpo", "iterations=2", *DPO, data, after=AFTER)
     assert summary["status"] == "finished"
     rows = [json.loads(line) for line in Path("runs/dpo/metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from flowrl.apps.gallery.movement import shared_pairs
 from flowrl.apps.gallery.runs import Evaluation, Run, number
-from flowrl.evaluation import moved
+from flowrl.evaluation.moved import bright_pairs
 from flowrl.statistics import paired
 from flowrl.statistics.scales import FAINT
 
@@ -240,8 +241,8 @@ class Evidence:
             Lacking: no such pair of images was saved (videos are not opened).
         """
         base, after = self.base, self.after
-        files = (pair for pair in moved.shared_pairs(base, after) if pair[0].suffix == ".png")
-        found = [(before[0], trained[0]) for before, trained in moved.bright_pairs(files)]
+        files = (pair for pair in shared_pairs(base, after) if pair[0].suffix == ".png")
+        found = [(before[0], trained[0]) for before, trained in bright_pairs(files)]
         if not found:
             raise Lacking("no image of the same prompt and seed is saved for both evaluations")
         return found

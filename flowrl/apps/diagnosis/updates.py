@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from flowrl.apps.diagnosis.evidence import TREND_ROWS, Change, Evidence, Lacking, Number, Seen, text
-from flowrl.evaluation import moved
+from flowrl.apps.gallery import movement
+from flowrl.evaluation.moved import HALF_LEVEL
 
 DEAD = 0.5
 """Share of dead groups: above it most samples are drawn for nothing."""
@@ -220,7 +221,7 @@ def weights_hardly_move(seen: Evidence) -> Seen | None:
     seen.require_steps(SPOKEN_FOR)
     if seen.moved or not seen.live or seen.faint:
         return None
-    found = moved.of_run(seen.run)
+    found = movement.of_run(seen.run)
     if found is None:
         raise Lacking("no image of the same prompt and seed is saved for both evaluations")
     if not found.hardly:
@@ -228,7 +229,7 @@ def weights_hardly_move(seen: Evidence) -> Seen | None:
     rate = float(seen.option("optim.learning_rate"))
     return Seen(
         1 - found.levels,
-        moved.of_run_in_words(seen.run),
-        Number("mean difference of the images", found.levels, moved.HALF_LEVEL),
+        movement.of_run_in_words(seen.run),
+        Number("mean difference of the images", found.levels, HALF_LEVEL),
         Change("optim.learning_rate", f"{10 * rate:g}" + (", or a larger model.lora.alpha" * seen.has("model.lora"))),
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.apps.gallery import certainty, charts, guard
+from flowrl.apps.gallery import certainty, charts, guard, movement
 from flowrl.apps.gallery.runs import Evaluation, Run, nan_mean, number
 from flowrl.evaluation import moved
 from flowrl.statistics.intervals import clusters
@@ -220,7 +220,7 @@ def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
         return f"{label} went {levels} ({metric.change(change.mean)}; {when})", "same"
     interval = f"95 % CI {metric.value(change.low, unit='')} to {metric.value(change.high, unit='')}"
     verb = "rose" if change.low > 0 else "fell" if change.high < 0 else "did not change measurably:"
-    tone, found = metric.tone(change.low, change.high), moved.of_run(run)
+    tone, found = metric.tone(change.low, change.high), movement.of_run(run)
     # What nobody can see is no success.
     if verb in ("rose", "fell") and metric.value(base.mean) == metric.value(tuned.mean):
         verb, tone = "did not change visibly:", "same"
@@ -267,7 +267,7 @@ def win_rate(run: Run, metric: Metric) -> tuple[str, str] | None:
     result = _block(run, "win_rate").get(metric.name)
     if not isinstance(result, dict) or not (result.get("n") or result.get("ties")):
         return None
-    found = moved.of_run(run)
+    found = movement.of_run(run)
     rule, change = moved.rule(result, run.noun), moved.sentence(found, moved.trained(run.config))
     if not result.get("n"):
         text = f"By {metric.label} there is no win rate: all {result.get('ties')} {run.noun}s are tied"

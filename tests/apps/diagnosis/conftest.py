@@ -14,6 +14,7 @@ from PIL import Image
 
 from flowrl.apps.diagnosis import Diagnosis, diagnose
 from flowrl.apps.gallery.runs import load_run
+from flowrl.commands.train import AFTER
 from tests.e2e.conftest import inside, train
 
 REWARDS = {
@@ -71,7 +72,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                 Path("long.txt").write_text(LONG)
                 name = fault.replace(" ", "-")
                 try:
-                    train(f"name={name}", *SHORT, *FAULTS[fault])
+                    train(f"name={name}", *SHORT, *FAULTS[fault], after=AFTER)
                 except Exception as error:  # the one that diverges
                     assert type(error).__name__ == "Overshot", error  # noqa: PT017
             made[fault] = place / "runs" / name

@@ -20,6 +20,7 @@ from flowrl.apps.gallery.runs import load_run
 from flowrl.apps.publish import card
 from flowrl.apps.publish.card_loading import Base
 from flowrl.apps.publish.plain_text import Named, escaped
+from flowrl.commands.export import command
 from flowrl.rollout.learned_noise import LearnedNoise
 from flowrl.run.export import export
 from tests import tiny_sd3 as tiny
@@ -195,6 +196,7 @@ def test_the_code_of_a_lora_samples_with_it_in_every_layout(run, base, layout, t
         card.write_card(run, folder, "adapter")
     else:
         export(run, layout, folder)
+        card.write_card(run, folder, layout)
     front, text = read(folder / "README.md")
     image = called(text, folder, base, monkeypatch)
     assert image.shape == (3, 32, 32)
@@ -217,6 +219,7 @@ def test_the_code_for_an_asset_imports_flowrl_where_nothing_else_has_the_base(la
     run = finish(write_run(tmp_path / "run", Path("tiny-sd3"), tiny.LORA))
     tiny.lora(model, noise=0.1).save(run / "adapter", type(model.pipeline))
     export(run, layout, tmp_path / "out")
+    card.write_card(run, tmp_path / "out", layout)
     _, text = read(tmp_path / "out" / "README.md")
     called(text, tmp_path / "out", run, monkeypatch)
     assert ("flowrl" in text.split("```python\n")[1].split("```")[0]) == (layout != "merged")
@@ -367,7 +370,8 @@ def test_a_card_that_fails_is_told_and_nothing_else_is_lost(run, tmp_path, caplo
     assert card.try_card(copy, copy / "adapter", "adapter") is None
     assert "README.md could not be written" in caplog.text
     assert "the weights are not affected" in caplog.text
-    assert export(copy, "diffusers", tmp_path / "out").is_file()
+    command(copy, tmp_path / "out")
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["pytorch_lora_weights.safetensors"]
 
 
 def test_a_card_of_a_run_folder_reads_its_text_files_alone(run):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flowrl.apps.gallery import charts, facts
+from flowrl.apps.gallery import charts, facts, movement
 from flowrl.apps.gallery.certainty import LEAST
 from flowrl.apps.gallery.compare import curves, drawing, plain
 from flowrl.apps.gallery.compare.configurations import differences
@@ -18,7 +18,6 @@ from flowrl.apps.gallery.compare.wall import wall
 from flowrl.apps.gallery.images import Place
 from flowrl.apps.gallery.results import DASH, Estimate, Metric
 from flowrl.apps.gallery.runs import Run
-from flowrl.evaluation import moved
 
 WHOLE = 3
 """Most runs whose whole reports are on the page of their comparison; of more, their own pages are linked."""
@@ -44,7 +43,7 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
     }
     if shared is None:
         return common | {"shared": None, "plain": plain.comparison(runs, alike=alike), "metrics": []}
-    moves = {i: moved.of_run_in_words(runs[i]) for i in shared.compared}
+    moves = {i: movement.of_run_in_words(runs[i]) for i in shared.compared}
     metrics = [_of_metric(shared, of, recipes, styles, moves) for of in shared.metrics]
     places = curves.curve_places(shared)
     subjects = {run.subject.short for run in runs}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from flowrl.apps.gallery import build, results
+from flowrl.apps.gallery import build, movement, results
 from flowrl.apps.gallery.compare.scores import standings
 from flowrl.apps.gallery.compare.shared import share
 from flowrl.apps.gallery.runs import load_run
@@ -105,7 +105,7 @@ def test_a_change_that_nobody_sees_is_no_success_in_the_title(folders, monkeypat
     assert title(1e-6)[0].startswith("look did not change visibly: from 0.1268 to 0.1268")
     assert title(0.01)[0].startswith("look rose from 0.1268 to 0.1368")
     assert [title(gain)[1] for gain in (1e-6, 0.01)] == ["same", "same"]
-    monkeypatch.setattr(moved, "of_run", lambda run: moved.Moved(moved.HALF_LEVEL, 1))
+    monkeypatch.setattr(movement, "of_run", lambda run: moved.Moved(moved.HALF_LEVEL, 1))
     assert [title(gain)[1] for gain in (1e-6, 0.01)] == ["same", "better"]
 
 
@@ -127,10 +127,10 @@ def test_a_run_of_an_older_version_keeps_its_numbers_and_says_what_is_not_known(
 
 def test_videos_are_measured_and_what_is_not_saved_is_not_known(tmp_path):
     run = load_run(write(tmp_path / "run", suffix=".webp"))
-    found = moved.of_run(run)
+    found = movement.of_run(run)
     assert found is not None
     assert (found.levels, found.pairs, found.noun) == (pytest.approx(LEVELS), 1, "video")
     assert moved.sentence(found).startswith("The model hardly moves: on the same noise the videos differ")
     next((run.folder / "eval/tuned").glob("*.webp")).unlink()
-    assert "is not known" in moved.of_run_in_words(run)
+    assert "is not known" in movement.of_run_in_words(run)
     assert moved.sentence(replace(found, levels=moved.HALF_LEVEL)).startswith("On the same noise")

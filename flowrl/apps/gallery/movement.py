@@ -1,0 +1,29 @@
+"""How much a run's images differ from its base's, from its folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from flowrl.apps.gallery.runs import Evaluation, Run, number
+from flowrl.evaluation.moved import Moved, measure, saved_pairs, sentence, trained
+
+
+def shared_pairs(before: Evaluation, after: Evaluation) -> Iterator[tuple[Path, Path]]:
+    """`saved_pairs` of the prompts that both evaluations have at the same place."""
+    both = enumerate(zip(before.prompts, after.prompts, strict=False))
+    return saved_pairs(before.images, after.images, (place for place, (one, other) in both if one == other))
+
+
+def of_run(run: Run) -> Moved | None:
+    """How far, as its summary has it, else from its images; None: not known."""
+    stated = run.summary.get("moved")
+    if run.finished and isinstance(stated, dict) and math.isfinite(levels := number(stated.get("levels"))):
+        return Moved(levels, int(number(stated.get("pairs"))), str(stated.get("noun", "image")))
+    return measure(shared_pairs(*run.both)) if run.both else None
+
+
+def of_run_in_words(run: Run) -> str:
+    """`sentence` of a run."""
+    return sentence(of_run(run), trained(run.config))
