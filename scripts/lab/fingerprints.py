@@ -21,26 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # Imported by a run and unable to change its numbers: they save, report, look up and refuse. A module that is not
 # named here counts, so a new one cannot be forgotten.
 SILENT = (
-    *(
-        "config/checks",
-        "config/extends",
-        "config/locate",
-        "config/places",
-        "config/older",
-        "core/contents",
-        "core/errors",
-    ),
-    *("core/console", "core/files", "core/media", "core/mp4", "core/paths", "core/phases", "core/registry"),
-    *(
-        "core/status",
-        "core/strict",
-        "core/subprocesses",
-        "core/versions",
-        "evaluation/moved",
-    ),
+    *("config/checks", "config/extends", "config/locate", "config/places", "config/older", "core/errors", "core/files"),
+    *("core/paths", "core/registry", "core/strict", "core/subprocesses", "core/versions", "data/contents"),
+    *("display/console", "display/phases", "evaluation/moved", "media/media", "media/mp4"),
     *("planning/memory", "planning/out_of_memory"),
     *("run/checkpoint", "run/ending", "run/export", "run/folder", "run/gauges", "run/handover", "run/inputs"),
-    *("run/launch", "run/state", "training/dead_groups", "training/metrics"),
+    *("run/launch", "run/state", "run/status", "training/dead_groups", "training/metrics"),
 )
 
 
