@@ -236,13 +236,6 @@ class EdgeMethod(Method[C]):
         """The edges of a rollout that are trained, [E] bool in their order (sample, step); None: all."""
         return None
 
-    def parity_tolerance(self, sampler: Sampler, dtype: torch.dtype) -> float:
-        """Largest |log ratio| allowed when the rollout is replayed before the first update.
-
-        A tenth of the clip range, at most 1e-5 in float32 and 2e-3 in half precision.
-        """
-        return min(self.config.clip(sampler) / 10, 1e-5 if dtype == torch.float32 else 2e-3)
-
     def make_critic(self, features: int, num_steps: int, seed: int, device: torch.device) -> ValueNetwork:
         """The critic of `transitions`, made for so many features of a transition where there is none yet."""
         raise NotImplementedError

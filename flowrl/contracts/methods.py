@@ -28,6 +28,7 @@ from flowrl.media import media
 from flowrl.rollout.trajectories import Rollout
 from flowrl.run.session import Session
 from flowrl.samplers.base import Sampler, step_std
+from flowrl.training.replay_gate import tolerance
 from flowrl.training.world import World
 
 STEPS, PROMPTS, GROUP = 8, 2, 4
@@ -221,7 +222,7 @@ def ratio(trial: MethodTrial) -> str:
             result.shape == batch.old_log_prob.shape, f"{tuple(result.shape)} for {tuple(batch.old_log_prob.shape)}"
         )
         worst = max(worst, float(result.abs().max()))
-    most = method.parity_tolerance(sampler, torch.float32)
+    most = tolerance(method, sampler, torch.float32)
     require(worst <= most, f"{worst:.2g}, and the tolerance is {most:.2g}")
     return f"{worst:.2g} of {most:.2g}"
 

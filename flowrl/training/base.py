@@ -249,15 +249,13 @@ class Training(Generic[M]):
 
     # ---- updates
 
-    def work(self, context: UpdateContext, iteration: Iteration, gate: torch.dtype | None = None) -> Work:
-        """The data of an iteration for its updates.
+    def work(self, context: UpdateContext, iteration: Iteration) -> Work:
+        """The data of an iteration for its updates."""
+        raise NotImplementedError
 
-        Args:
-            context: the run's parts.
-            iteration: the rollout with its credit.
-            gate: dtype of the network if the parity gate is to be passed first, else None.
+    def pass_gate(self, work: Work, dtype: torch.dtype) -> None:
+        """Pass the parity gate (replay_gate.py) before the first update, where the loss takes log-probs.
 
         Raises:
             ParityError: naming the step.
         """
-        raise NotImplementedError

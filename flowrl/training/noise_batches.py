@@ -102,7 +102,7 @@ class NoiseTraining(Training[NoiseMethod]):
         text, rate = torch.cat(parts).to(mean.device), self.method.value.learning_rate
         noise.calibration = Calibration(text, mean.numel(), derive(seed, "value"), rate)
 
-    def work(self, context: UpdateContext, iteration: Iteration, gate: torch.dtype | None = None) -> Work:
+    def work(self, context: UpdateContext, iteration: Iteration) -> Work:
         return NoiseBatches(context, iteration)
 
 

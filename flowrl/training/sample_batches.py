@@ -98,7 +98,7 @@ class SampleTraining(Training[SampleMethod]):
     def guidance(self, adapter: ModelAdapter, rollout: float) -> float:
         return training_guidance(adapter, rollout, self.method.config.guidance_scale)
 
-    def work(self, context: UpdateContext, iteration: Iteration, gate: torch.dtype | None = None) -> SampleBatches:
+    def work(self, context: UpdateContext, iteration: Iteration) -> SampleBatches:
         return SampleBatches(context, iteration)
 
 

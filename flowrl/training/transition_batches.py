@@ -17,7 +17,7 @@ from flowrl.diffusion.plan import StepPlan
 from flowrl.losses.batches import Microbatch
 from flowrl.rollout.transitions import Table
 from flowrl.training.base import Demand, Iteration, Setting, UpdateContext, Work
-from flowrl.training.edge_batches import EdgeTraining
+from flowrl.training.edge_batches import EdgeBatches, EdgeTraining
 
 
 class TransitionTraining(EdgeTraining):
@@ -36,10 +36,11 @@ class TransitionTraining(EdgeTraining):
         drawn = setting.samples * len(plan.train)
         return replace(super().demand(plan, setting), share=self.method.config.batch / drawn)
 
-    def work(self, context: UpdateContext, iteration: Iteration, gate: torch.dtype | None = None) -> Work:
-        if gate is not None:
-            super().work(context, iteration, gate)
+    def work(self, context: UpdateContext, iteration: Iteration) -> Work:
         return TransitionBatches(context, iteration)
+
+    def pass_gate(self, work: Work, dtype: torch.dtype) -> None:
+        super().pass_gate(EdgeBatches(work.context, work.iteration), dtype)
 
 
 class TransitionBatches(Work):

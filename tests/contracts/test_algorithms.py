@@ -23,6 +23,7 @@ from flowrl.diffusion.process import FlowProcess
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.samplers import flow_sde
 from flowrl.training.metrics import Sums
+from flowrl.training.replay_gate import tolerance
 from tests.toys import (
     ToyAdapter,
     algorithms,
@@ -267,7 +268,7 @@ def test_before_the_first_update_the_log_ratio_is_bitwise_zero_at_the_rollouts_b
             assert found.tolist() == [0.0] * len(batch)
         else:  # these batches hold nodes of several trees, and leave nodes out that no trained step starts from
             assert float(found.detach().abs().max()) < 1e-6
-    assert 0 < session.algorithm.parity_tolerance(sampler, torch.float32) <= 1e-5
+    assert 0 < tolerance(session.algorithm, sampler, torch.float32) <= 1e-5
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -344,22 +344,19 @@ def unguided(remedy: Remedy) -> None:
 
 
 def gate(remedy: Remedy) -> None:
-    from flowrl.training.edge_batches import EdgeBatches
+    from flowrl.training import replay_gate
 
-    method = stand_in(
-        recompute=get(remedy, "algorithm.old_log_prob", "rollout") == "recompute",
-        parity_tolerance=lambda sampler, dtype: 1e-6,
-    )
-    world = stand_in(gather=lambda value: [value])
+    method = stand_in(recompute=get(remedy, "algorithm.old_log_prob", "rollout") == "recompute")
     context = stand_in(
-        method=method, optim=stand_in(batch_size=1), world=world,
+        method=method, optim=stand_in(batch_size=1), world=stand_in(gather=lambda value: [value]),
         networks=stand_in(policy=stand_in(sampler=None)),
     )  # fmt: skip
-    batches = stand_in(
-        context=context, rollout=stand_in(plan=stand_in(leaves=1)), _deviation=lambda edges: (1.0, 0),
-        full_and_partial=lambda: (torch.zeros(1), torch.zeros(1)), first_drawn=lambda: torch.zeros(1),
-    )  # fmt: skip
-    EdgeBatches.pass_gate(batches, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay_gate, "full_and_partial", lambda work: (torch.zeros(1), torch.zeros(1)))
+        patch.setattr(replay_gate, "first_drawn", lambda work: torch.zeros(1))
+        patch.setattr(replay_gate, "deviation", lambda work, order: (1.0, 0))
+        patch.setattr(replay_gate, "tolerance", lambda method, sampler, dtype: 1e-6)
+        replay_gate.pass_gate(stand_in(context=context, rollout=stand_in(plan=stand_in(leaves=1))), torch.float32)
 
 
 def saliency(remedy: Remedy) -> None:
@@ -506,11 +503,11 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("rollout/preview.py:_require 1 2", lambda remedy: previewed(remedy, "int8", missing=True)),
     ("rollout/preview.py:_require 3", lambda remedy: previewed(remedy, "float8", missing=False)),
     ("rollout/saliency_maps.py:_dinov2", saliency),
-    ("training/edge_batches.py:EdgeBatches.pass_gate", gate),
     ("training/noise_batches.py:NoiseTraining.check_prompts", evaluated),
     ("training/optimizers.py:require 1", lambda remedy: optimizer(remedy, "paged_adamw", "cpu")),
     ("training/optimizers.py:require 4", quantized_optimizer),
     ("training/optimizers.py:require 2 3", lambda remedy: optimizer(remedy, "adamw_8bit", "mps")),
+    ("training/replay_gate.py:pass_gate", gate),
     ("training/sharding.py:_blocks", split),
     ("training/world.py:require_devices 1 2", lambda remedy: backend(remedy, "nccl", 0)),
     ("training/world.py:require_devices 3 4", lambda remedy: backend(remedy, None, 2)),

@@ -28,6 +28,7 @@ from flowrl.samplers import flow_sde
 from flowrl.samplers.base import Sampler
 from flowrl.training.kinds import training_of
 from flowrl.training.microbatches import forwards
+from flowrl.training.replay_gate import pass_gate
 from flowrl.training.world import World
 from tests import native
 from tests.toys import Session, ToyAdapter, noising_of, replay_of, roll_out, sampling_of
@@ -158,7 +159,7 @@ def test_no_forward_of_qwen_is_padded_and_the_gate_is_passed(caplog, monkeypatch
     session = qwen(FlowGrpo(Config(sde_steps=[0, 1])), flow_sde.build(flow_sde.Config(noise_level=0.7)))
     work = replay_of(session, REWARDS, updates=1, batch_size=5)
     with caplog.at_level(logging.INFO, "flowrl"):
-        work.pass_gate(torch.float32)
+        pass_gate(work, torch.float32)
     assert caplog.messages[-1].endswith("0.00e+00 at the rollout's own batches")
     for batch, _ in work.batches(0):
         session.algorithm.loss(batch, session.networks)

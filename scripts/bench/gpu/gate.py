@@ -11,6 +11,7 @@ from flowrl.models.base import torch_dtype
 from flowrl.training.base import Iteration
 from flowrl.training.edge_batches import EdgeBatches
 from flowrl.training.metrics import Sums
+from flowrl.training.replay_gate import deviation, first_drawn, full_and_partial, tolerance
 from scripts.bench.gpu.records import Row
 from scripts.bench.gpu.session import Bench
 
@@ -29,23 +30,17 @@ def measure(bench: Bench, repeats: int) -> Row:
         raise ConfigError(f"algorithm.name={bench.session.resolved.algorithm.name}: it has no log-probs to replay")
     own, credit = bench.scored(bench.draw(bench.ids()))
     work = EdgeBatches(bench.context, Iteration(1, own, credit, Sums()))
-    edges, (mixed, _) = work.rollout.edges, work.full_and_partial()
-    orders = {"same": work.first_drawn(), "other": mixed, "partial": mixed[: max(len(mixed) // 2, 1)]}
+    edges, (mixed, _) = work.rollout.edges, full_and_partial(work)
+    orders = {"same": first_drawn(work), "other": mixed, "partial": mixed[: max(len(mixed) // 2, 1)]}
     result: Row = {"edges": len(edges.step)}
     for name, order in orders.items():
         for grad in (False, True):
-            result[f"{name}_{'grad' if grad else 'no_grad'}"] = float(f"{_worst(bench, work, order, grad):.3g}")
+            result[f"{name}_{'grad' if grad else 'no_grad'}"] = float(f"{_worst(work, order, grad):.3g}")
     dtype = torch_dtype(bench.session.resolved.model.config.dtype)
-    return result | {"allowed": method.parity_tolerance(bench.session.parts.sampling.sampler, dtype)}
+    return result | {"allowed": tolerance(method, bench.session.parts.sampling.sampler, dtype)}
 
 
-def _worst(bench: Bench, work: EdgeBatches, order: Tensor, grad: bool) -> float:
+def _worst(work: EdgeBatches, order: Tensor, grad: bool) -> float:
     """Largest |log ratio| of the edges `order`."""
-    networks, method = bench.session.networks, bench.session.method
-    assert isinstance(method, EdgeMethod)
-    worst = 0.0
     with torch.set_grad_enabled(grad):
-        for batch in work.forwards(order):
-            ratio = method.log_ratio(networks.transition(batch), batch, networks.policy.sampler)
-            worst = max(worst, float(ratio.detach().abs().max()))
-    return worst
+        return deviation(work, order)[0]

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.flow_grpo import Config
+from flowrl.algorithms.flow_grpo import Config, build
 from flowrl.core.errors import ParityError
+from flowrl.samplers import flow_sde
 from flowrl.training.edge_batches import EdgeBatches
+from flowrl.training.replay_gate import pass_gate, tolerance
 from tests.toys import ToyAdapter, replay_of, roll_out
 
 REWARDS = torch.arange(6.0).reshape(1, 2, 3)
@@ -52,7 +54,7 @@ def test_what_training_meets_decides(shift, place, caplog, monkeypatch):
     work = work_of(adapter)
     spoil(monkeypatch, adapter, shift)
     with caplog.at_level(logging.INFO, "flowrl"), pytest.raises(ParityError, match=r"by (\d|inf).* at step [134],"):
-        work.pass_gate(F32)
+        pass_gate(work, F32)
     found = numbers(caplog)
     assert len(found) == 4
     assert found[place] > 1e-3
@@ -64,7 +66,7 @@ def test_what_training_does_not_meet_is_reported_alone(caplog, monkeypatch):
     work = work_of(adapter)
     spoil(monkeypatch, adapter, lambda x: 0.1 * (not torch.is_grad_enabled()))
     with caplog.at_level(logging.INFO, "flowrl"):
-        work.pass_gate(F32)
+        pass_gate(work, F32)
     found = numbers(caplog)
     assert max(found[:2]) < 1e-5
     assert min(found[2:]) > 1e-3
@@ -72,8 +74,15 @@ def test_what_training_does_not_meet_is_reported_alone(caplog, monkeypatch):
 
 def test_it_is_exactly_zero_at_the_rollouts_own_batches(caplog):
     with caplog.at_level(logging.INFO, "flowrl"):
-        work_of(ToyAdapter()).pass_gate(F32)
+        pass_gate(work_of(ToyAdapter()), F32)
     assert numbers(caplog)[3] == 0
+
+
+@pytest.mark.parametrize(("clip", "single", "half"), [(1e-4, 1e-5, 1e-5), (1e-2, 1e-5, 1e-3), (0.5, 1e-5, 2e-3)])
+def test_the_tolerance_is_a_tenth_of_the_clip_range_and_capped(clip, single, half):
+    algorithm, sampler = build(Config(clip_range=clip)), flow_sde.build(flow_sde.Config())
+    assert tolerance(algorithm, sampler, F32) == pytest.approx(single)
+    assert tolerance(algorithm, sampler, torch.bfloat16) == pytest.approx(half)
 
 
 def test_recomputed_log_probs_are_those_of_forwards_with_gradients(monkeypatch):
@@ -81,7 +90,7 @@ def test_recomputed_log_probs_are_those_of_forwards_with_gradients(monkeypatch):
     adapter = ToyAdapter()
     work = work_of(adapter, old_log_prob="recompute")
     spoil(monkeypatch, adapter, lambda x: 0.1 * torch.is_grad_enabled())
-    work.pass_gate(F32)
+    pass_gate(work, F32)
     work.prepare()
     assert not work.rollout.edges.old_log_prob.requires_grad
     for batch, _ in work.batches(0):
@@ -115,7 +124,7 @@ def test_a_graph_is_freed_before_the_next_forward(monkeypatch):
         return Held.apply(predict(*given))
 
     monkeypatch.setattr(adapter, "predict", watched)
-    work.pass_gate(F32)
+    pass_gate(work, F32)
     work.prepare()
     assert len(before) > 6
     assert set(before) == {0}
