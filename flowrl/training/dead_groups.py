@@ -12,6 +12,7 @@ from flowrl.credit.advantages import Advantages
 from flowrl.rollout.trajectories import Rollout
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.statistics.scales import FAINT, scale_up
+from flowrl.training.metrics import largest, spread
 
 _SAME_PX = 1e-6
 """Mean std of pixels inside a group, below which its images are the same."""
@@ -85,18 +86,6 @@ def _cause(entry: WeightedReward, values: Tensor, rollout: Rollout) -> str:
     if len(result) < 2:
         return f"{name} seems constant, with {result.item():g} for every image; does it use them?"
     return f"{name} gives all images of a prompt one value: it uses the prompt alone, or is too coarse"
-
-
-def largest(credit: Advantages) -> float:
-    """Largest size of a credit: about 1 where rewards are divided by their std."""
-    values = credit.values if credit.steps is None else credit.steps
-    return float(values.nan_to_num(0.0).abs().max()) if values.numel() else 0.0
-
-
-def spread(values: Tensor) -> float:
-    """Std inside a group of [P, G], mean over the groups; in float64, since float32 has no square of 1e-23."""
-    groups = [row[row.isfinite()].double() for row in values]
-    return float(torch.stack([row.std(correction=0) for row in groups if len(row)] or [torch.zeros(())]).mean())
 
 
 def _differs(table: Tensor) -> bool:

@@ -20,7 +20,7 @@ from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler, takes_vp
 from flowrl.training import replay_gate
 from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
-from flowrl.training.microbatches import forwards, microbatches
+from flowrl.training.microbatches import batch_keys, forwards, microbatches
 from flowrl.training.sharding import longest
 
 
@@ -170,13 +170,13 @@ class EdgeBatches(Work):
         With a sharded network every process makes the same forwards by batch key: where another process has more of a
         key, an edge of this one is repeated, and does not count.
         """
-        context, real = self.context, self.forwards(order)
+        context, real = self.context, self.forwards(order, self.advantage)
         if not context.sharded:
             yield from ((batch, True) for batch in real)
             return
         edges = self.rollout.edges
         own = Counter(forward.key for forward in forwards(self.rollout, self.adapter, order, context.optim.batch_size))
-        keys = torch.tensor([self.adapter.batch_key(int(k)) for k in edges.step])
+        keys = batch_keys(self.adapter, edges.step)
         for key, most in longest(context.world.gather(own)).items():
             mine = own.get(key, 0)
             for _ in range(mine):
@@ -186,16 +186,10 @@ class EdgeBatches(Work):
                 with context.counter.uncounted():
                     yield next(self.forwards(spare, torch.zeros_like(self.advantage))), False
 
-    def forwards(self, order: Tensor, advantage: Tensor | None = None) -> Iterator[Microbatch]:
-        """Forwards of the edges `order` [n]; `advantage` None: their own."""
-        return microbatches(
-            self.rollout,
-            self.advantage if advantage is None else advantage,
-            self.adapter,
-            batch_size=self.context.optim.batch_size,
-            order=order,
-            device=self.context.world.device,
-        )
+    def forwards(self, order: Tensor, advantage: Tensor) -> Iterator[Microbatch]:
+        """Forwards of the edges `order` [n], with the advantages of all."""
+        size, device = self.context.optim.batch_size, self.context.world.device
+        return microbatches(self.rollout, advantage, self.adapter, batch_size=size, order=order, device=device)
 
     def _recomputed(self) -> Rollout:
         """The rollout with old log-probs, and old means if the method keeps them, at the batches of the updates.

@@ -1,19 +1,25 @@
-"""Named scalars as sums over microbatches and processes, and the seconds of each phase."""
+"""Named scalars: sums over microbatches and processes, metrics of an iteration's samples, the seconds of each phase."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.core.tensors import floats, ints, sent
+from flowrl.credit.advantages import Advantages
+from flowrl.credit.shares import variance_shares
 from flowrl.display.phases import phase
 from flowrl.losses.batches import LossOutput
+from flowrl.rollout.trajectories import Rollout
+from flowrl.scoring.weighted import WeightedReward
 
 
 class Sums:
@@ -107,3 +113,47 @@ class Timer:
                 yield
         finally:
             self.seconds[name] += time.perf_counter() - started
+
+
+def sample_metrics(
+    rollout: Rollout,
+    credit: Advantages,
+    entries: Sequence[WeightedReward],
+    counted: Sequence[Mapping[str, int]],
+) -> dict[str, Any]:
+    """Metrics of an iteration's samples.
+
+    Args:
+        rollout: with the scores of all processes.
+        credit: of all samples.
+        entries: the trained rewards, in the order of the rollout's.
+        counted: counts of the scorer of each process, by name.
+    """
+    weights = torch.tensor([entry.weight for entry in entries])
+    total = rollout.rewards.nan_to_num().mul(weights[:, None, None]).sum(0)
+    row: dict[str, Any] = {"reward/total_mean": float(total[credit.valid].mean())}
+    for name, table in rollout.raw.items():
+        scored = table[table.isfinite()]
+        row[f"reward/{name}_mean"] = float(scored.mean()) if len(scored) else math.nan
+    row["reward/group_std"] = spread(total)
+    row["reward/masked"] = int((~credit.valid).sum())
+    row |= {f"reward/{name}": sum(part[name] for part in counted) for name in counted[0]}
+    row["advantage/dead_group_share"] = float(credit.dead.float().mean())
+    row["advantage/largest"] = largest(credit)
+    shares = variance_shares(rollout.rewards, weights, credit.valid) if len(entries) > 1 else None
+    for entry, share in zip(entries, shares or (), strict=False):
+        row[f"advantage/{next(iter(entry.shares()))}_share"] = share
+    row["sample/group_spread"] = rollout.image_std
+    return row
+
+
+def largest(credit: Advantages) -> float:
+    """Largest size of a credit: about 1 where rewards are divided by their std."""
+    values = credit.values if credit.steps is None else credit.steps
+    return float(values.nan_to_num(0.0).abs().max()) if values.numel() else 0.0
+
+
+def spread(values: Tensor) -> float:
+    """Std inside a group of [P, G], mean over the groups; in float64, since float32 has no square of 1e-23."""
+    groups = [row[row.isfinite()].double() for row in values]
+    return float(torch.stack([row.std(correction=0) for row in groups if len(row)] or [torch.zeros(())]).mean())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowrl.core.rng import permutation
 from flowrl.core.tensors import in_order, sent
+from flowrl.core.types import Condition
 from flowrl.losses.batches import Microbatch
 from flowrl.models.base import ModelAdapter
 from flowrl.rollout.trajectories import Trajectories
@@ -58,10 +59,8 @@ def forwards(drawn: Trajectories, adapter: ModelAdapter, order: Tensor, batch_si
     The last of a key and length may be partial. Edges that start from the same latents share their forward.
     """
     edges = drawn.edges
-    steps = torch.tensor([adapter.batch_key(int(k)) for k in edges.step[order]], dtype=torch.int64)
-    keys, lengths = steps, adapter.text_lengths(drawn.cond)
-    if lengths is not None:
-        keys = steps * (int(lengths.max()) + 1) + lengths[drawn.rows[edges.sample[order]]]
+    steps = batch_keys(adapter, edges.step[order])
+    keys = with_lengths(steps, adapter, drawn.cond, drawn.rows[edges.sample[order]])
     for key in keys.unique():
         members = (keys == key).nonzero().squeeze(1)
         number = _by_appearance(edges.parent[order[members]])
@@ -69,6 +68,17 @@ def forwards(drawn: Trajectories, adapter: ModelAdapter, order: Tensor, batch_si
             here = (number >= start) & (number < start + batch_size)
             parent = number[here] - start
             yield Forward(int(steps[members[0]]), members[here], parent, int(parent.max()) + 1)
+
+
+def batch_keys(adapter: ModelAdapter, step: Tensor) -> Tensor:
+    """Batch key of each denoising step [n], [n] int64: steps of one key may share a forward."""
+    return torch.tensor([adapter.batch_key(int(k)) for k in step], dtype=torch.int64)
+
+
+def with_lengths(keys: Tensor, adapter: ModelAdapter, cond: Condition, rows: Tensor) -> Tensor:
+    """Keys [n], told apart by the length of the text too, of `rows` [n] in `cond`, where the adapter wants that."""
+    lengths = adapter.text_lengths(cond)
+    return keys if lengths is None else keys * (int(lengths.max()) + 1) + lengths[rows]
 
 
 def microbatches(

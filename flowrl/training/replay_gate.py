@@ -29,28 +29,20 @@ from flowrl.training.microbatches import Forward, forwards
 
 
 class Replayed(Protocol):
-    """The edges of an iteration, as its updates take them."""
+    """The edges of an iteration, as `edge_batches.EdgeBatches` gives them to the updates."""
 
     context: UpdateContext
     rollout: Rollout
     shares: list[Tensor]
-    """Edges of each update, [n] each."""
 
-    def in_step(self, order: Tensor) -> Iterator[tuple[Microbatch, bool]]:
-        """Forwards of the edges `order` [n], and whether they count."""
-        ...
+    def in_step(self, order: Tensor) -> Iterator[tuple[Microbatch, bool]]: ...
 
 
 def pass_gate(work: Replayed, dtype: torch.dtype) -> None:
     """Replay some microbatches of an iteration, and stop if they do not repeat the rollout.
 
-    What the updates will meet decides: full microbatches and the smallest one, with gradients, with which a kernel may
-    be another. The log has two further numbers, without gradients: of the full ones, and at the rollout's own batch
-    composition, where it must be 0.
-
-    Args:
-        work: the iteration's edges.
-        dtype: of the network.
+    The log has two further numbers, without gradients: of the full ones, and at the rollout's own batches, where it
+    must be 0. `dtype` is that of the network.
 
     Raises:
         ParityError: naming the step.

@@ -18,6 +18,7 @@ from flowrl.losses.batches import Microbatch
 from flowrl.rollout.transitions import Table
 from flowrl.training.base import Demand, Iteration, Setting, UpdateContext, Work
 from flowrl.training.edge_batches import EdgeBatches, EdgeTraining
+from flowrl.training.microbatches import batch_keys, with_lengths
 
 
 class TransitionTraining(EdgeTraining):
@@ -123,10 +124,7 @@ class TransitionBatches(Work):
         with torch.no_grad():
             part, expected, cond, place = self._expected(rows)
         advantage = part.reward - expected.float().cpu()
-        keys = torch.tensor([self.adapter.batch_key(int(k)) for k in part.step])
-        lengths = self.adapter.text_lengths(cond)
-        if lengths is not None:
-            keys = keys * (int(lengths.max()) + 1) + lengths[place]
+        keys = with_lengths(batch_keys(self.adapter, part.step), self.adapter, cond, place)
         for key in keys.unique():
             for members in (keys == key).nonzero().squeeze(1).split(self.context.optim.batch_size):
                 yield self._microbatch(part.at(members), cond.index(place[members]), advantage[members], members), True

@@ -23,11 +23,11 @@ def report(resolved: Any, prompts: int, rounds: int) -> str:
     from flowrl.rollout.exploration import fidelity
 
     collector = _collector(resolved, prompts)
-    config, options = collector.config, collector.options
+    config, exploring, options = collector.config, collector.exploring, collector.exploring.options
     numbers = collector.source.draw(1)
     asked = [collector.source.prompts[k] for k in numbers]
     noise = collector.noise(1)
-    first, full = collector.look(1, asked, noise), collector.truth(1, asked, noise)
+    first, full = exploring.look(1, asked, noise), exploring.truth(1, asked, noise)
     group = config.rollout.group_size
     sizes = sorted({max(2, group // 4 * 2), group, min(2 * group, options.pool)})
     lines = [
@@ -73,7 +73,7 @@ def _collector(resolved: Any, prompts: int) -> Any:
 def _chosen(collector: Any, scores: Tensor, group: int) -> Tensor:
     from flowrl.rollout.exploration import choose
 
-    return choose(scores, group, collector.options.select, (collector.config.seed, 1))
+    return choose(scores, group, collector.exploring.options.select, (collector.config.seed, 1))
 
 
 def _std(rewards: Tensor) -> float:
@@ -84,10 +84,10 @@ def _timed(collector: Any, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of plain and of exploring rollouts, which take turns on the same prompts after a warm-up pair."""
     from flowrl.training.metrics import Sums, Timer
 
-    collector.fidelity = {}  # the check is not timed
+    collector.exploring.fidelity = {}  # the check is not timed
 
     def once(iteration: int, explores: bool) -> float:
-        collector.explores = explores
+        collector.exploring.on = explores
         started = time.perf_counter()
         collector.collect(iteration, Timer(), Sums())
         return time.perf_counter() - started

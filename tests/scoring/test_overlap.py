@@ -21,12 +21,12 @@ from flowrl.media import media
 from flowrl.media.eight_bits import EightBitImages
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.rollout.noise import Noise
-from flowrl.run.collector import Drawing, Wanted
 from flowrl.scoring import overlap
 from flowrl.scoring.entries import check_plans, reward_plan
 from flowrl.scoring.overlap import Ahead, Beside
 from flowrl.scoring.scorer import Scorer, Scores
 from flowrl.scoring.weighted import WeightedReward
+from flowrl.training.drawing import Drawing, Wanted
 from flowrl.training.metrics import Timer
 from flowrl.training.signals import Stop
 from tests.toys import SHAPE, ToyAdapter, sampling_of
@@ -55,7 +55,6 @@ def draw(scorer: Scorer, stop=lambda: False, adapter=None, iteration: int = 1, *
     sampling = sampling_of(adapter or ToyAdapter(), PROMPTS, **options)
     wanted = Wanted(
         when=f"iteration {iteration}",
-        work="sampling",
         prompts=PROMPTS,
         ids=[SampleId(k // GROUP, k % GROUP) for k in range(B)],
         plan=solver_plan(sampling.schedule),

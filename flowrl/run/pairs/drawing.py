@@ -29,7 +29,6 @@ from flowrl.models.weights.roles import freeze
 from flowrl.planning.out_of_memory import explaining
 from flowrl.planning.parity import require_own_call
 from flowrl.rollout.noise import Noise
-from flowrl.run import collector
 from flowrl.run.assembly import require_fit, sampling_of
 from flowrl.run.folder import RunFolder, provenance
 from flowrl.run.pairs.folder import IMAGES, Done, PairFolder
@@ -38,6 +37,7 @@ from flowrl.run.texts import embedded
 from flowrl.scoring.build import build_scorers
 from flowrl.scoring.probing import probe
 from flowrl.scoring.scorer import Scores
+from flowrl.training import drawing
 from flowrl.training.divergence import remedy
 from flowrl.training.metrics import Timer
 from flowrl.training.signals import Signals
@@ -166,9 +166,8 @@ class Pairing:
         if not own:
             return self.world.in_step(list)
         rollout, shape = self.config.rollout, self.sampling.adapter.latent_shape()
-        wanted = collector.Wanted(
+        wanted = drawing.Wanted(
             when=f"round {number + 1}",
-            work="sampling",
             prompts=self.prompts,
             ids=[SampleId(prompt, k) for prompt in own for k in range(group)],
             plan=self.plan,
@@ -176,7 +175,7 @@ class Pairing:
             batch_size=rollout.batch_size,
         )
         stop = self.signals.stop(self.world, sharded=False)
-        drawn = collector.Drawing(self.sampling, self.scorer, wanted, Timer(), stop)()
+        drawn = drawing.Drawing(self.sampling, self.scorer, wanted, Timer(), stop)()
         images, scores = drawn.images, drawn.scores
         groups = []
         for place, prompt in enumerate(own):
