@@ -30,8 +30,8 @@ SHARED = (AdvantageConfig, TimesConfig, AnchorConfig, LagConfig)
 KEYS = {
     "advantages": "Its keys: [advantage rules](../reference/credits.md).",
     "times": "Its keys: [times](forward_process.md#times).",
-    "coef": "Its keys: `coef`, `weight`.",
-    "flat": "Its keys: `flat`, `start`, `slope`, `limit` ([roles that lag](forward_process.md#algorithm)).",
+    "coef": "Its keys: `coef`, `weight` ([pulls](forward_process.md#pulls)).",
+    "flat": "Its keys: `flat`, `start`, `slope`, `limit` ([roles that lag](forward_process.md#roles-that-lag)).",
 }
 
 
@@ -42,6 +42,9 @@ def known() -> dict[str, tuple[type, str, str]]:
     places = {name: (RunConfig, f"{name}.", "") for name in ("rollout.exploration", "data.pairs")}
     return methods | places | {
         "methods on finished samples": (DrawnOptions, "", "algorithm."),
+        "times": (TimesConfig, "", "times."),
+        "pull": (AnchorConfig, "", ""),
+        "role that lags": (LagConfig, "", ""),
         "algorithm.spatial": (flow_grpo, "spatial.", "algorithm."),
     }  # fmt: skip
 
@@ -55,12 +58,12 @@ def table(of: str) -> str:
     cls, place, prefix = known()[of]
     options = [one for one in option_texts(cls) if one.name.startswith(place)]
     rows = [row(one, prefix) for one in folded(options)]
-    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
+    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
 
 
 def row(one: OptionText, prefix: str) -> str:
     shown = one.default if one.default == OWN else value(one.default)
-    return f"| {code(prefix + one.name)} | {shown} | {cell(one.about)} |"
+    return f"| {code(prefix + one.name)} | {cell(one.type)} | {shown} | {cell(one.about)} |"
 
 
 def folded(options: list[OptionText]) -> Iterator[OptionText]:

@@ -28,12 +28,14 @@ from flowrl.scoring.entries import RewardEntry
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "reference"
 WRITTEN = "Written by `python -m scripts.pages` from the code; do not edit.\n"
-TITLES = {"models": "Options of the models", "samplers": "Options of the samplers",
-          "algorithms": "Options of the methods", "rewards": "Options of the rewards"}  # fmt: skip
+TITLES = {
+    "models": "Options of the models",
+    "samplers": "Options of the samplers",
+    "rewards": "Options of the rewards",
+}
 NOTES = {
     "models": "The keys below `model`. What each family is and needs: [Models](../models.md).",
     "samplers": "The keys below `rollout.sampler`. The formulas of each: `flowrl list samplers NAME`.",
-    "algorithms": "The keys below `algorithm`. What each method is for: its page, which its heading leads to.",
     "rewards": "The keys of an entry of `rewards`. What each scores, needs and gives: [Rewards](../rewards.md).",
 }
 CONFIGURATION = """
@@ -46,6 +48,10 @@ a mapping, whose own keys follow it. A component has further options, on a page 
 CREDITS = """
 The keys below `algorithm.advantages`, for methods that credit a sample by an advantage rule. The rules, values of
 `name`:
+"""
+METHODS = """
+The keys below `algorithm`, with type and default, stand on the page of each method; `flowrl list algorithms NAME` shows
+them in the terminal.
 """
 COMMANDS = """
 `flowrl COMMAND --help` shows the first sentence of each in the terminal.
@@ -111,12 +117,20 @@ def components(kind: str) -> str:
     if shared:
         result += f"\n## Of all of them\n\n{table(shared)}"
     for name in names:
-        title = f"[{name}](../algorithms/{name}.md)" if kind == "algorithms" else name
         first = cell(facts[name]["about"].partition("\n\n")[0])
         own = [one for one in options[name] if one not in shared]
         lack = "No options" if not shared else "No further options"
-        result += f"\n## {title}\n\n{first}\n\n{table(own) if own else f'{lack}.' + chr(10)}"
+        result += f"\n## {name}\n\n{first}\n\n{table(own) if own else f'{lack}.' + chr(10)}"
     return result
+
+
+def methods() -> str:
+    """The page that leads to the options of each method, which stand on its own."""
+    rows = ""
+    for name in registry.names("algorithms"):
+        first = cell(described("algorithms", name)["about"].partition("\n\n")[0])
+        rows += f"| [{name}](../algorithms/{name}.md#options) | {first} |\n"
+    return f"# Options of the methods\n\n{WRITTEN}{METHODS}\n| method | what it is |\n|---|---|\n{rows}"
 
 
 def credits() -> str:
@@ -217,5 +231,11 @@ def parameters(made: Any) -> str:
 def pages() -> dict[Path, str]:
     """File -> text of every page of the reference."""
     kinds = {f"{kind}.md": components(kind) for kind in TITLES}
-    others = {"configuration.md": configuration(), "credits.md": credits(), "commands.md": commands(), "api.md": api()}
+    others = {
+        "configuration.md": configuration(),
+        "algorithms.md": methods(),
+        "credits.md": credits(),
+        "commands.md": commands(),
+        "api.md": api(),
+    }
     return {PAGES / name: text for name, text in (others | kinds).items()}

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ print(texts.shape[1], int((texts[0] == texts[0].max()).nonzero()[0]), model.enco
 
 
 @pytest.fixture(scope="module")
-def loaded():
+def loaded() -> tuple[Any, Any]:
     return clip.load(FOLDER)
 
 
@@ -67,7 +68,7 @@ def test_open_clip_loads_the_folder_in_a_fresh_process_without_a_network(tmp_pat
     assert done.stdout.split() == ["12", "4", "True"]
 
 
-def test_it_prefers_the_true_caption_of_unseen_scenes_to_near_misses(loaded):
+def test_it_prefers_the_true_caption_of_unseen_scenes_to_near_misses(loaded: tuple[Any, Any]):
     """Rendered pictures; 0.5 is chance. The first near miss has another colour, shape or number."""
     scenes, images = held_out(128)
     near = [clip.near_misses(scene) for scene in scenes]  # trained scenes; those of a few are all held out
@@ -79,7 +80,7 @@ def test_it_prefers_the_true_caption_of_unseen_scenes_to_near_misses(loaded):
     assert float((right > other).float().mean()) > 0.8
 
 
-def test_the_reward_clip_score_gives_its_cosine(loaded):
+def test_the_reward_clip_score_gives_its_cosine(loaded: tuple[Any, Any]):
     """At 32 px nothing is resized, so float tensors agree to rounding, and 8 bits nearly."""
     from flowrl.rewards.clip_score import Config, build
 
@@ -100,7 +101,7 @@ def test_its_record_says_that_it_is_good_and_not_perfect():
         assert within["spearman with partial"]["low"] > 0.1
 
 
-def test_it_can_be_fooled_by_its_own_gradient(loaded):
+def test_it_can_be_fooled_by_its_own_gradient(loaded: tuple[Any, Any]):
     """From the empty picture to scores above those of the true picture, with nothing that the verifier accepts."""
     scenes, truth = held_out(8)
     captions = [scene.caption for scene in scenes]

@@ -142,7 +142,7 @@ def t5(width: int = 32) -> tuple[Any, Any]:
 def clip(*, projection: bool = False, positions: int = 12) -> tuple[Any, Any]:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-    tokenizer = tiny_text.clip_tokenizer()
+    tokenizer: Any = tiny_text.clip_tokenizer()
     config = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
