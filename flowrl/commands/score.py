@@ -154,8 +154,8 @@ def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
 def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> list[tuple[Path, str, dict]]:
     """(file, prompt, metadata), 10 after 9; `prompts` None: those that `flowrl sample` wrote."""
     from flowrl.core.errors import ConfigError
-    from flowrl.core.natural import natural
     from flowrl.data.matching import matched
+    from flowrl.data.natural import natural
     from flowrl.media import media
 
     # Hidden files are those of other programs, such as macOS's ._clip.mp4: no video, in spite of the suffix.

@@ -33,7 +33,7 @@ def command(run: RunArgument, voter: Voter = None, port: Port = None, open_page:
     from flowrl.apps.voting.pairs import Finished, load_pairs
     from flowrl.apps.voting.server import VoteServer
     from flowrl.apps.voting.waiting import Waiting, waits
-    from flowrl.core.votes import FOLDER, VoteBook
+    from flowrl.run.people.votes import FOLDER, VoteBook
 
     name, books = require_name(_account() if voter is None else voter), list[VoteBook]()
     training = waits(run)
@@ -65,7 +65,7 @@ def _serve(server: VoteServer, open_page: bool | None) -> None:
 
 
 def _print_training(ballot: Ballot) -> None:
-    from flowrl.core import polls
+    from flowrl.run.people import polls
 
     given = [vote for vote in ballot.book.votes.values() if polls.of_training(vote.group)]
     names = ", ".join(f"{name} {count}" for name, count in Counter(vote.voter for vote in given).items())
@@ -76,7 +76,7 @@ def _print_training(ballot: Ballot) -> None:
 
 def _print(ballot: Ballot) -> None:
     from flowrl.apps.voting.result import result
-    from flowrl.core import polls
+    from flowrl.run.people import polls
 
     votes = ballot.of_present_images()
     print("\n".join([*result(votes).lines(), _moved(ballot)]), flush=True)

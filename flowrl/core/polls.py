@@ -1,69 +1,44 @@
-"""What a run under way asks people, as files: the samples of a prompt, and its scores once the votes are counted.
+"""What a reward of people and the run that asks them agree on: the samples, the votes on them, and their scores.
 
-    votes/iteration-000003/slot-0002.json           a question: the samples of a prompt, by their images
-    votes/iteration-000003/slot-0002.closed.json    its votes were counted: these scores stand, whatever comes later
-    votes/images/                                   the images, named by their contents
-    votes/.turn                                     locked while votes are counted, added or taken back
-
-The run writes them, `flowrl vote` adds votes (votes.py), and the run closes a question. A run that is resumed asks the
-same again: a question with the same images keeps its votes, and its scores where it is closed.
-
+The run shows, waits and keeps (flowrl.run.people); the reward says for how long, and makes the scores of the votes.
 Samples whose images are equal are one: they are asked about once, and have the same score.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
-import os
-import re
-import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from flowrl.core.errors import ConfigError
-from flowrl.core.files import damaged, json_ready, read_object, write_atomically, writing
-from flowrl.core.natural import natural
-from flowrl.core.votes import FOLDER, LOG, Vote, read_votes
-from flowrl.media.media import FPS
-
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flowrl.core.types import SampleId
 
-ROUND, TURN = "iteration-", ".turn"
-_NAME = re.compile(r"(iteration-\d{6,})-(slot-\d{4,})")
-_CLOSED = ".closed.json"
-_REMEDY = "delete it: a run that is resumed writes it again, and its votes are in votes.jsonl"
+CHOICES = ("first", "second", "tie", "skip")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Occasion:
-    """The samples of a training iteration, for a reward that asks people about them."""
+class Vote:
+    """One choice of a voter."""
 
-    run: Path
-    """The run's folder."""
-    iteration: int
-    ids: Sequence[SampleId]
-    """Identity of each sample that the reward is given, in their order; of a prompt it is given all or none."""
-    stop: Callable[[], bool]
-    """Asked often while people are waited for: whether to leave off, which raises `Abandoned`."""
-    fps: float = FPS
-    """Frames a second at which videos are shown."""
+    voter: str
+    group: str
+    """Name of the group of samples that both are of."""
+    prompt: str
+    first: str
+    """Image file, relative to the folder of votes."""
+    second: str
+    choice: str
+    """One of `CHOICES`: the image that is better, neither, or no answer."""
 
-    @property
-    def votes(self) -> Path:
-        """Folder of the votes."""
-        return self.run / FOLDER
-
-
-OCCASION: ContextVar[Occasion | None] = ContextVar("flowrl_occasion", default=None)
-"""That of the call; None: no run asks, so that a reward of people has no one to ask."""
+    def __post_init__(self) -> None:
+        if self.choice not in CHOICES:
+            raise ValueError(f"choice={self.choice!r} must be one of {', '.join(CHOICES)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +56,6 @@ class Question:
 
     iteration: int
     slot: int
-    """Slot of the prompt in the iteration."""
     prompt: str
     samples: tuple[int, ...]
     """Numbers of the samples in the group, without those that have no image."""
@@ -93,7 +67,7 @@ class Question:
     @property
     def group(self) -> str:
         """Its name in the votes."""
-        return f"{ROUND}{self.iteration:06d}-slot-{self.slot:04d}"
+        return f"iteration-{self.iteration:06d}-slot-{self.slot:04d}"
 
     @property
     def distinct(self) -> tuple[str, ...]:
@@ -126,220 +100,51 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
-    """Scores of a question whose votes were counted."""
+    """Scores of a question whose votes were counted: so many."""
 
-    images: tuple[str, ...]
-    """Those of the question: of others the scores do not count."""
     scores: tuple[float, ...]
     """Of each sample; NaN: nobody compared it."""
     missing: tuple[int, ...]
     """Comparisons that each sample lacked."""
     votes: int
-    """Votes that were counted."""
 
 
-def place_of(folder: Path, group: str) -> Path | None:
-    """File of a question by its name in the votes; None: it is the name of something else."""
-    found = _NAME.fullmatch(group)
-    return None if found is None else folder / found[1] / f"{found[2]}.json"
+Count = Callable[[Question, Sequence[Vote]], Closed]
+"""The scores of a question by the votes that there are, of which only its own count."""
 
 
-def of_training(group: str) -> bool:
-    """Whether a group of the votes is a question of a run under way, not a pair of base and tuned."""
-    return _NAME.fullmatch(group) is not None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a reward asks of people."""
+
+    votes_per_sample: int
+    time_limit: float | None
+    """Seconds from asking, after which the scores are made of the votes that there are; None: no limit."""
+    grace: float
+    """Seconds that a question with all of its votes stays open, so that the last one can be taken back."""
 
 
-def is_closed(folder: Path, group: str) -> bool:
-    """Whether the votes of a group were counted, so that none is added or taken back any more."""
-    file = place_of(folder, group)
-    return file is not None and file.with_name(file.stem + _CLOSED).is_file()
+class Occasion(Protocol):
+    """The samples of a training iteration, for a reward that asks people about them."""
 
+    run: Path
+    iteration: int
+    ids: Sequence[SampleId]
+    """Identity of each sample that the reward is given, in their order; of a prompt it is given all or none."""
+    stop: Callable[[], bool]
+    """Asked often by who waits for people: whether to leave off, which raises `Abandoned`."""
 
-@contextlib.contextmanager
-def turn(folder: Path) -> Generator[None]:
-    """Votes are neither added nor counted by another process inside the block.
-
-    Raises:
-        WriteError: the file of the lock cannot be written, or its file system has no locks.
-    """
-    with writing(folder / TURN, "the votes before it are safe"):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / TURN, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        with writing(folder / TURN, "the votes before it are safe"):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
-# ---- the side of the run
-
-
-def put(folder: Path, question: Question) -> Closed | None:
-    """Ask a question; its scores where the same one was closed before.
-
-    Raises:
-        WriteError: it could not be written.
-        ConfigError: a file of it is damaged.
-    """
-    file = place_of(folder, question.group)
-    assert file is not None
-    with turn(folder):
-        known = closed(folder, question)
-        if known is None:
-            file.with_name(file.stem + _CLOSED).unlink(missing_ok=True)
-            if not file.is_file() or _read(file) != question:
-                write_atomically(file, json.dumps(asdict(question), indent=1) + "\n")
-    return known
-
-
-def forget_others(folder: Path, iteration: int) -> None:
-    """Take back the open questions of other iterations, which a run that went back in time has left."""
-    others = [question for question in open_questions(folder) if question.iteration != iteration]
-    for question in others:
-        file = place_of(folder, question.group)
-        assert file is not None
-        with turn(folder):  # a vote is kept for good, or refused
-            file.unlink(missing_ok=True)
-
-
-def closed(folder: Path, question: Question) -> Closed | None:
-    """The scores of a question; None while it is open, or where other images were scored.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
-    file = place_of(folder, question.group)
-    assert file is not None
-    file = file.with_name(file.stem + _CLOSED)
-    if not file.is_file():
-        return None
-    record = read_object(file, _REMEDY)
-    try:
-        result = Closed(
-            images=tuple(map(str, record["images"])),
-            scores=tuple(float("nan") if score is None else float(score) for score in record["scores"]),
-            missing=tuple(map(int, record["missing"])),
-            votes=int(record["votes"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged(file, error, _REMEDY) from None
-    return result if result.images == question.images else None
-
-
-def close(folder: Path, question: Question, result: Closed) -> None:
-    """Keep the scores of a question; the turn must be held.
-
-    Raises:
-        WriteError: they could not be written, and the question is open.
-    """
-    file = place_of(folder, question.group)
-    assert file is not None
-    write_atomically(file.with_name(file.stem + _CLOSED), json.dumps(json_ready(asdict(result)), indent=1) + "\n")
-
-
-def reopen(folder: Path, iteration: int, slots: Iterable[int]) -> None:
-    """Open again those of an iteration's questions that were closed without all of their votes."""
-    for slot in sorted(set(slots)):
-        file = folder / f"{ROUND}{iteration:06d}" / f"slot-{slot:04d}{_CLOSED}"
-        with turn(folder):
-            if file.is_file() and any(read_object(file, _REMEDY).get("missing", [])):
-                file.unlink()
-
-
-# ---- the side of those who look
-
-
-def open_questions(folder: Path, iteration: int | None = None) -> list[Question]:
-    """The questions that wait for votes, of an iteration or of all, by iteration and slot.
-
-    One that is just being written is left out.
-    """
-    found: list[Question] = []
-    rounds = f"{ROUND}*" if iteration is None else f"{ROUND}{iteration:06d}"
-    for file in sorted(folder.glob(f"{rounds}/slot-*.json"), key=lambda f: (natural(f.parent.name), natural(f.name))):
-        if file.name.endswith(_CLOSED) or file.with_name(file.stem + _CLOSED).is_file():
-            continue
-        with contextlib.suppress(ConfigError):
-            found.append(_read(file))
-    return found
-
-
-def _read(file: Path) -> Question:
-    record = read_object(file, _REMEDY)
-    try:
-        return Question(
-            iteration=int(record["iteration"]),
-            slot=int(record["slot"]),
-            prompt=str(record["prompt"]),
-            samples=tuple(map(int, record["samples"])),
-            images=tuple(map(str, record["images"])),
-            votes_per_sample=int(record["votes_per_sample"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged(file, error, _REMEDY) from None
-
-
-class Log:
-    """The votes of a folder for a process that only reads them: read again when the file has changed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._mark: tuple[int, int] | None = None
-        self._votes: tuple[Vote, ...] = ()
-
-    def votes(self) -> tuple[Vote, ...]:
-        """Those that count.
+    def ask(
+        self, images: Tensor | Sequence[Tensor], prompts: Sequence[str], terms: Terms, count: Count
+    ) -> list[tuple[Question, Closed]]:
+        """A question for each prompt with an image that is finite, and its scores, once all were closed, now or before.
 
         Raises:
-            ConfigError: a line is damaged.
+            Abandoned: the run is to stop.
+            ConfigError, WriteError: a file of the votes is damaged, or cannot be written.
         """
-        try:
-            known = (self.folder / LOG).stat()
-        except FileNotFoundError:  # nobody has voted yet
-            return ()
-        mark = known.st_mtime_ns, known.st_size
-        if mark != self._mark:
-            self._votes, self._mark = tuple(read_votes(self.folder)[0].values()), mark
-        return self._votes
+        ...
 
 
-def lacking(questions: Iterable[Question], votes: Sequence[Vote]) -> dict[str, int]:
-    """Group -> votes that it needs at least, each a comparison of two; groups that need none are left out."""
-    by_group: dict[str, list[Vote]] = {}
-    for vote in votes:
-        by_group.setdefault(vote.group, []).append(vote)
-    table = {q.group: -(-int(q.missing(by_group.get(q.group, ())).sum()) // 2) for q in questions}
-    return {group: count for group, count in table.items() if count}
-
-
-def in_words(lacking: Mapping[str, int]) -> str:
-    """What `lacking` found.
-
-    >>> in_words({"iteration-000001-slot-0000": 3})
-    '3 votes missing, on 1 prompt'
-    """
-    votes, prompts = sum(lacking.values()), len(lacking)
-    return f"{votes} vote{'s' * (votes != 1)} missing, on {prompts} prompt{'s' * (prompts != 1)}"
-
-
-class Reminder:
-    """Says what an iteration waits for, at once and then once a minute."""
-
-    every_s = 60.0
-
-    def __init__(self, occasion: Occasion, log: Any) -> None:
-        self.occasion, self._log, self._said = occasion, log, -float("inf")
-
-    def __call__(self, votes: Sequence[Vote]) -> None:
-        """To be called while the votes are waited for."""
-        if time.monotonic() - self._said < self.every_s:
-            return
-        self._said = time.monotonic()
-        now = self.occasion
-        wanted = lacking(open_questions(now.votes, now.iteration), votes)
-        if wanted:
-            self._log(
-                "iteration %d waits for people: %s; vote with: flowrl vote %s", now.iteration, in_words(wanted), now.run
-            )
+OCCASION: ContextVar[Occasion | None] = ContextVar("flowrl_occasion", default=None)
+"""That of the call; None: no run asks, so that a reward of people has no one to ask."""

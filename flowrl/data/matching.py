@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import is_list, is_mapping
-from flowrl.core.natural import natural, one_order
+from flowrl.data.natural import natural, one_order
 
 Record = tuple[str, dict[str, Any]]
 """(prompt, metadata)."""

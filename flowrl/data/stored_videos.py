@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.natural import natural
+from flowrl.data.natural import natural
 from flowrl.media import media, mp4
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.core import digests
 from flowrl.core.files import damaged, evaluation_remedy, json_ready, read_object, write_atomically
 from flowrl.data.prompts import distinct_numbers
+from flowrl.media import digests
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.core import digests
 from flowrl.evaluation.results import Agreement, Evaluation
+from flowrl.media import digests
 from flowrl.statistics import paired
 from flowrl.statistics.intervals import Bounds, interval
 

@@ -8,8 +8,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from flowrl.core import digests
 from flowrl.core.errors import Diverged
+from flowrl.media import digests
 
 _TOP = 255
 """The level of white."""

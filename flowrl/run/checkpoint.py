@@ -25,7 +25,7 @@ from torch import Tensor
 from flowrl.core.errors import CheckpointError as CheckpointError
 from flowrl.core.errors import OutOfMemory, UnwritableCheckpoint
 from flowrl.core.files import fsync, write_atomically
-from flowrl.core.votes import FOLDER
+from flowrl.run.people.votes import FOLDER
 from flowrl.training.sharding import Rows
 from flowrl.training.world import ALONE, World
 

@@ -44,7 +44,7 @@ from flowrl.run.assembly import assemble
 from flowrl.run.collector import Collector
 from flowrl.run.gauges import Gauges
 from flowrl.run.given_collector import HeldOutPairs, PairCollector
-from flowrl.run.people import let_ask
+from flowrl.run.people.asking import let_ask
 from flowrl.run.telling import tell
 from flowrl.scoring.scorer import Scorer
 from flowrl.training import determinism

@@ -21,6 +21,18 @@ from flowrl.losses.batches import LossOutput
 from flowrl.rollout.trajectories import Rollout
 from flowrl.scoring.weighted import WeightedReward
 
+OF_THE_MACHINE = ("time/", "perf/", "memory/")
+"""Beginnings of the names whose values depend on the machine and on what else runs there."""
+
+
+def repeatable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a row of `metrics.jsonl` that two runs of one configuration have in common.
+
+    >>> repeatable({"grad/norm": 1.0, "time/update_s": 0.3, "perf/tflops": 2.0, "memory/peak_gib": 1.5})
+    {'grad/norm': 1.0}
+    """
+    return {name: value for name, value in row.items() if not name.startswith(OF_THE_MACHINE)}
+
 
 class Sums:
     """Sums and counts that add up over microbatches and processes, then divide once."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.core.rows import repeatable
 from flowrl.core.subprocesses import PARENT
 from flowrl.evaluation.results import Evaluation
+from flowrl.training.metrics import repeatable
 from scripts.lab.fingerprints import ROOT, Fingerprints, fingerprints, read_recipe
 from scripts.lab.page import METRIC, MOTION
 

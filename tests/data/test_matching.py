@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.natural import natural
 from flowrl.data.matching import matched
+from flowrl.data.natural import natural
 
 TWELVE = sorted((f"{number}.png" for number in range(12)), key=natural)
 ORDER = random.Random(0).sample(range(12), 12)

@@ -16,13 +16,13 @@ from PIL import Image
 from flowrl.apps.gallery.runs import load_run
 from flowrl.commands import ask
 from flowrl.core.errors import Abandoned, ConfigError, Stopped
-from flowrl.core.rows import repeatable
 from flowrl.models.memory import encoders
 from flowrl.run import checkpoint, status
 from flowrl.run import desk as requests
 from flowrl.run.requests import Desk
 from flowrl.run.session import Session
 from flowrl.run.state import Saver
+from flowrl.training.metrics import repeatable
 from flowrl.training.signals import Signals
 from flowrl.training.world import join
 from tests.e2e.conftest import digest, finish, inside, start, train

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from flowrl.core.errors import Stopped, UnwritableCheckpoint
-from flowrl.core.rows import repeatable
 from flowrl.run import checkpoint, state
 from flowrl.run.background import Background
 from flowrl.run.session import Session
+from flowrl.training.metrics import repeatable
 from tests.e2e.conftest import train
 
 SMALL = (

@@ -15,9 +15,9 @@ import yaml
 
 from flowrl.algorithms import flow_grpo
 from flowrl.core.errors import RewardError, Stopped
-from flowrl.core.rows import repeatable
 from flowrl.rollout.policy import Policy
 from flowrl.run import state, status
+from flowrl.training.metrics import repeatable
 from tests.e2e.conftest import BASE, digest, finish, start, train
 
 SMALL = (

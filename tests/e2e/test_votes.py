@@ -10,16 +10,16 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import flowrl.rewards.votes as reward
 import numpy as np
 import pytest
 
 from flowrl.apps.gallery.runs import load_run
-from flowrl.core import polls
 from flowrl.core.errors import ConfigError, RewardError, RewardFailure, Stopped
-from flowrl.core.rows import repeatable
-from flowrl.core.votes import FOLDER, VoteBook, read_votes
 from flowrl.run import desk as requests
+from flowrl.run.people import occasion as waiting
+from flowrl.run.people import polls
+from flowrl.run.people.votes import FOLDER, VoteBook, read_votes
+from flowrl.training.metrics import repeatable
 from tests.e2e.conftest import digest, finish, inside, start, train
 from tests.tiny_rewards.votes import brightness, vote_for_bright, voting_for_bright
 
@@ -34,7 +34,7 @@ ASK = "rewards=[{name: votes, votes_per_sample: 3, grace: 0, time_limit: 100}]"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
     with inside(tmp_path_factory.mktemp("votes")), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward, "LOOK_S", 0.01)
+        patch.setattr(waiting, "LOOK_S", 0.01)
         with voting_for_bright(Path("runs/voted")):
             train("name=voted", *SMALL, ASK)
         yield Path("runs")

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from flowrl.config.schema import EvalConfig
-from flowrl.core import digests
 from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.data.prompts import Prompt, distinct_numbers, identity
 from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.evaluation.results import Agreement, Evaluation
 from flowrl.evaluation.statistics import accuracy, difference, summary, win_rate
+from flowrl.media import digests
 from flowrl.reward import Card, Reward
 from flowrl.run.report import format_interval, format_win_rate
 from flowrl.scoring.scorer import Scorer

@@ -73,7 +73,7 @@ def made_pairs(remedy: Remedy, *words: str) -> None:
 
 
 def asked_people(remedy: Remedy) -> None:
-    from flowrl.run.people import People
+    from flowrl.run.people.asking import People
 
     Path("config.yaml").write_text("")
     people = stand_in(name="votes", reward=stand_in(card=stand_in(by_people=True)))
@@ -198,7 +198,7 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("run/pairs/plan.py:check 2", lambda remedy: made_pairs(remedy, "rollout.shared_noise=true",
                                                             "rollout.sampler=null")),
     ("run/pairs/plan.py:check 3", lambda remedy: made_pairs(remedy, "model.shard=true")),
-    ("run/people.py:People.of", asked_people),
+    ("run/people/asking.py:People.of", asked_people),
     ("run/assembly.py:_require_whole_groups", lambda remedy: whole_groups(remedy, (), "rollout.prompts_per_iteration")),
     ("run/assembly.py:_require_whole_groups", lambda remedy: whole_groups(remedy, ("a",), "data.pairs.per_iteration")),
     ("apps/gallery/local.py:_bound", taken_port),

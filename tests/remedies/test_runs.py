@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from flowrl.core.errors import ConfigError, Moved
-from flowrl.core.rows import repeatable
 from flowrl.run import handover
 from flowrl.run.export import learned_noise
 from flowrl.run.session import Session
+from flowrl.training.metrics import repeatable
 from tests.e2e.conftest import place as place
 from tests.e2e.conftest import train
 from tests.e2e.test_bad_input import command

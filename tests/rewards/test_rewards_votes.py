@@ -10,18 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import flowrl.rewards.votes as reward
 import numpy as np
 import pytest
 import torch
 from flowrl.rewards.votes import Config, build, scored
 
-from flowrl.core import polls
 from flowrl.core.errors import Abandoned, RewardError
-from flowrl.core.polls import Question
-from flowrl.core.votes import FOLDER, LOG, Vote, VoteBook
+from flowrl.core.polls import Question, Vote
 from flowrl.media import media
 from flowrl.reward import REASONS
+from flowrl.run.people import occasion as waiting
+from flowrl.run.people import polls
+from flowrl.run.people.occasion import Reminder
+from flowrl.run.people.votes import FOLDER, LOG, VoteBook
 from flowrl.statistics.bradley_terry import strengths
 from tests.tiny_rewards.votes import asking, occasion, vote_for_bright, voting_for_bright
 
@@ -31,7 +32,7 @@ PROMPTS = ("a cat", "a dog", "a cat", "a dog")
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr(reward, "LOOK_S", 0.005)
+    monkeypatch.setattr(waiting, "LOOK_S", 0.005)
 
 
 def question(*images: str, votes_per_sample: int = 2) -> Question:
@@ -174,7 +175,7 @@ def test_videos_are_asked_too(tmp_path):
 
 def test_videos_are_shown_at_the_frame_rate_of_the_model(tmp_path):
     moving = torch.rand(2, 3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    (asked,) = reward.Asking(occasion(tmp_path, ["a"] * 2, fps=8.0), Config()).ask(moving, ["a"] * 2)
+    (asked,) = occasion(tmp_path, ["a"] * 2, fps=8.0).questions(moving, ["a"] * 2, 2)
     assert [media.facts(tmp_path / FOLDER / name) for name in asked.images] == [(3, 8.0)] * 2
 
 
@@ -221,7 +222,7 @@ def test_what_is_missing_is_said_at_once_and_then_once_a_minute(tmp_path, monkey
     said: list[str] = []
     now = occasion(tmp_path, PROMPTS)
     polls.put(now.votes, replace(question(*NAMES), iteration=1))
-    remind = polls.Reminder(now, lambda text, *given: said.append(text % given))
+    remind = Reminder(now, lambda text, *given: said.append(text % given))
     for _ in range(3):
         remind(())
     assert said == [f"iteration 1 waits for people: 3 votes missing, on 1 prompt; vote with: flowrl vote {tmp_path}"]

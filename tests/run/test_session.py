@@ -13,13 +13,13 @@ import yaml
 from safetensors.torch import load_file
 
 from flowrl.config.load import load_config
-from flowrl.core.rows import repeatable
 from flowrl.display.console import LogFile, log
 from flowrl.rollout.flop import RowFlop
 from flowrl.run import assembly
 from flowrl.run.gauges import Gauges
 from flowrl.run.session import Session
 from flowrl.run.trainer import Trainer
+from flowrl.training.metrics import repeatable
 from tests.e2e.conftest import BASE, BRIGHTNESS
 
 SMALL = ("iterations=2", "rollout.group_size=2", "model.lora={rank: 4, alpha: 8}", "eval.batch_size=2")

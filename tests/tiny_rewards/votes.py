@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flowrl.core import polls
-from flowrl.core.polls import OCCASION, Occasion
+from flowrl.core.polls import OCCASION, Vote
 from flowrl.core.types import SampleId
-from flowrl.core.votes import FOLDER, Vote, VoteBook
 from flowrl.media import media
 from flowrl.reward import Images, Reward
 from flowrl.rewards import votes
+from flowrl.run.people import occasion as waiting
+from flowrl.run.people import polls
+from flowrl.run.people.occasion import RunOccasion
+from flowrl.run.people.votes import FOLDER, VoteBook
 
 
 def brightness(file: Path) -> float:
@@ -63,18 +65,18 @@ def voting_for_bright(run: Path, every_s: float = 0.01) -> Generator[threading.T
         thread.join()
 
 
-def occasion(run: Path, prompts: Sequence[str], iteration: int = 1, **other: Any) -> Occasion:
+def occasion(run: Path, prompts: Sequence[str], iteration: int = 1, **other: Any) -> RunOccasion:
     """Of samples in a slot for each different prompt."""
     slots, numbers = {text: slot for slot, text in enumerate(dict.fromkeys(prompts))}, dict[str, int]()
     ids = []
     for text in prompts:
         ids.append(SampleId(slots[text], numbers.get(text, 0)))
         numbers[text] = numbers.get(text, 0) + 1
-    return Occasion(**{"run": run, "iteration": iteration, "ids": tuple(ids), "stop": lambda: False} | other)
+    return RunOccasion(**{"run": run, "iteration": iteration, "ids": tuple(ids), "stop": lambda: False} | other)
 
 
 @contextmanager
-def asking(now: Occasion) -> Generator[None]:
+def asking(now: RunOccasion) -> Generator[None]:
     token = OCCASION.set(now)
     try:
         yield
@@ -85,8 +87,8 @@ def asking(now: Occasion) -> Generator[None]:
 def cases(folder: Path, stack: ExitStack) -> dict[str, Reward]:
     reward, count = votes.build(votes.Config(grace=0.0)), itertools.count(1)
     stack.enter_context(voting_for_bright(folder))
-    before, votes.LOOK_S = votes.LOOK_S, 0.005
-    stack.callback(setattr, votes, "LOOK_S", before)
+    before, waiting.LOOK_S = waiting.LOOK_S, 0.005
+    stack.callback(setattr, waiting, "LOOK_S", before)
 
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         with asking(occasion(folder, prompts, next(count))):

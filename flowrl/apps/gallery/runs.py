@@ -14,11 +14,10 @@ import yaml
 
 from flowrl.apps.gallery import trees
 from flowrl.apps.gallery.trees import Tree
-from flowrl.core import digests
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import evaluation_remedy, read_object, read_rows
 from flowrl.data import contents
-from flowrl.media import media
+from flowrl.media import digests, media
 from flowrl.run import status
 
 

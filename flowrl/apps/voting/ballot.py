@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from flowrl.apps.voting.pairs import VotePair
 from flowrl.core.errors import ConfigError, WriteError
-from flowrl.core.votes import Vote, VoteBook, image_name, keep_image
+from flowrl.core.polls import Vote
 from flowrl.media import media
+from flowrl.run.people.votes import VoteBook, image_name, keep_image
 
 SECOND_EVERY = 4
 """Every so many pairs, a voter is asked one that another voter has decided: how far people agree is measured there."""

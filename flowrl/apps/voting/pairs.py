@@ -18,9 +18,9 @@ import numpy as np
 
 from flowrl.apps.gallery.images import imaged
 from flowrl.apps.gallery.runs import Evaluation, Run, load_run
-from flowrl.core import polls
 from flowrl.core.errors import ConfigError
-from flowrl.core.votes import Vote
+from flowrl.core.polls import Vote
+from flowrl.run.people import polls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowrl.apps.voting.pairs import VotePair
-from flowrl.core.votes import Vote
+from flowrl.core.polls import Vote
 from flowrl.statistics.paired import win_share
 
 Counted = Sequence[tuple[VotePair, Vote]]

@@ -15,11 +15,11 @@ import numpy as np
 import yaml
 
 from flowrl.apps.voting.pairs import VotePair, drawn_left
-from flowrl.core import polls
 from flowrl.core.errors import ConfigError
-from flowrl.core.polls import Question
-from flowrl.core.votes import FOLDER, Vote
+from flowrl.core.polls import Question, Vote
 from flowrl.run import status
+from flowrl.run.people import polls
+from flowrl.run.people.votes import FOLDER
 
 REWARD = "votes"
 

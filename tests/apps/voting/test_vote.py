@@ -28,9 +28,10 @@ from flowrl.apps.voting.result import result
 from flowrl.apps.voting.server import LARGEST_BODY, TOKEN, VoteServer
 from flowrl.apps.voting.waiting import Waiting, waits
 from flowrl.core.errors import ConfigError, WriteError
-from flowrl.core.votes import LOG, Vote, VoteBook
+from flowrl.core.polls import Vote
 from flowrl.data.preferences import PreferenceOptions, load_preferences
 from flowrl.media import media
+from flowrl.run.people.votes import LOG, VoteBook
 from tests.apps.gallery.test_gallery import SEEDS, change, make_run
 
 PROMPTS = ["a red circle", "two blue squares", "a <script>alert(1)</script> sign"]
@@ -123,7 +124,7 @@ def test_a_vote_that_is_in_the_log_is_not_asked_again_where_the_pairs_could_not_
         page = Page(server)
         pair = page.state()["pair"]
         with monkeypatch.context() as patch:
-            patch.setattr("flowrl.core.votes.write_atomically", _full)
+            patch.setattr("flowrl.run.people.votes.write_atomically", _full)
             status, said = page.post("vote", pair=pair["token"], choice="left")
         assert (status, "pairs.jsonl" in said["problem"]) == (507, True)
         assert page.post("vote", pair=pair["token"], choice="left")[0] == 409

@@ -13,11 +13,11 @@ import torch
 
 from flowrl.apps.voting.pairs import Finished, load_pairs
 from flowrl.apps.voting.waiting import schedule, waits
-from flowrl.core import polls
 from flowrl.core.errors import ConfigError
 from flowrl.core.polls import Closed, Question
-from flowrl.core.votes import FOLDER, keep_image, read_votes
 from flowrl.media import media
+from flowrl.run.people import polls
+from flowrl.run.people.votes import FOLDER, keep_image, read_votes
 from tests.apps.gallery.test_gallery import make_run
 from tests.apps.voting.test_vote import Page, vote, voting
 
@@ -44,7 +44,7 @@ def ask(run: Path, *levels: float, iteration: int = 1, slot: int = 0, votes_per_
 
 def close(run: Path, question: Question) -> None:
     count = len(question.images)
-    result = Closed(images=question.images, scores=(0.0,) * count, missing=(0,) * count, votes=0)
+    result = Closed(scores=(0.0,) * count, missing=(0,) * count, votes=0)
     with polls.turn(run / FOLDER):
         polls.close(run / FOLDER, question, result)
 

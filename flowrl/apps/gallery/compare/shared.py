@@ -18,8 +18,8 @@ import numpy as np
 from flowrl.apps.gallery import results
 from flowrl.apps.gallery.results import Metric
 from flowrl.apps.gallery.runs import Evaluation, Run, number, value_at
-from flowrl.core import digests
 from flowrl.core.errors import ConfigError
+from flowrl.media import digests
 from flowrl.statistics.paired import TIE_SHARE, margin
 
 _OWN = ("name", "output", "seed")

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.core import polls
 from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.core.polls import OCCASION
 from flowrl.core.types import SampleId
-from flowrl.core.votes import FOLDER
 from flowrl.reward import Card, Reward
-from flowrl.run import people
-from flowrl.run.people import People
+from flowrl.run.people import asking as people
+from flowrl.run.people import polls
+from flowrl.run.people.asking import People
+from flowrl.run.people.votes import FOLDER
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.training.signals import NEVER, Stop

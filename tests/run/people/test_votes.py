@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 from flowrl.core.errors import ConfigError, WriteError
-from flowrl.core.votes import LOG, Vote, VoteBook, read_votes
+from flowrl.core.polls import Vote
 from flowrl.data.preferences import PreferenceOptions, load_preferences
+from flowrl.run.people.votes import LOG, VoteBook, read_votes
 
 
 def vote(choice: str = "first", voter: str = "ann", group: str = "g") -> Vote:

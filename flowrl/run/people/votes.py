@@ -14,47 +14,20 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import fsync, is_mapping, write_atomically, writing
+from flowrl.core.polls import Vote
 
 FOLDER = "votes"
 """Folder of the votes in that of a run."""
 LOG, PAIRS, LOCK = "votes.jsonl", "pairs.jsonl", ".lock"
 IMAGES = "images"
 """Folder of the images that were voted on, named by their contents."""
-CHOICES = ("first", "second", "tie", "skip")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vote:
-    """One choice of a voter."""
-
-    voter: str
-    group: str
-    """Name of the group of samples that both are of."""
-    prompt: str
-    first: str
-    """Image file, relative to the folder."""
-    second: str
-    choice: str
-    """One of `CHOICES`: the image that is better, neither, or no answer."""
-
-    def __post_init__(self) -> None:
-        if self.choice not in CHOICES:
-            raise ValueError(f"choice={self.choice!r} must be one of {', '.join(CHOICES)}")
-
-    def pair(self) -> dict[str, Any] | None:
-        """Its record of preference data; None where neither image was preferred."""
-        if self.choice not in CHOICES[:2]:
-            return None
-        chosen, rejected = (self.first, self.second) if self.choice == "first" else (self.second, self.first)
-        record = {"prompt": self.prompt, "chosen": chosen, "rejected": rejected}
-        return record | {"voter": self.voter, "group": self.group}
 
 
 def image_name(data: bytes, suffix: str) -> str:
@@ -199,5 +172,13 @@ class VoteBook:
         return self._lines
 
     def _write_pairs(self) -> None:
-        records = [pair for vote in self.votes.values() if (pair := vote.pair()) is not None]
+        records = [pair for vote in self.votes.values() if (pair := _pair(vote)) is not None]
         write_atomically(self.folder / PAIRS, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def _pair(vote: Vote) -> dict[str, str] | None:
+    """Its record of preference data; None where neither image was preferred."""
+    if vote.choice not in ("first", "second"):
+        return None
+    chosen, rejected = (vote.first, vote.second) if vote.choice == "first" else (vote.second, vote.first)
+    return {"prompt": vote.prompt, "chosen": chosen, "rejected": rejected, "voter": vote.voter, "group": vote.group}

@@ -16,15 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from flowrl.core import polls
 from flowrl.core.errors import Abandoned, ConfigError, Remedy, WriteError
 from flowrl.core.files import writing
 from flowrl.core.polls import OCCASION, Occasion
 from flowrl.core.types import SampleId
-from flowrl.core.votes import FOLDER
 from flowrl.display.console import log
 from flowrl.display.display import working
 from flowrl.media.media import FPS
+from flowrl.run.people import polls
+from flowrl.run.people.occasion import Reminder, RunOccasion
+from flowrl.run.people.votes import FOLDER
 from flowrl.scoring.scorer import Scorer
 from flowrl.training.signals import Stop
 from flowrl.training.world import World
@@ -97,19 +98,21 @@ class Asking:
     people: People
     iteration: int
     _slots: set[int] = field(default_factory=set)
+    _occasion: RunOccasion | None = None
     _token: Token[Occasion | None] | None = None
 
     def begin(self, ids: Sequence[SampleId], fps: float = FPS) -> None:
         """As `scoring.asking.Asking.begin`."""
         people, self._slots = self.people, {one.slot for one in ids}
-        occasion = Occasion(run=people.run, iteration=self.iteration, ids=tuple(ids), stop=self._stops, fps=fps)
-        self._token = OCCASION.set(occasion)
+        self._occasion = RunOccasion(
+            run=people.run, iteration=self.iteration, ids=tuple(ids), stop=self._stops, fps=fps
+        )
+        self._token = OCCASION.set(self._occasion)
 
     def __enter__(self) -> Asking:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        occasion = OCCASION.get() if self._token is not None else None
         if self._token is not None:
             OCCASION.reset(self._token)
         if error is not None:
@@ -124,7 +127,7 @@ class Asking:
         except WriteError:
             self._leave()
             raise
-        remind = None if occasion is None else polls.Reminder(occasion, log.info)
+        remind = None if self._occasion is None else Reminder(self._occasion, log.info)
         read = polls.Log(self.people.run / FOLDER)
         with working("waiting for votes of other processes"):
             while self._marked(_DONE) < self.people.world.size:
