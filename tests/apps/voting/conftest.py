@@ -1,4 +1,4 @@
-"""Large synthetic runs, as scripts/bench/gallery.py makes them; the folder of a run that waits for votes."""
+"""The folder of a run that waits for votes."""
 
 from __future__ import annotations
 
