@@ -9,7 +9,7 @@ from flowrl.commands._arguments import LORA, PROCESSES, AsJson, Overrides, Quiet
 
 if TYPE_CHECKING:
     from flowrl.evaluation.results import Evaluation
-    from flowrl.run.assembly import Parts
+    from flowrl.run.assembly.parts import Parts
 
 
 SUITE = "With --suite"

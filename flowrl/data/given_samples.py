@@ -30,6 +30,8 @@ from flowrl.media.media import fitted
 from flowrl.models.base import ModelAdapter, image_shape
 
 PAIR: tuple[Member, ...] = ("chosen", "rejected")
+GivenSource = PreferenceSource | LabelledSource
+"""The order over the records of a set."""
 HELD_OUT = 500
 """Default of `data.pairs.max_eval`."""
 

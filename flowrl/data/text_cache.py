@@ -82,7 +82,10 @@ class Texts:
 
     def lookup(self, prompts: Sequence[str | Prompt]) -> Condition:
         """Conditions of P prompts in order; a text is a prompt without images."""
-        wanted = [identity(prompt) for prompt in prompts]
+        return self.of_identities([identity(prompt) for prompt in prompts])
+
+    def of_identities(self, wanted: Sequence[Identity]) -> Condition:
+        """Conditions of P prompts that are known by text and images alone, such as those of an earlier iteration."""
         if self.files is not None:
             return self.files.lookup(wanted).to(self.device)
         if self.table is not None:

@@ -12,6 +12,7 @@ from flowrl.core import rng
 from flowrl.core.errors import ModelError, Remedy
 from flowrl.credit.saliency import SpatialConfig, saliency, to_latent_grid
 from flowrl.media.eight_bits import unit_floats
+from flowrl.models.base import ModelAdapter, packed_grid
 
 Backbone = Callable[[Tensor], tuple[Tensor, tuple[int, int]]]
 """Frames [B, 3, H, W] in [0, 1] -> patch tokens [B, h * w, d] row by row, and (h, w)."""
@@ -68,6 +69,12 @@ def mapper(
         return result if grid is None else result.flatten(1)
 
     return maps
+
+
+def mapper_of(adapter: ModelAdapter, config: SpatialConfig, device: torch.device) -> Mapper:
+    """The mapper to a model's latents; errors as of `mapper`."""
+    layout = {"grid": packed_grid(adapter), "channel_axis": adapter.channel_axis}
+    return mapper(config, adapter.latent_shape(), device, **layout)
 
 
 def load_backbone(name: str = "fixed", device: torch.device | str = "cpu") -> Backbone:

@@ -14,7 +14,7 @@ from flowrl.data.prompts import PromptSource, identity
 from flowrl.display.console import log
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.trajectories import NoiseDraws, Rollout, Trajectories
-from flowrl.run.assembly import Parts
+from flowrl.run.assembly.parts import Parts
 from flowrl.run.exploring import Exploring
 from flowrl.training.dead_groups import DeadGroups
 from flowrl.training.drawing import Drawing, groups_of

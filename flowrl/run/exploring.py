@@ -16,7 +16,7 @@ from flowrl.display.console import log
 from flowrl.rollout.exploration import choose, fidelity
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.preview import Preview
-from flowrl.run.assembly import Parts
+from flowrl.run.assembly.parts import Parts
 from flowrl.scoring.scorer import Scorer
 from flowrl.training.drawing import Drawing, groups_of
 from flowrl.training.metrics import Sums, Timer

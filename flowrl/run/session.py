@@ -40,7 +40,7 @@ from flowrl.models.weights.roles import Weights
 from flowrl.planning.checkpointing import decided
 from flowrl.rollout.flop import RowFlop, row_flop
 from flowrl.rollout.trajectories import Rollout
-from flowrl.run.assembly import assemble
+from flowrl.run.assembly.parts import assemble
 from flowrl.run.collector import Collector
 from flowrl.run.gauges import Gauges
 from flowrl.run.given_collector import HeldOutPairs, PairCollector

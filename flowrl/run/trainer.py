@@ -141,7 +141,7 @@ class Trainer:
                 facts["text"] = text_lengths(parts.sampling.adapter, self.resolved.model.config, parts.data.prompts)
             self.folder.write_json("provenance.json", facts)
             if training:
-                self.folder.agree_on_sets(parts.sets(), start, accept)
+                self.folder.agree_on_sets(parts.data.sets(self.resolved), start, accept)
             log.info("%s", parts.introduction())
 
     def evaluate_only(self, run: Path | None, out: Path, accept_changes: bool = False) -> Evaluation:
@@ -153,7 +153,7 @@ class Trainer:
             if run is not None:
                 parts = self.session.parts
                 require_same_split(load_config(run / "config.yaml"), self.config, parts.data.prompts)
-                require_unedited(run, parts.sets(), accept=accept_changes)
+                require_unedited(run, parts.data.sets(self.resolved), accept=accept_changes)
                 load_newest(self.session, run, accept_changes)
             return self.session.evaluate(pairs=run is not None, tree=False)
 

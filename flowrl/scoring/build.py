@@ -141,3 +141,9 @@ def require_modality(name: str, card: Card, *, videos: bool, file: str = "") -> 
             f"reward {name!r} judges images, and the model makes videos; leave it out, or use a reward that "
             f"`flowrl list rewards` shows for video or any{own}"
         )
+
+
+def require_fit(scorer: Scorer | None, *, videos: bool) -> None:
+    """`require_modality` of every reward of a scorer."""
+    for entry in () if scorer is None else scorer.distinct:
+        require_modality(entry.name, entry.reward.card, videos=videos)

@@ -22,6 +22,7 @@ from flowrl.credit.advantages import Advantages
 from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import StepPlan
+from flowrl.diffusion.process import Process
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models.base import ModelAdapter, ModelConfig
 from flowrl.models.weights.roles import Weights, trainable
@@ -30,7 +31,7 @@ from flowrl.rollout.options import RolloutConfig
 from flowrl.rollout.policy import Evaluations
 from flowrl.rollout.recorder import Recording
 from flowrl.rollout.trajectories import Rollout
-from flowrl.samplers.base import Sampler
+from flowrl.samplers.base import Sampler, step_std
 from flowrl.training.metrics import Sums
 from flowrl.training.microbatches import update_chunks
 from flowrl.training.optim import OptimConfig
@@ -203,6 +204,22 @@ class Training(Generic[M]):
     def check_grid(self, schedule: Schedule, seed: int) -> None:
         """Refuse a model's grid, with ValueError, that does not have the training times."""
 
+    def first_plan(self, schedule: Schedule, sampler: Sampler, process: Process, seed: int) -> StepPlan:
+        """The plan of the first iteration on the model's grid.
+
+        Raises:
+            ConfigError: the method has none there, or it trains a step without noise.
+        """
+        try:
+            plan = self.method.plan(schedule, sampler, 1, seed)
+            if plan.train:
+                steps = plan.steps(torch.tensor(plan.train), process)
+                _require_noise(plan, step_std(sampler, process, steps))
+            self.check_grid(schedule, seed)
+            return plan
+        except ValueError as error:
+            raise ConfigError.about(error, "the first iteration's steps: ", place="algorithm") from None
+
     # ---- work and memory
 
     def demand(self, plan: StepPlan, setting: Setting) -> Demand:
@@ -259,3 +276,13 @@ class Training(Generic[M]):
         Raises:
             ParityError: naming the step.
         """
+
+
+def _require_noise(plan: StepPlan, std: Tensor) -> None:
+    """Raise ValueError where a trained step has std 0, [trained steps]."""
+    for k, value in zip(plan.train, std.tolist(), strict=True):
+        if not value > 0:
+            raise ValueError(
+                f"the sampler leaves no noise at step {k} (std 0), so it has no log-prob; leave the step out of "
+                "algorithm.sde_steps, or use a sampler with noise there"
+            )

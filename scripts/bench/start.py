@@ -90,7 +90,8 @@ def watch() -> None:
     own_process()
     with imports():  # as the command has them
         from flowrl.config import components, load
-        from flowrl.run import assembly, report, trainer
+        from flowrl.run import report, trainer
+        from flowrl.run.assembly import data, parts
 
     assert trainer.Trainer  # imported with the others, whose time is that of its imports
 
@@ -98,11 +99,11 @@ def watch() -> None:
     for owner, attribute, name in (
         (load, "load_config", "configuration"),
         (load, "resolve", "configuration"),
-        (assembly, "run_prompts", "prompts"),
-        (assembly, "build_scorers", "rewards"),
+        (data, "run_prompts", "prompts"),
+        (parts, "build_scorers", "rewards"),
         (components.Component, "build", "model"),  # those of sampler and method take no time
-        (assembly, "probe", "probes of rewards"),
-        (assembly, "embedded", "texts"),
+        (parts, "probe", "probes of rewards"),
+        (data, "embedded", "texts"),
     ):
         setattr(owner, attribute, _timed(seconds, name, getattr(owner, attribute)))
 

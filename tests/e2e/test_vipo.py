@@ -15,6 +15,7 @@ SMALL = (
     "data.max_eval_prompts=1",
     "eval={num_inference_steps: 2, batch_size: 2, save_images: 0}",
 )
+MAPPER = "flowrl.run.assembly.parts.mapper_of"
 POSITION = ("algorithm.spatial={ratio: position}", "algorithm.clip_range=0.01")
 
 
@@ -24,7 +25,7 @@ def rows(name: str) -> list[dict]:
 
 def test_maps_of_ones_and_one_ratio_for_all_train_plain_flow_grpo_bitwise(place: Path, monkeypatch):
     train("name=plain", *SMALL)
-    monkeypatch.setattr("flowrl.run.assembly.mapper", lambda *_, **__: lambda images: torch.ones(len(images), 8, 8))
+    monkeypatch.setattr(MAPPER, lambda *_, **__: lambda images: torch.ones(len(images), 8, 8))
     train("name=ones", *SMALL, "algorithm.spatial={ratio: sample}")
     assert digest("ones", 2) == digest("plain", 2)
     assert rows("ones")[1]["spatial/flat_share"] == 1
@@ -44,7 +45,7 @@ def test_a_run_by_position_resumes_bitwise_and_is_evaluated_without_a_backbone(p
     assert 0 < row["spatial/map_mean"] < 1
     assert row["grad/norm"] > 0
     assert row["time/maps_s"] > 0
-    monkeypatch.setattr("flowrl.run.assembly.mapper", None)
+    monkeypatch.setattr(MAPPER, None)
     Trainer(resolve(load_config("run.yaml", [*SMALL, *POSITION]))).evaluate_only(Path("runs/whole"), Path("out"))
 
 

@@ -83,10 +83,10 @@ def asked_people(remedy: Remedy) -> None:
 
 
 def whole_groups(remedy: Remedy, members: tuple[str, ...], key: str) -> None:
-    from flowrl.run.assembly import _require_whole_groups
+    from flowrl.run.assembly.learner import require_whole_groups
 
     method = stand_in(unit="group", members=members)
-    _require_whole_groups(method, get(remedy, key, 2), stand_in(size=4))
+    require_whole_groups(method, get(remedy, key, 2), stand_in(size=4))
 
 
 def taken_port(remedy: Remedy) -> None:
@@ -199,8 +199,10 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
                                                             "rollout.sampler=null")),
     ("run/pairs/plan.py:check 3", lambda remedy: made_pairs(remedy, "model.shard=true")),
     ("run/people/asking.py:People.of", asked_people),
-    ("run/assembly.py:_require_whole_groups", lambda remedy: whole_groups(remedy, (), "rollout.prompts_per_iteration")),
-    ("run/assembly.py:_require_whole_groups", lambda remedy: whole_groups(remedy, ("a",), "data.pairs.per_iteration")),
+    ("run/assembly/learner.py:require_whole_groups",
+     lambda remedy: whole_groups(remedy, (), "rollout.prompts_per_iteration")),
+    ("run/assembly/learner.py:require_whole_groups",
+     lambda remedy: whole_groups(remedy, ("a",), "data.pairs.per_iteration")),
     ("apps/gallery/local.py:_bound", taken_port),
     ("data/text_files.py:text_folder", folder_of_texts),
     ("data/options.py:DataConfig.__post_init__ 1 2", cached_texts),

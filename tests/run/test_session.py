@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from flowrl.config.load import load_config
 from flowrl.display.console import LogFile, log
 from flowrl.rollout.flop import RowFlop
-from flowrl.run import assembly
+from flowrl.run.assembly import model
 from flowrl.run.gauges import Gauges
 from flowrl.run.session import Session
 from flowrl.run.trainer import Trainer
@@ -149,7 +149,7 @@ def test_the_rollout_is_strictly_deterministic_unless_a_reward_works_at_the_same
 def test_blocks_are_compiled_at_the_shapes_of_updates_and_rollouts_before_training(folder, monkeypatch):
     tried = []
     monkeypatch.setattr(
-        assembly, "probe_compiled", lambda model, cond, times, scale, trained: tried.append((len(cond), bool(trained)))
+        model, "probe", lambda adapter, cond, times, scale, trained: tried.append((len(cond), bool(trained)))
     )
     words = ("model.compile=blocks", "optim.batch_size=3", "rollout.batch_size=2")
     with Session(folder / "run.yaml", *SMALL, *words):

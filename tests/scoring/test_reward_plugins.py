@@ -13,7 +13,7 @@ from flowrl.core import registry
 from flowrl.core.errors import ConfigError
 from flowrl.data.prompts import Prompt
 from flowrl.reward import Card
-from flowrl.run import assembly
+from flowrl.run.assembly.parts import assemble
 from flowrl.scoring import build
 from flowrl.scoring.build import build_scorers, require_metadata, require_modality
 from flowrl.scoring.entries import reward_plan
@@ -170,4 +170,4 @@ def test_a_run_without_what_its_reward_requires_ends_before_anything_is_loaded(m
     monkeypatch.setattr(build, "build_rewards", loaded)
     config = load_config("configs/quickstart.yaml", ["rewards=[{name: geneval}]", f"output={tmp_path}"])
     with pytest.raises(ConfigError, match=r"data\.prompts: prompt 1, .* has no 'include', which the reward 'geneval'"):
-        assembly.assemble(resolve(config), ALONE, tmp_path)
+        assemble(resolve(config), ALONE, tmp_path)

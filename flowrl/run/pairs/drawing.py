@@ -21,7 +21,7 @@ from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.core.files import fsync, json_ready
 from flowrl.core.rng import derive, permutation
 from flowrl.core.types import SampleId
-from flowrl.data.prompts import Prompt
+from flowrl.data.prompts import Prompt, require_images
 from flowrl.display.console import log, set_up_logging
 from flowrl.display.phases import phase
 from flowrl.media import media
@@ -29,12 +29,12 @@ from flowrl.models.weights.roles import freeze
 from flowrl.planning.out_of_memory import explaining
 from flowrl.planning.parity import require_own_call
 from flowrl.rollout.noise import Noise
-from flowrl.run.assembly import require_fit, sampling_of
+from flowrl.run.assembly.model import sampling_of
 from flowrl.run.folder import RunFolder, provenance
 from flowrl.run.pairs.folder import IMAGES, Done, PairFolder
 from flowrl.run.pairs.plan import OWN, Wanted, check, made_with, rollout_plan, training_prompts
 from flowrl.run.texts import embedded
-from flowrl.scoring.build import build_scorers
+from flowrl.scoring.build import build_scorers, require_fit
 from flowrl.scoring.probing import probe
 from flowrl.scoring.scorer import Scores
 from flowrl.training import drawing
@@ -97,7 +97,6 @@ class Pairing:
     def __init__(self, resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted, world: World) -> None:
         config, options = resolved.run, resolved.model.config
         self.config, self.prompts, self.wanted, self.world = config, prompts, wanted, world
-        listed = ("data.prompts", prompts)
         people = next((plan for plan in resolved.rewards if plan.by_people), None)
         if people is not None:
             raise ConfigError(
@@ -108,7 +107,8 @@ class Pairing:
         assert scorer is not None  # a method that draws samples has rewards
         adapter = resolved.model.build()
         self.suffix, self.fps = (".webp" if adapter.num_frames > 1 else ".png"), adapter.fps
-        require_fit(adapter, scorer, listed)
+        require_fit(scorer, videos=adapter.num_frames > 1)
+        require_images(prompts, adapter, "data.prompts", prompts[0])
         freeze(adapter, options, derive(config.seed, "lora"))
         adapter.to(world.device)
         require_own_call(adapter, [config.rollout.guidance_scale], world)

@@ -1,0 +1,91 @@
+"""The data of a run: its prompts, given images and previews, read first, held against the model, then embedded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowrl.config.resolved import Resolved
+from flowrl.data.contents import Input, set_of
+from flowrl.data.given_samples import Given, GivenSource, require_encoder
+from flowrl.data.prompts import Prompt, PromptSource, require_images
+from flowrl.data.text_cache import Texts
+from flowrl.display.display import working
+from flowrl.evaluation import previews
+from flowrl.evaluation.held_out import RunPrompts, run_prompts
+from flowrl.models.base import ModelAdapter
+from flowrl.run.texts import embedded
+from flowrl.training.base import Training
+from flowrl.training.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """The data that a run learns from and is evaluated on."""
+
+    prompts: RunPrompts
+    source: PromptSource | GivenSource
+    given: Given | None
+    """Images that the run learns from; None: the network draws its samples."""
+    previews: tuple[Prompt, ...] = ()
+    """The user's own prompts (`eval.preview_prompts`)."""
+
+    def require_fit(self, adapter: ModelAdapter, resolved: Resolved) -> None:
+        """Refuse prompts that the model cannot take, with ConfigError that names the prompt and the remedy."""
+        # Captions of pairs have no reference images.
+        listed = ("data.prompts", self.prompts.listed) if self.given is None else ("data.pairs", [Prompt("")])
+        for key, prompts in (listed, self.prompts.looked_up):
+            require_images(prompts, adapter, key, listed[1][0])
+        previews.require_fit(self.previews, adapter, resolved.model.config)
+
+    def embed(self, resolved: Resolved, adapter: ModelAdapter, world: World) -> tuple[Texts | None, Texts]:
+        """(embeddings of the previews, if there are any; those of the run), once the model is on its device.
+
+        Raises:
+            ModelError: the model cannot encode the given images.
+            ConfigError, WriteError: as of `embedded`.
+        """
+        if self.given is not None:
+            require_encoder(adapter)
+        # In a table of their own: that of the run stays as it is without them.
+        shown = Texts(adapter, self.previews, cache=True, free=False) if self.previews else None
+        return shown, embedded(resolved, adapter, self.texts(cache=resolved.run.data.caches_text), world)
+
+    def texts(self, *, cache: bool) -> list[str | Prompt]:
+        """All that is embedded ahead, if anything is."""
+        captions = self.given.captions() if self.given is not None and cache else ()
+        return [*self.prompts.train, *self.prompts.evaluated, *captions]
+
+    def describe(self) -> str:
+        """Counts, in words."""
+        if self.given is None:
+            return self.prompts.describe()
+        kind = "images" if "labelled" in self.given.members else "pairs"
+        return f"{len(self.given.records)} given {kind} and {len(self.prompts.evaluated)} held-out prompts"
+
+    def sets(self, resolved: Resolved) -> list[Input]:
+        """Contents of the run's data sets, as they were scanned: pairs, and prompts of data sets."""
+        result = [] if self.given is None else self.given.contents()
+        data, prompts = resolved.run.data, self.prompts
+        named = [("prompts", data.prompts, prompts.listed), ("eval_prompts", data.eval_prompts, prompts.evaluated)]
+        for key, source, listed in named:
+            if source is not None and source.startswith("hf:"):
+                rows = [[prompt.text, prompt.metadata] for prompt in listed]
+                result.append(set_of(f"data.{key}", source, f"{len(rows)} prompts", {"rows": rows}))
+        return result
+
+
+@working("reading the prompts and images")
+def read(resolved: Resolved, kind: Training) -> Data:
+    """Prompts and images of a run, read before anything else.
+
+    Raises:
+        ConfigError: a list or a set that cannot be used.
+    """
+    config = resolved.run
+    prompts = run_prompts(config, kind.own_prompts)
+    kind.check_prompts(prompts.train, prompts.evaluated)
+    own = previews.preview_prompts(config)
+    if config.data.pairs is None:
+        return Data(prompts, PromptSource(prompts.train, resolved.slots, config.seed), None, own)
+    given = Given(config.data.pairs, kind.method, config.seed, resolved.model.config.frames)
+    return Data(prompts, given.source, given, own)
