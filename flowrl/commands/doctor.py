@@ -20,8 +20,8 @@ Model = Annotated[
 Check = Annotated[
     str | None,
     option(
-        "Sampler, method or reward whose laws are tested: its name or .py file, in place of CONFIG.",
-        "KEY=VALUE are then its own options.",
+        "Sampler, method, reward or suite whose laws are tested: its name or .py file, in place of CONFIG.",
+        "KEY=VALUE are then its own options, of a suite prompts=PATH.",
     ),
 ]
 Guidance = Annotated[float, option("Guidance scale of the comparisons with --model.")]

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from flowrl.commands._arguments import argument, option
 
 Kind = Annotated[
-    Literal["reward", "method", "sampler", "config"], argument("KIND", "reward, method, sampler or config.")
+    Literal["reward", "method", "sampler", "suite", "config"],
+    argument("KIND", "reward, method, sampler, suite or config."),
 ]
 Name = Annotated[str, argument("NAME", "Name of the file without its ending: letters, digits and _.")]
 Folder = Annotated[Path, option("Folder of the file; made if it is missing.", name="--path")]
@@ -17,7 +18,7 @@ STARTING = Path(__file__).parent / "starting"
 
 
 def command(kind: Kind, name: Name, path: Folder = Path(".")) -> None:
-    """Write a commented file to start from: reward, method, sampler, configuration. It runs as it is."""
+    """Write a commented file to start from: reward, method, sampler, suite, configuration. It runs as it is."""
     print(write(kind, name, path))
 
 
@@ -57,11 +58,10 @@ def write(kind: str, name: str, folder: Path) -> str:
         "reward": f"rewards=[{{path: {place}}}]",
         "method": f"algorithm={{path: {place}}}",
         "sampler": f"rollout.sampler={{path: {place}}}",
-        "config": "",
     }
     checks = f'import flowrl; print(*flowrl.check({json.dumps(str(file), ensure_ascii=False)}), sep="\\n")'
     words = {"name": name, "title": title, "file": shlex.quote(str(file)), "check": shlex.quote(checks)}
-    words["option"] = shlex.quote(options[kind])
+    words["option"] = shlex.quote(options.get(kind, ""))
     with writing(file):
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(text.substitute(words), encoding="utf-8")
@@ -69,6 +69,7 @@ def write(kind: str, name: str, folder: Path) -> str:
         "reward": ("flowrl score --check $file", "flowrl train quickstart name=$name $option"),
         "method": ("flowrl train lab/flow_grpo name=$name $option",),
         "sampler": ("flowrl train lab/flow_grpo name=$name $option",),
+        "suite": ("flowrl doctor --check $file", "flowrl eval tiny-sd3 --suite $file"),
         "config": ("flowrl plan $file", "flowrl train $file"),
     }
     lines = [Template(line).substitute(words) for line in tries[kind]]
