@@ -69,7 +69,7 @@ def write(kind: str, name: str, folder: Path) -> str:
         "reward": ("flowrl score --check $file", "flowrl train quickstart name=$name $option"),
         "method": ("flowrl train lab/flow_grpo name=$name $option",),
         "sampler": ("flowrl train lab/flow_grpo name=$name $option",),
-        "suite": ("flowrl doctor --check $file", "flowrl eval tiny-sd3 --suite $file"),
+        "suite": ("flowrl doctor --check $file", "flowrl eval tiny-sd3 --suite $file --steps 6 --guidance 1"),
         "config": ("flowrl plan $file", "flowrl train $file"),
     }
     lines = [Template(line).substitute(words) for line in tries[kind]]

@@ -1,6 +1,6 @@
 """The contract of a benchmark suite, and the tables that all of them give.
 
-A suite is one file in this folder; its name is the file's. It defines
+A suite is one file, in flowrl/apps/suites/ or a user's own; its name is the file's. It defines
 
     LEVEL             "tested", "verified" or "experimental"
     FACTS             Facts: what it is, where its prompts come from, who judges it, what differs from the official way
@@ -35,17 +35,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.excerpt import Excerpt
-from flowrl.evaluation.suite_intervals import Part as Part
+from flowrl.evaluation.suite_intervals import Part as Part  # a name of the contract too
 from flowrl.evaluation.suite_intervals import stratified
 from flowrl.statistics.intervals import Bounds
-
-if TYPE_CHECKING:
-    pass
 
 KIND = "suites"
 
@@ -278,13 +275,11 @@ def load_suite(name: str) -> Suite:
     """The suite of a built-in name, a .py file or a dotted path.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or its file raises.
     """
-    try:
-        module = registry.load(KIND, name)
-    except registry.UnknownName as error:
-        raise ConfigError(f"--suite {name}: {error}") from None
-    return suite_of(name_of(name), module)
+    from flowrl.scoring.entries import imported
+
+    return suite_of(name_of(name), imported(KIND, name, f"--suite {name}"))
 
 
 def suite_of(name: str, module: ModuleType) -> Suite:

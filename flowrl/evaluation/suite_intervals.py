@@ -1,4 +1,4 @@
-"""Parts of a suite's lines: values by prompt, their mean with an interval, and two of them paired."""
+"""Parts of a suite's lines: values by prompt, and their mean with an interval."""
 
 from __future__ import annotations
 

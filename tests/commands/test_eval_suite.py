@@ -17,6 +17,7 @@ from flowrl.apps.suites import geneval
 from flowrl.apps.suites.running.exchange import of_models
 from flowrl.commands import eval as evaluation
 from flowrl.commands import list as listing
+from flowrl.commands.new import write
 from flowrl.core import assets
 from flowrl.core.errors import ConfigError, ModelError, RewardFailure
 
@@ -68,6 +69,18 @@ def test_the_same_weights_under_another_name_differ_in_nothing_and_the_command_g
     with pytest.raises(ConfigError, match=r"steps was 1, now 2.*another folder with --out"):
         run("tiny-sd3", out, judge=[bright], steps=2)
     assert "4 of the 553 official prompts, 1 image each" in capsys.readouterr().out
+
+
+def test_a_suite_of_the_users_own_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("suite", "mine", tmp_path / "own")
+    evaluation.command("tiny-sd3", suite=str(tmp_path / "own" / "mine.py"), steps=1, limit=2, samples=1)
+    result = json.loads((tmp_path / "eval" / "mine-tiny-sd3" / "result.json").read_text())
+    assert (result["suite"], result["headers"]["model"]["made_with"]["suite"]) == ("mine", "mine")
+    assert result["models"]["model"]["headline"] == "overall"
+    (tmp_path / "own" / "mine.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match=r"--suite .*mine\.py cannot be imported: ZeroDivisionError"):
+        evaluation.command("tiny-sd3", suite="own/mine.py")
 
 
 def test_the_same_judge_twice_shows_its_own_noise(tmp_path):

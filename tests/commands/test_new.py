@@ -38,7 +38,7 @@ def test_nothing_is_overwritten_and_names_are_those_of_modules(tmp_path, capsys)
             write("sampler", name, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["reward", "sampler", pytest.param("method", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["reward", "sampler", "suite", pytest.param("method", marks=pytest.mark.slow)])
 def test_a_component_keeps_every_law_of_its_kind(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(kind, "my_own", tmp_path)

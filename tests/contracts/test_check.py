@@ -59,7 +59,7 @@ def test_a_broken_law_is_named_with_what_it_expects_and_what_was_measured(tmp_pa
 @pytest.mark.parametrize(
     ("thing", "words"),
     [
-        (3, "a int is not a flowrl.Sampler, Method, Reward or Model"),
+        (3, "a int is not a flowrl.Sampler, Method, Reward, Suite, Model, file or module"),
         ("flow_sd", "'flow_sd' is unknown; did you mean 'flow_sde'"),
         ("nowhere/mine.py", "there is no such file"),
         (importlib.import_module("json"), "json defines no class that extends"),

@@ -1,11 +1,9 @@
-"""What every suite keeps: the tests run over the folder of suites (tests/tiny_suites has their prompts)."""
+"""Every suite at work: drawn, judged, interrupted, exported and read back. Its laws: tests/contracts/test_suites.py."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from pathlib import Path
 
 import pytest
 
@@ -64,37 +62,6 @@ def task_of(suite, items, samples=1, count=2):
     return Task(suite=suite, items=limited(items, count), samples=samples, batch_size=2)
 
 
-def test_the_facts_say_where_prompts_come_from_and_what_differs(suite):
-    facts = suite.facts
-    words = (facts.title, facts.source, facts.licence, facts.where, facts.judge, facts.differs)
-    assert all(word.strip() for word in words)
-    assert not re.search(r"https?:|www\.|\.com|\.co/", " ".join(words)), "no host names: hub dataset OWNER/NAME"
-    assert facts.images_per_prompt >= 1
-    assert facts == base.load_suite(suite.name).facts
-    assert base.facts_of(suite.name).title == facts.title
-    assert facts.level == registry.load("suites", suite.name).LEVEL
-
-
-def test_prompts_are_made_here_or_their_place_is_named(suite, tmp_path):
-    if suite.facts.prompts == "read":
-        for path in (None, tmp_path / "nowhere.txt"):
-            with pytest.raises(ConfigError) as caught:
-                suite.items(path)
-            assert suite.facts.where in str(caught.value)
-    else:
-        assert len(suite.items(None)) == suite.facts.num_prompts
-        with pytest.raises(ConfigError, match="--prompts"):
-            suite.items(tmp_path / "mine.txt")
-
-
-def test_ids_are_distinct_and_name_files(items):
-    ids = [item.id for item in items]
-    assert len(set(ids)) == len(ids)
-    assert all(re.fullmatch(r"[\w.-]+", one) for one in ids)
-    assert all(item.text.strip() for item in items)
-    assert json.loads(json.dumps([item.metadata for item in items])) == [item.metadata for item in items]
-
-
 def test_a_suite_runs_end_to_end_is_interrupted_and_goes_on(suite, items, draw, tmp_path):
     task, folder = task_of(suite, items), folder_of(suite, tmp_path / "out")
     folder.begin({"model": "tiny"}, StandIn(suite).facts, {})
@@ -109,13 +76,7 @@ def test_a_suite_runs_end_to_end_is_interrupted_and_goes_on(suite, items, draw, 
     assert judge.seen == 2  # nothing is judged twice
     rows = rows_of(task, folder)
     table = suite.aggregate(rows, task.items)
-    assert table.lines
-    assert table.headline in ("", *(line.name for line in table.lines))
-    assert len({line.name for line in table.lines}) == len(table.lines)
     assert any(not math.isnan(line.mean) for line in table.lines)
-    for line in table.lines:
-        assert line.n_scored <= line.n_images
-        assert math.isnan(line.low) or line.low - 1e-9 <= line.mean <= line.high + 1e-9
     same = compare(table, table)
     assert all(math.isnan(one.mean) or (one.mean, one.win_rate, one.p_holm) == (0.0, 0.5, 1.0) for one in same)
     assert suite.facts.title in markdown(suite, {"model": table}, same)
@@ -130,23 +91,6 @@ def test_a_results_folder_is_told_by_what_is_in_it(tmp_path):
         )
     one, *others = (fingerprint(tmp_path / name) for name in ("one", "two", "renamed", "changed"))
     assert [other == one for other in others] == [True, False, False]
-
-
-def test_a_sample_without_a_score_is_missing_and_not_0(suite, items, draw, tmp_path):
-    task, folder = task_of(suite, items, count=3), folder_of(suite, tmp_path / "out")
-    folder.begin({"model": "tiny"}, {}, {})
-    fill(task, folder, draw, StandIn(suite, fails=(2,)))
-    rows = rows_of(task, folder)
-    lost = [row for row in rows if row.error]
-    assert len(lost) == 1
-    assert set(lost[0].scores.values()) == {None}
-    kept = suite.aggregate([row for row in rows if not row.error], task.items)
-    whole = {line.name: line for line in suite.aggregate(rows, task.items).lines}
-    scored = sum(line.n_scored < line.n_images for line in whole.values())
-    assert scored, "n_scored says that one is missing"
-    for line in kept.lines:
-        if len(line.parts) == 1 and line.name in whole and not math.isnan(whole[line.name].mean):
-            assert whole[line.name].mean == pytest.approx(line.mean)
 
 
 def test_the_official_folder_is_written_and_its_results_are_read_back(suite, items, draw, tmp_path):
@@ -166,9 +110,7 @@ def test_the_official_folder_is_written_and_its_results_are_read_back(suite, ite
     out = tmp_path / "official"
     places = [(item, k, suite.layout(item, k)) for item, k in task.all()]
     assert export(task, folder, out) == len({place for _, _, place in places})
-    for _, _, place in places:
-        assert not Path(place).is_absolute()
-        assert (out / place).is_file()
+    assert all((out / place).is_file() for _, _, place in places)
     with pytest.raises(ConfigError, match="not empty"):
         export(task, folder, out)
     if suite.read_results is None:
