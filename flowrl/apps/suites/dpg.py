@@ -19,8 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.apps.suites._points import PERCENT, answers_of, by_kind, has_points, known, prompt_line
+from flowrl.apps.suites._reading import keep_once, last_of, records_of, text_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.questions import after_parents, arithmetic_mean, listed_questions
+from flowrl.core.strict import read_text
 from flowrl.evaluation.suite import Facts, Item, Line, Row, Table, chosen_output, line, require_path
 
 LEVEL = "experimental"
@@ -52,8 +55,6 @@ def items(path: Path | None) -> list[Item]:
     Raises:
         ConfigError: no file, a row of another form, or a question whose parent is none of its prompt.
     """
-    from flowrl.apps.suites._reading import records_of, text_of
-
     file = require_path(path, "dpg", FACTS, _FORMS)
     file = file / "dpg_bench.csv" if file.is_dir() else file
     texts: dict[str, str] = {}
@@ -113,15 +114,12 @@ def broad(kind: str) -> str:
 
 def from_answers(answers: Sequence[float], item: Item) -> dict[str, float | None]:
     """The mean over the questions of an image, after parents; None where a question failed."""
-    from flowrl.apps.suites._points import known
-
     failed = any(math.isnan(answer) for answer in answers)
     return {OUTPUT: None if failed else known(arithmetic_mean(after_parents(answers, listed_questions(item.metadata))))}
 
 
 def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
     """Broad and detailed categories over the questions of all images, and the total; all times 100."""
-    from flowrl.apps.suites._points import PERCENT, answers_of, has_points, prompt_line
 
     def after(row: Row, item: Item) -> list[float]:
         return after_parents(answers_of(row, item), listed_questions(item.metadata))
@@ -139,8 +137,6 @@ def compat(rows: Sequence[Row], items: Sequence[Item]) -> Table:
     Raises:
         ConfigError: the rows have no answers.
     """
-    from flowrl.apps.suites._points import PERCENT, answers_of, has_points, prompt_line
-
     if not has_points(rows):
         raise ConfigError("--compat: the official code's table is made of the answers to the questions; judge by them")
     known = {item.id: item for item in items}
@@ -180,8 +176,6 @@ def _compat_score(answers: Sequence[float], item: Item) -> float | None:
 def _categories(
     rows: Sequence[Row], items: Sequence[Item], values: Callable[[Row, Item], Sequence[float]]
 ) -> list[Line]:
-    from flowrl.apps.suites._points import PERCENT, by_kind
-
     result: list[Line] = []
     wide = by_kind(rows, items, lambda item: [broad(kind) for kind in item.metadata["kinds"]], values)
     fine = by_kind(rows, items, lambda item: item.metadata["kinds"], values)
@@ -205,9 +199,6 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
     Raises:
         ConfigError: another file, or an image twice.
     """
-    from flowrl.apps.suites._reading import keep_once, last_of
-    from flowrl.core.strict import read_text
-
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; give the dpg-bench_..._results.txt of the evaluator")
     result: dict[tuple[str, int], dict[str, float | None]] = {}

@@ -14,18 +14,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from flowrl.apps.suites._reading import keep_once, records_of
 from flowrl.core.errors import ConfigError
-from flowrl.evaluation.suite import (
-    Facts,
-    Item,
-    Row,
-    Table,
-    by_tag,
-    chosen_output,
-    line,
-    refuse_path,
-    score,
-)
+from flowrl.evaluation.suite import Facts, Item, Row, Table, by_tag, chosen_output, line, refuse_path, score
 
 LEVEL = "tested"
 FACTS = Facts(
@@ -110,8 +101,6 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
     Raises:
         ConfigError: another file, a sample twice, or one that is neither correct nor not.
     """
-    from flowrl.apps.suites._reading import keep_once, records_of
-
     result: dict[tuple[str, int], dict[str, float | None]] = {}
     for where, record in records_of(path, ("filename", "correct")):
         place = _PLACE.search(str(record["filename"]).replace("\\", "/"))

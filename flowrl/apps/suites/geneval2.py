@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.apps.suites._points import PERCENT, answers_of, by_kind, has_points, known
+from flowrl.apps.suites._reading import records_of, text_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.questions import arithmetic_mean, geometric_mean
 from flowrl.evaluation.suite import (
@@ -61,8 +63,6 @@ def items(path: Path | None) -> list[Item]:
     Raises:
         ConfigError: no file, or a line whose lists do not fit.
     """
-    from flowrl.apps.suites._reading import records_of, text_of
-
     result: list[Item] = []
     for number, (where, record) in enumerate(records_of(require_path(path, "geneval2", FACTS, _FORMS), _KEYS)):
         pairs, skills = record["vqa_list"], record["skills"]
@@ -84,15 +84,11 @@ def _is_pair(value: Any) -> bool:
 
 def from_answers(answers: Sequence[float], item: Item) -> dict[str, float | None]:
     """Both means of the probabilities of one image; None where a question failed."""
-    from flowrl.apps.suites._points import known
-
     return {GM: known(geometric_mean(answers)), AM: known(arithmetic_mean(answers))}
 
 
 def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
     """Per skill over its atoms, per number of atoms by GM, and both means over all images; all times 100."""
-    from flowrl.apps.suites._points import PERCENT, answers_of, by_kind, has_points
-
     main = chosen_output(rows, GM)
     bounds = PERCENT if main == GM else None
     lines = []

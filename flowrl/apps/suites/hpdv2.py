@@ -14,19 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from flowrl.apps.suites._reading import text_of
 from flowrl.core.errors import ConfigError
-from flowrl.evaluation.suite import (
-    Facts,
-    Item,
-    Line,
-    Row,
-    Table,
-    by_tag,
-    line,
-    outputs_of,
-    require_path,
-    score,
-)
+from flowrl.data.prompt_files import read_records
+from flowrl.evaluation.suite import Facts, Item, Line, Row, Table, by_tag, line, outputs_of, require_path, score
 
 LEVEL = "tested"
 FACTS = Facts(
@@ -66,9 +57,6 @@ def items(path: Path | None) -> list[Item]:
 
 
 def _lines(file: Path) -> list[str]:
-    from flowrl.apps.suites._reading import text_of
-    from flowrl.data.prompt_files import read_records
-
     where = f"--prompts {file}"
     given = [(place, record.get("prompt")) for place, record in read_records(file, where, "prompt")]
     if not given or not all(isinstance(text, str) for _, text in given):

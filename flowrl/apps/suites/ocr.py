@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flowrl.apps.suites._preference import table_of
 from flowrl.apps.suites._reading import FORMS, id_of, prompts_of
+from flowrl.core.assets import embedded_prompts
 from flowrl.evaluation.suite import Facts, Item, Row, Table, line, require_path, score
 
 LEVEL = "tested"
@@ -35,8 +36,6 @@ _OUTPUT = "ocr"
 
 def items(path: Path | None) -> list[Item]:
     """The prompts of a file, or of a list that comes with flowrl by its name."""
-    from flowrl.core.assets import embedded_prompts
-
     shipped = None if path is None else embedded_prompts(str(path))
     file = require_path(shipped or path, "ocr", FACTS, FORMS)
     return [Item(id_of(text), text, record) for text, record in prompts_of(file, f"--prompts {file}")]

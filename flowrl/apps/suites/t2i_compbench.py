@@ -18,18 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.apps.suites._points import known
+from flowrl.apps.suites._reading import keep_once
 from flowrl.core.errors import ConfigError, Remedy
-from flowrl.evaluation.suite import (
-    Facts,
-    Item,
-    Row,
-    Table,
-    by_tag,
-    chosen_output,
-    line,
-    require_path,
-    score,
-)
+from flowrl.core.strict import read_text
+from flowrl.evaluation.suite import Facts, Item, Row, Table, by_tag, chosen_output, line, require_path, score
 
 LEVEL = "experimental"
 FACTS = Facts(
@@ -79,8 +72,6 @@ def items(path: Path | None) -> list[Item]:
     Raises:
         ConfigError: no such files, or a file of no category.
     """
-    from flowrl.core.strict import read_text
-
     given = require_path(path, "t2i_compbench", FACTS, _FORMS)
     files = {name: given / f"{name}_val.txt" for name in RESULTS}
     if given.is_file():
@@ -129,8 +120,6 @@ def noun_phrases(text: str) -> list[str]:
 
 def from_answers(answers: Sequence[float], item: Item) -> dict[str, float | None]:
     """The product of the answers of an image; None where a question failed."""
-    from flowrl.apps.suites._points import known
-
     return {OUTPUT: known(math.prod(answers))}
 
 
@@ -167,8 +156,6 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
     Raises:
         ConfigError: a file is missing or of another form, or a sample is there twice.
     """
-    from flowrl.apps.suites._reading import keep_once
-
     result: dict[tuple[str, int], dict[str, float | None]] = {}
     for name in dict.fromkeys(item.tags[0] for item in items):
         file = path / name / RESULTS[name]
@@ -191,8 +178,6 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
 
 def _answers(file: Path, name: str, first: str) -> list[tuple[int, float]]:
     """(question_id, answer) of a tool's file."""
-    from flowrl.core.strict import read_text
-
     if not file.is_file():
         raise ConfigError(
             f"--results: there is no {file}: samples of {name} have no result, the first is prompt {first!r}; run the "

@@ -14,20 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.apps.suites._points import PERCENT, POINT, answers_of, by_kind, has_points, known, mean_of_kinds
+from flowrl.apps.suites._reading import keep_once, records_of, text_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import is_mapping
 from flowrl.core.questions import arithmetic_mean
-from flowrl.evaluation.suite import (
-    Facts,
-    Item,
-    Line,
-    Row,
-    Table,
-    chosen_output,
-    line,
-    require_path,
-    score,
-)
+from flowrl.evaluation.suite import Facts, Item, Line, Row, Table, chosen_output, line, require_path, score
 
 LEVEL = "experimental"
 FACTS = Facts(
@@ -89,8 +81,6 @@ def items(path: Path | None) -> list[Item]:
     Raises:
         ConfigError: no file, or a row of another form.
     """
-    from flowrl.apps.suites._reading import records_of, text_of
-
     result: list[Item] = []
     for where, record in records_of(require_path(path, "unigenbench", FACTS, _FORMS), ("index",)):
         text, dims = (_column(record, name, where) for name in ("prompt", "sub_dims"))
@@ -155,15 +145,11 @@ def dimension(point: str) -> str:
 
 def from_answers(answers: Sequence[float], item: Item) -> dict[str, float | None]:
     """The share of test points that an image meets."""
-    from flowrl.apps.suites._points import known
-
     return {OUTPUT: known(arithmetic_mean(answers))}
 
 
 def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
     """Sub-dimensions and dimensions over their test points, and the mean of the dimensions; all times 100."""
-    from flowrl.apps.suites._points import PERCENT, answers_of, by_kind, has_points, mean_of_kinds
-
     main = chosen_output(rows, OUTPUT)
     lines: list[Line] = []
     bounds = PERCENT if main == OUTPUT else None
@@ -200,9 +186,6 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
     Raises:
         ConfigError: another file, scores that are not those of the prompt's test points, or a sample twice.
     """
-    from flowrl.apps.suites._points import POINT
-    from flowrl.apps.suites._reading import keep_once, records_of
-
     counts = {item.id: len(item.metadata["points"]) for item in items}
     result: dict[tuple[str, int], dict[str, float | None]] = {}
     for where, record in records_of(path, ("img_path", "result_json")):

@@ -24,7 +24,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flowrl.apps.suites._points import mean_of_parts
+from flowrl.apps.suites._reading import id_of, keep_once, last_of, text_of
 from flowrl.core.errors import ConfigError
+from flowrl.core.strict import read_text
 from flowrl.display.console import log
 from flowrl.evaluation.suite import (
     Facts,
@@ -105,9 +108,6 @@ _ROUNDING = 0.01
 
 def items(path: Path | None) -> list[Item]:
     """The prompts of the official list; one that stands there twice belongs to the dimensions of both."""
-    from flowrl.apps.suites._reading import id_of, text_of
-    from flowrl.core.strict import read_text
-
     given = require_path(path, "vbench", FACTS, _FORMS)
     name = "VBench_full_info.json"
     files = (given / name, given / "vbench" / name) if given.is_dir() else (given,)
@@ -180,8 +180,6 @@ def _judged(rows: Sequence[Row], items: Sequence[Item]) -> dict[str, list[Row]]:
 
 def _table(groups: dict[str, list[Row]], parts: dict[str, Part], named: Callable[[str, int, int], str]) -> Table:
     """The lines; `named` gives the name of a weighted score of so many of so many dimensions."""
-    from flowrl.apps.suites._points import mean_of_parts
-
     lines = [_line(name, own) for name, own in groups.items()]
     for name, both in (("quality", (QUALITY,)), ("semantic", (SEMANTIC,)), ("total", (QUALITY, SEMANTIC))):
         weighted: list[Part] = []
@@ -267,8 +265,6 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
         ConfigError: a file of another form, a dimension or a video that is there twice, or one that is missing, or a
             score that is out of its range.
     """
-    from flowrl.apps.suites._reading import keep_once, last_of
-
     known = {item.text: item for item in items}
     found: dict[str, dict[tuple[str, int], dict[str, float | None]]] = {}
     for file, dimension, mean, videos in _dimensions(path):
@@ -323,8 +319,6 @@ def _joined(
 
 def _dimensions(path: Path) -> Iterator[tuple[Path, str, float, list[tuple[str, float]]]]:
     """(file, dimension, its mean, [(place of a video, its score)]) of every dimension of the tools' files."""
-    from flowrl.core.strict import read_text
-
     files = sorted(path.rglob(_RESULTS)) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise ConfigError(f"--results {path}: there is no {_RESULTS}; give such a file, or the folder of them")

@@ -16,18 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.apps.suites._reading import keep_once, records_of, text_of
 from flowrl.core.errors import ConfigError, Remedy
-from flowrl.evaluation.suite import (
-    Facts,
-    Item,
-    Row,
-    Table,
-    by_tag,
-    chosen_output,
-    line,
-    outputs_of,
-    require_path,
-)
+from flowrl.evaluation.suite import Facts, Item, Row, Table, by_tag, chosen_output, line, outputs_of, require_path
 
 LEVEL = "experimental"
 FACTS = Facts(
@@ -63,8 +54,6 @@ def items(path: Path | None) -> list[Item]:
     Raises:
         ConfigError: no files, a record of another form, or a number twice.
     """
-    from flowrl.apps.suites._reading import records_of
-
     given = require_path(path, "wise", FACTS, _FORMS)
     named = (given.name, *([] if given.is_dir() else [given.resolve().parent.name]))
     whole = given.is_dir() and bool(list(given.glob("*_verified.json")))
@@ -94,8 +83,6 @@ def _fits(record: Mapping[str, Any], protocol: str) -> bool:
 
 
 def _item(record: Mapping[str, Any], protocol: str, where: str) -> Item:
-    from flowrl.apps.suites._reading import text_of
-
     number = record["prompt_id"]
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= _LAST[protocol][-1]:
         raise ConfigError(f"{where}: prompt_id={number!r} must be a whole number from 1 to {_LAST[protocol][-1]}")
@@ -176,8 +163,6 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
     Raises:
         ConfigError: no such files, a line of another protocol, or a sample twice.
     """
-    from flowrl.apps.suites._reading import keep_once, records_of
-
     protocol = protocol_of(items)
     keys = tuple(_RATINGS) if protocol == LEGACY else ("score",)
     files = sorted(path.rglob("*results.jsonl")) if path.is_dir() else [path]

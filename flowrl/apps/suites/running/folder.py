@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -25,9 +25,12 @@ from flowrl.core.files import is_mapping, json_ready, read_object, write_atomica
 from flowrl.evaluation.suite import Item, Row
 from flowrl.media import media
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 FORMAT = "flowrl-suite-1"
 HEADER, LINES, IMAGES = "header.json", "samples.jsonl", "images"
-_FIELDS = {item.name for item in fields(Row)}
+T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,26 +201,21 @@ class ResultsFolder:
 
 
 def _read_lines(files: Iterable[Path]) -> dict[tuple[str, int], Row]:
-    result: dict[tuple[str, int], Row] = {}
-    for file in files:
-        for text in file.read_text(encoding="utf-8", errors="replace").split("\n"):
-            row = _row(text)
-            if row is not None:
-                result[row.id, row.k] = row
-    return result
+    return {(row.id, row.k): row for file in files for row in lines_of(file, Row)}
+
+
+def lines_of(file: Path, kind: type[T]) -> Iterator[T]:
+    """The dataclasses of a .jsonl, an empty line and the torn one of a call that was killed left out."""
+    names = {one.name for one in fields(kind)}
+    for text in file.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            yield kind(**{key: value for key, value in json.loads(text).items() if key in names})
+        except (ValueError, TypeError, AttributeError):
+            continue
 
 
 def _line(row: Row) -> str:
     return json.dumps(json_ready(row.plain()), ensure_ascii=False)
-
-
-def _row(text: str) -> Row | None:
-    """The row of a line; None for an empty or a torn one."""
-    try:
-        record = json.loads(text)
-        return Row(**{key: value for key, value in record.items() if key in _FIELDS})
-    except (ValueError, TypeError, AttributeError):
-        return None
 
 
 def _plain(value: Any) -> Any:

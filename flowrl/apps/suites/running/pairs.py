@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flowrl.apps.command_line import reward_entries
-from flowrl.apps.suites.running.folder import ResultsFolder
+from flowrl.apps.suites.running.folder import ResultsFolder, lines_of
 from flowrl.apps.suites.running.runner import PATIENCE, Task
 from flowrl.core.errors import ConfigError, Remedy, RewardError, RewardFailure, described
 from flowrl.core.files import json_ready, writing
@@ -174,7 +174,7 @@ def compare_folders(
     made = {name: folder.header.get("made_with") for name, folder in folders.items()}
     mark = hashlib.sha256(json.dumps([judge.facts, made], sort_keys=True).encode()).hexdigest()[:16]
     file, known = out / FILE, dict[tuple[str, int], PairRow]()
-    for row in _rows(file):
+    for row in lines_of(file, PairRow) if file.is_file() else ():
         if row.judge != mark:
             if not rejudge:
                 raise ConfigError(
@@ -217,16 +217,6 @@ def _judged(
         numbers = [None if math.isnan(value) else value for value in (first, second, tuned_wins, biased)]
         answers, verdict = (numbers[0], numbers[1]), (numbers[2], numbers[3])
         yield PairRow(item.id, k, item.text, *answers, *verdict, mark, reason)
-
-
-def _rows(file: Path) -> Iterator[PairRow]:
-    """Lines of the file, the torn one of a call that was killed left out."""
-    names = {one.name for one in fields(PairRow)}
-    for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else ():
-        try:
-            yield PairRow(**{key: value for key, value in json.loads(line).items() if key in names})
-        except (ValueError, TypeError, AttributeError):
-            continue
 
 
 def _append(file: Path, row: PairRow) -> None:

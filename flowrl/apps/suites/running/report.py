@@ -32,8 +32,7 @@ def report(
     aggregate = suite.compat if options.judging.compat and suite.compat is not None else suite.aggregate
     tables: dict[str, Table] = {name: aggregate(rows_of(task, folder), task.items) for name, folder in folders.items()}
     headers = {name: folder.header for name, folder in folders.items()}
-    judges = headers["model"]["judged_by"].values()
-    lower = {output for judge in judges for output in _lower(judge)}
+    lower = {name for judge in headers["model"]["judged_by"].values() for name in judge.get("less_is_better", ())}
     changes = compare(tables["base"], tables["model"], lower) if "base" in tables else []
     note = _note(options, task, listed, headers["model"]) + unlike(headers)
     named = {f"{name}: {options.models()[name]}": table for name, table in tables.items()}
@@ -68,11 +67,6 @@ def _require_scores(tables: dict[str, Table], rows: dict[str, list[Row]]) -> Non
         print(f"{name}: none of {len(rows[name])} samples is scored: {reason}", file=sys.stderr)
     if empty:
         raise SystemExit(1)
-
-
-def _lower(judge: dict[str, Any]) -> list[str]:
-    """Outputs of a judge of which less is better; a judgement of an earlier version knows one direction."""
-    return judge.get("less_is_better", [] if judge.get("higher_is_better", True) else judge["outputs"])
 
 
 def _note(options: Options, task: Task, listed: int, header: dict[str, Any]) -> str:
