@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import sys
@@ -172,14 +173,11 @@ def other_judge(remedy: Remedy) -> None:
     from flowrl.apps.suites.running import pairs
 
     header = stand_in(header={"made_with": {}})
-    row = stand_in(judge="another", item="0", k=0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pairs, "_rows", lambda file: [row])
-        task = stand_in(all=lambda: [], items=[], batch_size=1, samples=1)
-        judge = stand_in(facts={})
-        Path(pairs.FILE).write_text("")
-        folders = {"base": header, "model": header}
-        pairs.compare_folders(task, folders, judge, Path(), rejudge=remedy.flag == "--rejudge")
+    row = pairs.PairRow("0", 0, "a", 1.0, 0.0, 1.0, 0.0, judge="another")
+    Path(pairs.FILE).write_text(json.dumps(dataclasses.asdict(row)))
+    task = stand_in(all=lambda: [], items=[], batch_size=1, samples=1)
+    folders = {"base": header, "model": header}
+    pairs.compare_folders(task, folders, stand_in(facts={}), Path(), rejudge=remedy.flag == "--rejudge")
 
 
 def cached_texts(remedy: Remedy) -> None:
