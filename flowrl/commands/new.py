@@ -18,7 +18,7 @@ STARTING = Path(__file__).parent / "starting"
 
 
 def command(kind: Kind, name: Name, path: Folder = Path(".")) -> None:
-    """Write a commented file to start from: reward, method, sampler, suite, configuration. It runs as it is."""
+    """Write a commented file to start from: reward, method, sampler, suite, config. It runs as it is."""
     print(write(kind, name, path))
 
 
