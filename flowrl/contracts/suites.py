@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from flowrl.contracts.laws import Finding, law, require
 from flowrl.core.errors import ConfigError
-from flowrl.evaluation.suite import Item, Line, Row, Suite, Table
+from flowrl.evaluation.suite import Item, Line, Row, Suite
 from flowrl.evaluation.suite_intervals import stratified
 from flowrl.scoring.build import require_modality
 from flowrl.scoring.entries import RewardPlan, reward_plan
@@ -76,13 +76,9 @@ class SuiteTrial:
             result.append(Row(item.id, item.text, n % SAMPLES, scores=scores, answers=kept))
         return result
 
-    def table(self, rows: list[Row]) -> Table:
-        """The suite's table of these rows."""
-        return self.suite.aggregate(rows, self.few)
-
     def lines(self, share: Callable[[int], float]) -> dict[str, Line]:
         """Name -> line of the table of `rows`."""
-        return {line.name: line for line in self.table(self.rows(share)).lines}
+        return {line.name: line for line in self.suite.aggregate(self.rows(share), self.few).lines}
 
     def run(self) -> Iterator[Finding]:
         """Findings, one a law; without prompts nothing else can be tried."""
@@ -103,10 +99,9 @@ def _near(one: float, other: float) -> bool:
 @law("facts", "fill every word of FACTS, without host names (hub dataset OWNER/NAME)")
 def facts(trial: SuiteTrial) -> str:
     own = dataclasses.asdict(trial.suite.facts)
-    words = {key: own[key] for key in ("title", "source", "licence", "where", "judge", "differs")}
-    empty = [key for key, word in words.items() if not word.strip()]
+    empty = [key for key, value in own.items() if isinstance(value, str) and not value.strip()]
     require(not empty, f"{', '.join(empty)} is empty")
-    host = re.search(r"https?:|www\.|\S*\.(com|org|co)/", " ".join(words.values()))
+    host = re.search(r"https?:|www\.|\S*\.(com|org|co)/", str(own))
     require(host is None, f"names the host {host and host[0]!r}")
     require(own["level"] in ("tested", "verified", "experimental"), f"level={own['level']!r}")
     require(min(own["images_per_prompt"], own["num_prompts"]) >= 1, "images_per_prompt or num_prompts is below 1")
@@ -172,7 +167,7 @@ def answers(trial: SuiteTrial) -> str:
 
 @law("table", "lines of distinct names, one of them the headline; finite means in low..high and bounds; plain numbers")
 def table(trial: SuiteTrial) -> str:
-    found = trial.table(trial.rows(_drawn))
+    found = trial.suite.aggregate(trial.rows(_drawn), trial.few)
     names = [line.name for line in found.lines]
     require(bool(names) and len(set(names)) == len(names), f"the lines {names}")
     require(found.headline in ("", *names), f"the headline {found.headline!r} is no line")
@@ -200,9 +195,8 @@ def parts(trial: SuiteTrial) -> str:
 def order(trial: SuiteTrial) -> str:
     mixed = trial.rows(_drawn)
     random.Random(0).shuffle(mixed)
-    before, after = trial.lines(_drawn), {line.name: line for line in trial.table(mixed).lines}
-    require(before.keys() == after.keys(), f"other lines: {sorted(before.keys() ^ after.keys())}")
-    other = [name for name, line in before.items() if not _near(line.mean, after[name].mean)]
+    before, after = trial.lines(_drawn), {line.name: line for line in trial.suite.aggregate(mixed, trial.few).lines}
+    other = [each for each in before if each not in after or not _near(before[each].mean, after[each].mean)]
     require(not other, f"another mean of {', '.join(other)}")
     return "says nothing"
 

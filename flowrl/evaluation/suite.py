@@ -79,7 +79,7 @@ class Facts:
     """What differs here from the official protocol."""
     reward: tuple[dict[str, Any], ...] | None
     """Reward entries that judge by default; None: none does here, so `--judge` or `--export` is needed."""
-    level: str
+    level: Literal["tested", "verified", "experimental"]
     num_prompts: int
     """Prompts of the whole official list."""
     videos: bool = False

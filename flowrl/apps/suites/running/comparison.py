@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.apps.suites.running.folder import differences
-from flowrl.evaluation.suite import Line, Suite, Table
+from flowrl.evaluation.suite import Suite, Table
 from flowrl.evaluation.suite_intervals import Part, stratified, together
 from flowrl.statistics.paired import TIE_SHARE, flip_tests, holm, margin, outcomes
 
@@ -184,10 +184,6 @@ def table_text(table: Table) -> str:
 
 def plain(table: Table) -> dict[str, Any]:
     """A table for result.json."""
-    return {"headline": table.headline, "lines": [_plain_line(line) for line in table.lines]}
-
-
-def _plain_line(line: Line) -> dict[str, Any]:
     names = ("name", "mean", "low", "high", "n_prompts", "n_images", "n_scored")
-    values = (line.name, line.mean, line.low, line.high, line.n_prompts, line.n_images, line.n_scored)
-    return dict(zip(names, values, strict=True))
+    lines = [(one.name, one.mean, one.low, one.high, one.n_prompts, one.n_images, one.n_scored) for one in table.lines]
+    return {"headline": table.headline, "lines": [dict(zip(names, values, strict=True)) for values in lines]}
