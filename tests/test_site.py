@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = {"lab/notes.md", "rewards/notes.md"}  # pasted into the pages that scripts write
+PARTS = {"rewards/notes.md"}  # pasted into the page that a script writes
 
 
 def entries(nav: object) -> list[str]:

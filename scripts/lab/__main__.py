@@ -11,7 +11,7 @@ WORDS = ("frozen-video", "guard", "guard-ratio", "proxy", "find-best-of-n", "mot
 """Each is the name of its module, with dashes."""
 
 
-def main() -> object:
+def main() -> int | None:
     words = sys.argv[1:]
     other = words and words[0] in WORDS
     module = importlib.import_module(f"scripts.lab.{words[0].replace('-', '_')}") if other else cells

@@ -1,22 +1,22 @@
-"""Run the lab: every recipe of configs/lab (and the quickstart) on seeds 0 to 2, and write docs/lab.md.
+"""The lab: every recipe of configs/lab (and the quickstart) on seeds 0 to 2, and docs/lab.md.
 
-    python -m scripts.lab                      run missing cells, then write the page
-    python -m scripts.lab --stale              run stale cells too
-    python -m scripts.lab --seeds 0 NAME ...   only these seeds and recipes
-    python -m scripts.lab --long NAME ...      the long runs instead of the cells; default: those of long.py
-    python -m scripts.lab --steps              the quickstart's seed 0, evaluated at more steps
-    python -m scripts.lab --write              only write the page, curves, and the gains that docs/algorithms quotes
-    python -m scripts.lab --check              replay the start of stale recipes: are the numbers still the same?
-                                               with --long: of stale long runs
-    python -m scripts.lab --compare COMMIT     gains now against those of a commit; exit code 1 if one fell
-    python -m scripts.lab --flat               bytes of a flat picture, which the page counts sizes from
+    python -m scripts.lab                             run missing cells, then write the page
+    python -m scripts.lab NAME ... --seeds 0          only these recipes and seeds
+    python -m scripts.lab --again NAME ... --seeds 0  run them anew
+    python -m scripts.lab --long NAME ...             the long runs instead of the cells; default: those of long.py
+    python -m scripts.lab --steps                     the quickstart's seed 0, evaluated at more steps
+    python -m scripts.lab --write                     only write the page, curves, and the gains that other pages quote
+    python -m scripts.lab --check [NAME ...]          does seed 0 start with the same numbers? default: six recipes
+    python -m scripts.lab --compare COMMIT            gains now against those of a commit; exit code 1 if one fell
+    python -m scripts.lab --flat                      bytes of a flat picture, which the page counts sizes from
+    python -m scripts.lab WORD ...                    another experiment: scripts/lab/README.md
 
-    nohup python -m scripts.lab --stale > runs/lab.log 2>&1 &
+    nohup python -m scripts.lab > runs/lab.log 2>&1 &
 
-A cell is one recipe and seed; seed 0 of all recipes comes first. docs/lab/results.json keeps its result with two
-fingerprints, of the recipe with its model and of the code that can change a number, and with the metrics of its first
-iterations. A cell is stale when a fingerprint differs. Where it is the code's alone, `--check` runs the recipe up to
-those iterations and compares: equal numbers make the cells fresh again, without the minutes that a whole run takes.
+A cell is one recipe and seed; seed 0 of all recipes comes first. docs/lab/results.json keeps its result with commit,
+date and processor, and of seed 0 the metrics of the first iterations. `--check` trains up to those iterations and
+compares, about five minutes for the six. Where numbers moved, seed 0 of the recipes concerned runs anew; a change that
+can move late numbers alone (weight average, schedules) runs seed 0 of one recipe.
 
 Every cell is kept as soon as it is there. SIGTERM and Ctrl-C stop the run of a cell at the end of an iteration, kill -9
 costs it at most 20 iterations, and the same command goes on with it. Runs are in runs/lab, or where FLOWRL_LAB_RUNS
@@ -28,24 +28,20 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scripts.lab.compare import compare
 from scripts.lab.curves import draw_curves
-from scripts.lab.fingerprints import ROOT, Fingerprints, fingerprints, read_recipe, state
-from scripts.lab.long import LONG, draw, long_run, long_section, run_long
+from scripts.lab.long import LONG, draw, long_section, run_long
 from scripts.lab.page import Entry, flat_kilobytes, page
 from scripts.lab.quotes import bring_up_to_date
+from scripts.lab.recipes import ROOT, read_recipe, recipes
 from scripts.lab.replay import differences, replay
-from scripts.lab.runs import RUNS as RUNS
-from scripts.lab.runs import Failed, cell_run, read, run_cell, write
-from scripts.lab.runs import Run as Run
+from scripts.lab.runs import RUNS, Failed, Run, cell_run, first_rows, processor, read, run_cell, write
 from scripts.lab.steps import measure, steps_section
 from scripts.lab.videos import SEEDS, seeds_of, videos_section
 
@@ -56,32 +52,26 @@ PICTURE = ROOT / "docs" / "lab" / "long.svg"
 CURVES = ROOT / "docs" / "lab" / "curves"
 PAGE = ROOT / "docs" / "lab.md"
 PREFERRING = ("diffusion_dpo", "online_dpo")
+CHECKED = ("quickstart", "flow_grpo", "branch_grpo", "diffusion_nft", "sd-ddpo", "video-sage_grpo")
+"""Recipes that `--check` replays: chains on every kind of process and on videos, a tree, finished samples."""
 Cells = dict[str, dict[str, Any]]
 """`<recipe>/<seed>` -> cell."""
-Job = tuple[str, Path, Callable[[Fingerprints], dict[str, Any]]]
-"""Key of a cell, its recipe, and what makes it."""
-
-
-def recipes() -> dict[str, Path]:
-    """Name -> file, the quickstart first."""
-    result = {"quickstart": ROOT / "configs" / "quickstart.yaml"}
-    return result | {file.stem: file for file in sorted((ROOT / "configs" / "lab").glob("*.yaml"))}
+Job = tuple[str, Callable[[], dict[str, Any]]]
+"""Key of a cell, and what makes it."""
 
 
 # ---- running
 
 
-def run_missing(jobs: Iterable[Job], file: Path, *, stale: bool) -> bool:
-    """Run the cells that were not, and the stale ones if asked to, and keep each in `file`; whether none failed."""
+def run_missing(jobs: Iterable[Job], file: Path, *, again: bool = False) -> bool:
+    """Run the cells that were not, or all of them anew, and keep each in `file`; whether none failed."""
     failed: list[str] = []
-    for key, recipe, make in jobs:
-        now = fingerprints(recipe)
-        verdict = state(load(file).get(key), now)
-        if verdict != "not run" and not (stale and verdict.startswith("stale")):
+    for key, make in jobs:
+        if key in load(file) and not again:
             continue
-        print(f"{time.strftime('%H:%M:%S')} {key}: {verdict}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')} {key}", flush=True)
         try:
-            cell = make(now)
+            cell = make()
         except Failed as error:
             failed.append(key)
             print(f"{key}: {error}", flush=True)
@@ -95,59 +85,43 @@ def run_missing(jobs: Iterable[Job], file: Path, *, stale: bool) -> bool:
     return not failed
 
 
+def make_cell(run: Run) -> dict[str, Any]:
+    """A cell; of seed 0 with its first metrics, which `--check` compares.
+
+    Raises:
+        Failed: the run did not finish.
+    """
+    cell = run_cell(run)
+    return cell if run.seed else cell | {"start": first_rows(RUNS / run.name)}
+
+
 def cell_jobs(chosen: dict[str, Path], seeds: Iterable[int]) -> Iterable[Job]:
     """One seed of all recipes after the other."""
     for seed in seeds:
         for name, recipe in chosen.items():
             if seed in seeds_of(name):
-                yield f"{name}/{seed}", recipe, partial(run_cell, cell_run(name, recipe, seed))
+                yield f"{name}/{seed}", partial(make_cell, cell_run(name, recipe, seed))
 
 
 def long_jobs(chosen: dict[str, Path]) -> Iterable[Job]:
     for name, recipe in chosen.items():
-        yield f"{name}/0", recipe, partial(run_long, name, recipe)
+        yield f"{name}/0", partial(run_long, name, recipe)
 
 
-def long_of(name: str, recipe: Path, seed: int) -> Run:
-    """The long run of a recipe; there is one seed."""
-    return long_run(name, recipe)
-
-
-def check_recipe(
-    name: str, recipe: Path, results: dict[str, Any], seeds: list[int], run: Callable[[str, Path, int], Run] = cell_run
-) -> bool:
-    """Replay a recipe whose cells are stale by their code; make them fresh where every number is the same.
-
-    `run`: of a cell, by the recipe's name, the recipe and the seed.
-    """
-    now, same = fingerprints(recipe), True
-    groups: dict[str, list[int]] = {}
-    for seed in seeds:
-        cell = results.get(f"{name}/{seed}")
-        verdict = state(cell, now)
-        if verdict == "stale: code":
-            # A replay speaks for the code by which its cell was fresh, measured or replayed, and for no other.
-            groups.setdefault(cell.get("checked", cell)["code"], []).append(seed)
-        elif verdict == "stale: recipe":
-            print(f"{name} seed {seed}: the recipe or its model changed, which no replay mends; use --stale")
-            same = False
-    for members in groups.values():
-        cell = results[f"{name}/{members[0]}"]
-        replayed = replay(run(name, recipe, members[0]))
-        result = differences(cell, replayed)
-        if result:
-            same = False
-            print(f"{name}: seed {members[0]} gives other numbers, seeds {members} stay stale")
-            print("\n".join(f"  {text}" for text in result))
-            for key, value in cell["replay"]["machine"].items():
-                if replayed["machine"][key] != value:
-                    print(f"  (recorded with {key} {value}, now {replayed['machine'][key]}: it may be the machine's)")
-            continue
-        print(f"{name}: seed {members[0]} gives the same numbers, seeds {members} are fresh")
-        for seed in members:
-            checked = {"code": now.code, "commit": replayed["commit"], "seed": members[0]}
-            results[f"{name}/{seed}"]["checked"] = checked
-    return same
+def check_recipe(name: str, recipe: Path, results: Cells) -> bool:
+    """Replay the start of seed 0 of a recipe; whether every number is as its cell has it."""
+    cell = results.get(f"{name}/0")
+    if cell is None:
+        print(f"{name}: not run, nothing to compare with", flush=True)
+        return False
+    found = differences(cell, replay(cell_run(name, recipe, 0)))
+    if found:
+        print(f"{name}: other numbers than at {cell['commit']} on {cell['processor']}, here {processor()}")
+        print("\n".join(f"  {text}" for text in found))
+        print(f"If the code means it: python -m scripts.lab --again {name} --seeds 0", flush=True)
+    else:
+        print(f"{name}: the same numbers", flush=True)
+    return not found
 
 
 # ---- the files
@@ -167,17 +141,15 @@ def write_results(results: Cells, file: Path | None = None) -> None:
 
 def read_entry(name: str, recipe: Path, results: Cells) -> Entry:
     """A recipe as the page shows it."""
-    tree, now = read_recipe(recipe), fingerprints(recipe)
+    tree = read_recipe(recipe)
     source = ROOT / "flowrl" / "algorithms" / f"{tree['algorithm']['name']}.py"
     level = re.search(r'^LEVEL = "(\w+)"', source.read_text(encoding="utf-8"), re.MULTILINE)
-    cells = {seed: results.get(f"{name}/{seed}") for seed in seeds_of(name)}
     rewards = {entry["name"] for entry in (*tree.get("rewards", []), *tree["eval"].get("rewards", []))}
     return Entry(
         name=name,
         level=level[1] if level else "experimental",
         searched=bool(tree["eval"].get("best_guidance")),
-        cells=cells,
-        states={seed: state(cell, now) for seed, cell in cells.items()},
+        cells={seed: results.get(f"{name}/{seed}") for seed in seeds_of(name)},
         sized={entry["name"] for entry in tree.get("rewards", [])} == {"jpeg"},
         preferring=tree["algorithm"]["name"] in PREFERRING,
         moving="shapes_motion" in rewards,
@@ -185,26 +157,25 @@ def read_entry(name: str, recipe: Path, results: Cells) -> Entry:
 
 
 def write_page() -> None:
-    """docs/lab.md and its picture, from the files of results and the notes, and gains that other pages quote."""
+    """docs/lab.md with its pictures from the files of results, and the gains that other pages quote."""
     results, long = load(RESULTS), load(LONG_RESULTS)
     entries = [read_entry(name, recipe, results) for name, recipe in recipes().items()]
-    keys = {f"{name}/0": recipe for name, recipe in recipes().items() if f"{name}/0" in long}
-    states = {key: state(long[key], fingerprints(recipe)) for key, recipe in keys.items()}
-    notes = ROOT / "docs" / "lab" / "notes.md"
-    text = notes.read_text(encoding="utf-8") if notes.is_file() else ""
-    if states:
-        draw(long, results, list(states), PICTURE)
-    steps = load(STEPS_RESULTS)
-    parts = steps_section(steps, state(steps, fingerprints(recipes()["quickstart"])) if steps else "")
-    parts += long_section(long, results, states)
+    keys = [f"{name}/0" for name in recipes() if f"{name}/0" in long]
+    if keys:
+        draw(long, results, keys, PICTURE)
+    parts = steps_section(load(STEPS_RESULTS))
+    parts += long_section(long, results, keys)
     parts += videos_section([entry for entry in entries if entry.moving])
-    PAGE.write_text(page(entries, parts, text), encoding="utf-8")
+    PAGE.write_text(page(entries, parts), encoding="utf-8")
     print(PAGE)
     gains = {
         each.name: [100 * values["difference"][each.metric]["mean"] for values in each.summaries] for each in entries
     }
     bring_up_to_date(ROOT / "docs", gains)
     draw_curves(entries, CURVES)
+
+
+# ---- the command
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -214,51 +185,49 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--long", action="store_true", help="the long runs instead of the cells")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--write", action="store_true", help="only write the page")
-    what.add_argument("--check", action="store_true", help="replay stale recipes and compare; 1 if any stays stale")
-    what.add_argument("--stale", action="store_true", help="run stale cells again")
+    what.add_argument("--check", action="store_true", help="replay the start of seed 0 and compare; 1 if numbers moved")
+    what.add_argument("--again", action="store_true", help="run the named recipes anew")
     what.add_argument("--steps", action="store_true", help="evaluate the quickstart's seed 0 at more steps")
     what.add_argument("--compare", metavar="COMMIT", help="gains now against those of a commit; 1 if one fell")
     what.add_argument("--flat", action="store_true", help="only print the bytes of a flat picture")
     return parser
 
 
-def main() -> None:
+def chosen_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Path]:
+    """The recipes that a command is about; refuses a name that is none, and `--again` without names."""
+    if unknown := sorted(set(args.names) - recipes().keys()):
+        parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(recipes())}")
+    if args.again and not args.names:
+        parser.error("--again wants the names of recipes")
+    wanted: Sequence[str] = args.names or (CHECKED if args.check else LONG if args.long else tuple(recipes()))
+    return {name: recipe for name, recipe in recipes().items() if name in wanted}
+
+
+def steps_measured() -> None:
+    try:
+        write(STEPS_RESULTS, json.dumps(measure(recipes()["quickstart"])) + "\n")
+    except Failed as error:
+        raise SystemExit(str(error)) from None
+
+
+def main() -> int:
     parser = arguments()
     args = parser.parse_args()
     if args.flat:
         print(f"{1000 * flat_kilobytes():.0f}")
-        return
-    unknown = sorted(set(args.names) - recipes().keys())
-    if unknown:
-        parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(recipes())}")
-    wanted, good = args.names or (LONG if args.long else recipes()), True
-    chosen = {name: recipe for name, recipe in recipes().items() if name in wanted}
+        return 0
+    chosen, good = chosen_of(args, parser), True
     if args.compare:
-        cells = load(RESULTS).items()
-        # A recipe that was changed since says nothing about the one of now.
-        same = {name: fingerprints(recipe).recipe for name, recipe in chosen.items()}
-        now = {key: cell for key, cell in cells if same.get(key.rpartition("/")[0]) == cell["recipe"]}
-        lines, good = compare(args.compare, list(chosen), now)
+        lines, good = compare(args.compare, list(chosen), load(RESULTS))
         print("\n".join(lines))
-        raise SystemExit(0 if good else 1)
+        return 0 if good else 1
     if args.check:
-        file, seeds, run = (LONG_RESULTS, [0], long_of) if args.long else (RESULTS, list(args.seeds), cell_run)
-        results = load(file)
-        # As Ctrl-C: what was replayed until then is kept.
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        try:
-            good = all([check_recipe(name, recipe, results, seeds, run) for name, recipe in chosen.items()])
-        finally:
-            # Not after each recipe: the file would be an uncommitted change in the next one's provenance.
-            write_results(results, file)
-    elif args.steps:
-        recipe = recipes()["quickstart"]
-        try:
-            write(STEPS_RESULTS, json.dumps(measure(recipe, fingerprints(recipe))) + "\n")
-        except Failed as error:
-            raise SystemExit(str(error)) from None
+        results = load(RESULTS)
+        return 0 if all([check_recipe(name, recipe, results) for name, recipe in chosen.items()]) else 1
+    if args.steps:
+        steps_measured()
     elif not args.write:
         jobs = long_jobs(chosen) if args.long else cell_jobs(chosen, args.seeds)
-        good = run_missing(jobs, LONG_RESULTS if args.long else RESULTS, stale=args.stale)
+        good = run_missing(jobs, LONG_RESULTS if args.long else RESULTS, again=args.again)
     write_page()
-    raise SystemExit(0 if good else 1)
+    return 0 if good else 1

@@ -6,8 +6,8 @@ import json
 import subprocess
 from typing import Any
 
-from scripts.lab.fingerprints import ROOT
 from scripts.lab.page import METRIC, MOTION, SIZE, row, table
+from scripts.lab.recipes import ROOT
 
 WANTED = 0.10
 """A gain that a recipe may not lose, in strict accuracy: ten points."""

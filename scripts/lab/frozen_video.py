@@ -1,12 +1,11 @@
 """The frozen video: a run rewarded by smoothness alone beside one rewarded by `motion`, whose gate asks for movement.
 
     python -m scripts.lab frozen-video            run missing cells, then write the page and its pictures
-    python -m scripts.lab frozen-video --check    replay the start of stale cells, as the lab does
-    python -m scripts.lab frozen-video --stale    run stale cells too
+    python -m scripts.lab frozen-video --again    run both anew
     python -m scripts.lab frozen-video --write    only write them; the filmstrips need the run folders
 
-A cell is one of the two recipes on seed 0, kept in docs/rewards/frozen_video.json with the lab's fingerprints
-(scripts/lab) and its curve. As the lab, it can be stopped at any time, and the same command goes on.
+A cell is one of the two recipes on seed 0, kept in docs/rewards/frozen_video.json as the lab keeps its own, with its
+curve. As the lab, it can be stopped at any time, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ import numpy as np
 from PIL import Image
 
 from flowrl.evaluation.results import Evaluation
-from scripts.lab import cells as lab
-from scripts.lab.page import cpu_seconds, row, table
-from scripts.lab.runs import mean_scores
+from scripts.lab import cells, runs
+from scripts.lab.page import commit_name, cpu_seconds, row, table
+from scripts.lab.recipes import ROOT, read_recipe
 from scripts.pages.strips import drawn, strips
 from scripts.pages.svg import Panel, Picture
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "configs" / "frozen"
 PAGES = ROOT / "docs" / "rewards"
 NUMBERS, PAGE = PAGES / "frozen_video.json", PAGES / "frozen_video.md"
@@ -79,41 +77,28 @@ def recipes() -> dict[str, Path]:
 # ---- running
 
 
-def frozen_run(name: str, recipe: Path, seed: int) -> lab.Run:
-    """The run of one of the two, in the folder frozen-NAME-seed0."""
-    return lab.cell_run(f"frozen-{name}", recipe, seed)
+def run_cell(name: str, recipe: Path) -> dict[str, Any]:
+    """Train one of the two as the lab does, in the folder frozen-NAME-seed0."""
+    run = runs.cell_run(f"frozen-{name}", recipe, 0)
+    captions = read_recipe(recipe)["eval"]["periodic_prompts"]
+    return runs.run_cell(run) | {"curve": runs.mean_scores(runs.RUNS / run.name, captions, list(METRICS))}
 
 
-def run_cell(name: str, recipe: Path, now: lab.Fingerprints) -> dict[str, Any]:
-    """Train one of the two as the lab does."""
-    run = frozen_run(name, recipe, 0)
-    captions = lab.read_recipe(recipe)["eval"]["periodic_prompts"]
-    return lab.run_cell(run, now) | {"curve": mean_scores(lab.RUNS / run.name, captions, list(METRICS))}
-
-
-def jobs() -> Iterator[lab.Job]:
-    """The cells for `lab.run_missing`."""
+def jobs() -> Iterator[cells.Job]:
+    """The cells for `cells.run_missing`."""
     for name, recipe in recipes().items():
-        yield f"{name}/0", recipe, partial(run_cell, name, recipe)
-
-
-def check(cells: lab.Cells) -> bool:
-    """Replay recipes whose cells are stale by their code; whether every cell is fresh then."""
-    try:
-        return all([lab.check_recipe(name, file, cells, [0], frozen_run) for name, file in recipes().items()])
-    finally:
-        lab.write_results(cells, NUMBERS)
+        yield f"{name}/0", partial(run_cell, name, recipe)
 
 
 # ---- the pictures
 
 
-def draw_curves(cells: lab.Cells) -> str:
+def draw_curves(kept: cells.Cells) -> str:
     """Three panels side by side, a line for each run."""
     picture = Picture(190, "smoothness, dynamics and strict accuracy against iterations", width=720)
     colors = dict(zip(NAMES, "ab", strict=True))
     for place, metric in enumerate(list(METRICS)[:3]):
-        curves = {name: cells[f"{name}/0"]["curve"] for name in NAMES}
+        curves = {name: kept[f"{name}/0"]["curve"] for name in NAMES}
         values = [point[metric] for points in curves.values() for point in points]
         low, high = np.floor(min(values) * 10) / 10, np.ceil(max(values) * 10) / 10
         last = max(points[-1]["iteration"] for points in curves.values())
@@ -142,10 +127,10 @@ def change(value: dict[str, float]) -> str:
     return f"{value['mean']:+.3f} [{value['low']:+.3f}, {value['high']:+.3f}]"
 
 
-def page(cells: lab.Cells) -> str:
+def page(kept: cells.Cells) -> str:
     """The whole page."""
-    first = cells["smooth/0"]
-    recipe = lab.read_recipe(recipes()["smooth"])
+    first = kept["smooth/0"]
+    recipe = read_recipe(recipes()["smooth"])
     facts = {
         "iterations": first["summary"]["iterations"],
         "shown": SHOWN,
@@ -155,24 +140,24 @@ def page(cells: lab.Cells) -> str:
     lines += table("output", "base", *(f"rewarded by {text}" for text in NAMES.values()))
     for metric in METRICS:
         base = first["summary"]["base"][metric]["mean"]
-        changes = [change(cells[f"{name}/0"]["summary"]["difference"][metric]) for name in NAMES]
+        changes = [change(kept[f"{name}/0"]["summary"]["difference"][metric]) for name in NAMES]
         lines.append(row(f"`{metric}`", f"{base:.3f}", *changes))
-    strict = 100 * cells["gated/0"]["summary"]["difference"]["shapes_motion_strict"]["mean"]
-    lines += ["", TAIL.format(strict=strict), *table("recipe", "CPU seconds", "state")]
-    for name, recipe in recipes().items():
-        cell = cells[f"{name}/0"]
-        lines.append(row(name, cpu_seconds([cell["summary"]]), lab.state(cell, lab.fingerprints(recipe))))
+    strict = 100 * kept["gated/0"]["summary"]["difference"]["shapes_motion_strict"]["mean"]
+    lines += ["", TAIL.format(strict=strict), *table("recipe", "CPU seconds", "commit")]
+    for name in NAMES:
+        cell = kept[f"{name}/0"]
+        lines.append(row(name, cpu_seconds([cell["summary"]]), commit_name(cell["commit"])))
     return "\n".join(lines) + "\n"
 
 
 def write_page() -> None:
     """Page and pictures, once both cells are there."""
-    cells = lab.load(NUMBERS)
-    if missing := [name for name in NAMES if f"{name}/0" not in cells]:
+    kept = cells.load(NUMBERS)
+    if missing := [name for name in NAMES if f"{name}/0" not in kept]:
         raise SystemExit(f"not run yet: {', '.join(missing)}")
-    PAGE.write_text(page(cells), encoding="utf-8")
-    CURVES.write_text(draw_curves(cells), encoding="utf-8")
-    folders = {name: lab.RUNS / f"frozen-{name}-seed0" for name in NAMES}
+    PAGE.write_text(page(kept), encoding="utf-8")
+    CURVES.write_text(draw_curves(kept), encoding="utf-8")
+    folders = {name: runs.RUNS / f"frozen-{name}-seed0" for name in NAMES}
     if all((folder / "eval" / "tuned.json").is_file() for folder in folders.values()):
         draw_strips(folders).save(STRIPS, optimize=True)
     print(PAGE)
@@ -181,15 +166,10 @@ def write_page() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--stale", action="store_true", help="run stale cells again")
-    what.add_argument("--check", action="store_true", help="replay stale cells and compare; 1 if any stays stale")
+    what.add_argument("--again", action="store_true", help="run both cells anew")
     what.add_argument("--write", action="store_true", help="only write the page")
     args = parser.parse_args()
-    good = True
-    if args.check:
-        good = check(lab.load(NUMBERS))
-    elif not args.write:
-        good = lab.run_missing(jobs(), NUMBERS, stale=args.stale)
-    if good or args.check:
+    good = args.write or cells.run_missing(jobs(), NUMBERS, again=args.again)
+    if good:
         write_page()
     return 0 if good else 1

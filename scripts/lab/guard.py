@@ -1,16 +1,16 @@
 """The guard in the lab: does it stop the runs that hack their reward, and leave the healthy ones alone?
 
-    python -m scripts.lab guard                       run missing cells, then write the table of docs/watching.md
-    python -m scripts.lab guard --write               only write the table
-    python -m scripts.lab guard --stale               run stale cells too
-    python -m scripts.lab guard --seeds 0 NAME ...    only these seeds and recipes
+    python -m scripts.lab guard                             run missing cells, then write the table of docs/watching.md
+    python -m scripts.lab guard --write                     only write the table
+    python -m scripts.lab guard NAME ... --seeds 0          only these recipes and seeds
+    python -m scripts.lab guard --again NAME ... --seeds 0  run them anew
 
 Three kinds of cells, all with guard.mode=stop. `hacking`: the compressibility and incompressibility recipes on seeds 0
 to 2, watching strict accuracy. `healthy`: six recipes on seed 0, watching the cosine of tiny-clip, which they do not
 train on. `proxy`: the recipes of configs/proxy on seeds 0 to 2, watching strict accuracy, reported as it is.
 
-A cell is kept in docs/lab/guard.json with the lab's fingerprints (scripts/lab); runs are where the lab's are. As the
-lab, it can be stopped at any time, and the same command goes on.
+A cell is kept in docs/lab/guard.json with commit, date and processor; runs are where the lab's are. As the lab, it can
+be stopped at any time, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,9 @@ import numpy as np
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import difference
 from flowrl.run.status import ENDED
-from scripts.lab import cells as lab
-from scripts.lab.fingerprints import ROOT, Fingerprints
-from scripts.lab.runs import RUNS, Failed, Run, costs, read, train, write
+from scripts.lab.cells import Job, load, run_missing
+from scripts.lab.recipes import ROOT
+from scripts.lab.runs import RUNS, Failed, Run, code_now, costs, origin, read, train, write
 
 NUMBERS, PAGE = ROOT / "docs" / "lab" / "guard.json", ROOT / "docs" / "watching.md"
 LAB, PROXY = ROOT / "configs" / "lab", ROOT / "configs" / "proxy"
@@ -64,17 +63,17 @@ def runs(names: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, str,
                 yield f"{kind}/{name}/{seed}", kind, run
 
 
-def run_cell(run: Run, now: Fingerprints) -> dict[str, Any]:
-    """Fingerprints, what the guard did, and the paired differences that it could see.
+def run_cell(run: Run) -> dict[str, Any]:
+    """Where it comes from, what the guard did, and the paired differences that it could see.
 
     Raises:
         Failed: the run did not finish.
     """
     folder = RUNS / run.name
     mark, status = folder / "lab.json", folder / "summary.json"
-    done = mark.is_file() and status.is_file() and run.mark(now).items() <= read(mark).items()
+    done = mark.is_file() and status.is_file() and run.mark(code_now()).items() <= read(mark).items()
     if not (done and read(status)["status"] in ENDED):
-        folder, code = train(run, now)
+        folder, code = train(run)
         if code:
             raise Failed(f"it ended with code {code}; {folder / 'train.log'} says why")
     summary = read(folder / "summary.json")
@@ -83,7 +82,7 @@ def run_cell(run: Run, now: Fingerprints) -> dict[str, Any]:
     facts = {
         key: guard.get(key) for key in ("metric", "prompts", "ended", "taken", "alarm", "sentence", "best", "looks")
     }
-    return asdict(now) | {"summary": kept, "guard": facts, "curve": curve(folder, guard["metric"])}
+    return origin(folder) | {"summary": kept, "guard": facts, "curve": curve(folder, guard["metric"])}
 
 
 def curve(folder: Path, metric: str) -> list[dict[str, float]]:
@@ -154,12 +153,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="recipes, or kind/recipe; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
-    parser.add_argument("--write", action="store_true", help="only write the table")
-    parser.add_argument("--stale", action="store_true", help="run stale cells too")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", action="store_true", help="only write the table")
+    what.add_argument("--again", action="store_true", help="run the named recipes anew")
     options = parser.parse_args()
+    if options.again and not options.names:
+        parser.error("--again wants the names of recipes")
     done = True
     if not options.write:
-        jobs = [(key, run.recipe, partial(run_cell, run)) for key, _, run in runs(options.names, options.seeds)]
-        done = lab.run_missing(jobs, NUMBERS, stale=options.stale)
-    write_page(lab.load(NUMBERS))
+        jobs: list[Job] = [(key, partial(run_cell, run)) for key, _, run in runs(options.names, options.seeds)]
+        done = run_missing(jobs, NUMBERS, again=options.again)
+    write_page(load(NUMBERS))
     return 0 if done else 1

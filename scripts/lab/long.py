@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import numpy as np
 
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import interval
-from scripts.lab.fingerprints import Fingerprints, read_recipe
-from scripts.lab.page import METRIC, cpu_seconds, percent, row, table
-from scripts.lab.runs import Failed, Run, costs, curve, measured, on_the_way, read, train
+from scripts.lab.page import METRIC, commit_name, cpu_seconds, percent, row, table
+from scripts.lab.recipes import read_recipe
+from scripts.lab.runs import Failed, Run, costs, curve, measured, on_the_way, origin, read, train
 
 LONG = (
     *("flow_grpo", "flow_grpo-lora", "grpo_guard", "sage_grpo", "branch_grpo", "flow_dppo"),
@@ -47,20 +46,19 @@ def long_run(name: str, recipe: Path) -> Run:
     return Run(f"{name}-long", recipe, 0, words)
 
 
-def run_long(name: str, recipe: Path, now: Fingerprints) -> dict[str, Any]:
+def run_long(name: str, recipe: Path) -> dict[str, Any]:
     """The cell of a long run; one that diverged has an end too.
 
     Raises:
         Failed: it did not finish and did not diverge.
     """
-    folder, code = train(long_run(name, recipe), now)
+    folder, code = train(long_run(name, recipe))
     status = read(folder / "summary.json")["status"]
     if code and status != "diverged":
         raise Failed(f"it ended with code {code}; {folder / 'train.log'} says why")
-    kept = measured(folder)
-    summary = kept["summary"] | costs(folder) | {"curve": curve(folder, CAPTIONS)}
-    own = {"status": status, "iterations of the recipe": read_recipe(recipe)["iterations"], "replay": kept["replay"]}
-    return asdict(now) | own | {"summary": summary, "fall": fall(on_the_way(folder, CAPTIONS)[1:])}
+    summary = measured(folder) | costs(folder) | {"curve": curve(folder, CAPTIONS)}
+    own = {"status": status, "iterations of the recipe": read_recipe(recipe)["iterations"]}
+    return origin(folder) | own | {"summary": summary, "fall": fall(on_the_way(folder, CAPTIONS)[1:])}
 
 
 def fall(way: Sequence[Evaluation]) -> dict[str, float] | None:
@@ -115,7 +113,7 @@ def _at(points: Sequence[tuple[int, float]], iteration: int) -> str:
     return next((f"{gain:+.1f}" for place, gain in points if place >= iteration), "-")
 
 
-def long_row(name: str, cell: dict[str, Any], short: dict[str, Any] | None, state: str) -> str:
+def long_row(name: str, cell: dict[str, Any], short: dict[str, Any] | None) -> str:
     points, own, summary = gains(cell), cell["iterations of the recipe"], cell["summary"]
     place, most = best(points)
     return row(
@@ -128,21 +126,21 @@ def long_row(name: str, cell: dict[str, Any], short: dict[str, Any] | None, stat
         "-" if cell["fall"] is None else percent(cell["fall"], "+"),
         verdict(cell),
         cpu_seconds([summary]),
-        state,
+        commit_name(cell["commit"]),
     )
 
 
-def long_section(long: dict[str, dict[str, Any]], results: dict[str, Any], states: dict[str, str]) -> list[str]:
-    """Lines on the long runs; `states` by the keys of `long`, in the order of the page."""
+def long_section(long: dict[str, dict[str, Any]], results: dict[str, Any], keys: Sequence[str]) -> list[str]:
+    """Lines on the long runs; `keys` are those of `long`, in the order of the page."""
     lines = ["", "## Long runs", "", TEXT]
-    if not states:
+    if not keys:
         return [*lines, "None has been run."]
     lines += ["![gains of the long runs](lab/long.svg)", ""]
     lines += table(
         *("recipe", "iterations; of the long run", "the recipe's cell", "curve at 1x", "2x", f"{FACTOR}x"),
-        *("end, all captions", "best (iteration)", "fall", "verdict", "CPU seconds", "state"),
+        *("end, all captions", "best (iteration)", "fall", "verdict", "CPU seconds", "commit"),
     )
-    return lines + [long_row(key.split("/")[0], long[key], results.get(key), state) for key, state in states.items()]
+    return lines + [long_row(key.split("/")[0], long[key], results.get(key)) for key in keys]
 
 
 def draw(long: dict[str, dict[str, Any]], results: dict[str, Any], keys: Sequence[str], file: Path) -> None:

@@ -19,23 +19,24 @@ PARTIAL = {METRIC: "shapes_partial", MOTION: "shapes_motion_partial"}
 HEAD = """\
 # The lab
 
-Written by `python -m scripts.lab`; do not edit. Strict accuracy (`shapes_strict`) in per cent on the 512
-held-out captions x 2 fixed seeds, ODE sampler, 95 % bootstrap interval over captions, paired differences.
-Two single-thread processes on two CPU cores. CPU seconds are those of both processes, with the start, both evaluations
-and, where there is one, the search for the base's best CFG; seconds are those of the clock, without the start, and
-depend on what else the machine did. Network evaluations are counted per rolled-out sample, in sampling and in updates.
-Means over seeds are of the cells of the recipe as it is now, where there are any. *95 % over seeds* is Student's
-interval for the mean of the seeds' differences; *lowest lower end* is that of the seeds' own intervals over captions.
+What do the methods gain, and what do they cost? A recipe of `configs/lab` trains a small model that comes with flowrl,
+on a CPU, on seeds 0 to 2; this page has its numbers. Written by `python -m scripts.lab`; do not edit. How models and
+recipes were chosen, and what failed, stands in [the notes](lab/notes.md).
+
+Strict accuracy (`shapes_strict`) in per cent on the 512 held-out captions x 2 fixed seeds, ODE sampler, 95 % bootstrap
+interval over captions, paired differences. Two single-thread processes on two CPU cores. CPU seconds are those of both
+processes, with the start, both evaluations and, where there is one, the search for the base's best CFG; seconds are
+those of the clock, without the start, and depend on what else the machine did. Network evaluations are counted per
+rolled-out sample, in sampling and in updates. *95 % over seeds* is Student's interval for the mean of the seeds'
+differences; *lowest lower end* is that of the seeds' own intervals over captions.
 """
-STATES = """\
-`code` is the fingerprint of the code that the cell was measured with: every module of the run that can change a number,
-without comments, docstrings and levels. A cell is *stale* if that code, or the recipe and its model, is another today.
-*Replayed at C*: the code is another, but at commit C `python -m scripts.lab --check` started the recipe anew, on one
-seed for all, and the base's accuracy (to 1e-6) and every metric of the first three iterations (to a relative 1e-5) were
-as recorded. So evaluation, sampling, reward, credit, loss, gradient and the first updates give the same numbers. A
-replay does not see what shows later: the averaged weights (EMA) that the tuned model is evaluated with, the learning
-rate, windows, anchors and caption order after the third iteration, a resumed run, the other seeds. `+` after a commit:
-with uncommitted changes.
+CELLS = """\
+A row says which commit it was measured at; `+` after it: with uncommitted changes. `docs/lab/results.json` has its date
+and processor too, where they were recorded. Does today's code still give these numbers? `python -m scripts.lab --check`
+starts seed 0 of six recipes anew and compares the base's accuracy (to 1e-6) and every metric of the first three
+iterations (to a relative 1e-5) with those recorded: evaluation, sampling, reward, credit, loss, gradient and the first
+updates. It does not see what shows later: the averaged weights (EMA) that the tuned model is evaluated with, the
+learning rate, windows, anchors and caption order after the third iteration, a resumed run.
 """
 RACE = """\
 Goal: {goal:.1f} per cent, the quickstart's accuracy at its end on the captions of the evaluations during training (the
@@ -76,8 +77,6 @@ class Entry:
     """Whether the recipe looks for the base's best CFG."""
     cells: dict[int, dict[str, Any] | None]
     """Seed -> cell, None where it was not run."""
-    states: dict[int, str]
-    """Seed -> `lab.state`."""
     sized: bool = False
     """Rewarded for the size of its images alone, which strict accuracy does not measure."""
     preferring: bool = False
@@ -92,9 +91,8 @@ class Entry:
 
     @property
     def counted(self) -> dict[int, dict[str, Any]]:
-        """Seed -> cell of those that means are of: of the recipe as it is; without any, of what it was."""
-        there = {seed: cell for seed, cell in self.cells.items() if cell is not None}
-        return {seed: cell for seed, cell in there.items() if self.states[seed] != "stale: recipe"} or there
+        """Seed -> cell of those that were run."""
+        return {seed: cell for seed, cell in self.cells.items() if cell is not None}
 
     @property
     def curves(self) -> dict[int, Curve]:
@@ -112,7 +110,10 @@ def percent(value: dict[str, float], sign: str = "") -> str:
     return f"{mean} [{low}, {high}]"
 
 
-def commit_name(commit: str) -> str:
+def commit_name(commit: str | None) -> str:
+    """Of a cell's commit; "-" where none was recorded."""
+    if commit is None:
+        return "-"
     return f"`{commit[:8]}" + ("+`" if "uncommitted" in commit else "`")
 
 
@@ -122,14 +123,6 @@ def row(*columns: object) -> str:
 
 def table(*titles: str) -> list[str]:
     return [row(*titles), "|" + "---|" * len(titles)]
-
-
-def code_column(cell: dict[str, Any], state: str) -> str:
-    """The fingerprint with what makes it fresh or stale."""
-    name = f"`{cell['code'][:8]}`"
-    if state == "replayed":
-        return f"{name}, replayed at {commit_name(cell['checked']['commit'])}"
-    return name if state == "fresh" else f"{name} {state.replace(': ', ' (')})"
 
 
 def cpu_seconds(summaries: list[dict[str, Any]]) -> str:
@@ -144,7 +137,7 @@ def summary_row(entry: Entry) -> str:
     """A recipe over its seeds."""
     result = entry.summaries
     if not result:
-        return row(entry.name, entry.level, *[""] * 7, "not run")
+        return row(entry.name, entry.level, *[""] * 6, "not run")
     gains = [values["difference"][entry.metric] for values in result]
     iterations = statistics.mean(values["iterations"] for values in result)
     spent = [sum(v["evaluations"][part] for v in result) / len(result) for part in ("rollout", "train")]
@@ -158,7 +151,6 @@ def summary_row(entry: Entry) -> str:
         f"{iterations:.0f}",
         f"{spent[0]:.2f} + {spent[1]:.2f}",
         cpu_seconds(result),
-        ", ".join(sorted(set(entry.states.values()))),
     )
 
 
@@ -166,7 +158,7 @@ def cell_row(entry: Entry, seed: int) -> str:
     """One seed of a recipe."""
     cell = entry.cells[seed]
     if cell is None:
-        return row(entry.name, seed, *[""] * 9, "not run")
+        return row(entry.name, seed, *[""] * 8, "not run")
     values = cell["summary"]
     rival, spent = values["base_best_guidance"], values["evaluations"]
     return row(
@@ -180,8 +172,7 @@ def cell_row(entry: Entry, seed: int) -> str:
         f"{spent['rollout']:.2f} + {spent['train']:.2f}",
         cpu_seconds([values]),
         f"{values['seconds']:.0f}",
-        code_column(cell, entry.states[seed]),
-        commit_name(values["commit"]),
+        commit_name(cell["commit"]),
     )
 
 
@@ -196,7 +187,7 @@ def size_row(entry: Entry, seed: int, flat: float) -> str:
     """One seed of a recipe that is rewarded for the size of its images; `flat` in thousands of bytes."""
     cell = entry.cells[seed]
     if cell is None:
-        return row(entry.name, entry.level, seed, *[""] * 7, "not run")
+        return row(entry.name, entry.level, seed, *[""] * 6, "not run")
     values = cell["summary"]
     base, spent = values["base"][SIZE]["mean"] - flat, values["evaluations"]
     change = {key: values["difference"][SIZE][key] / base for key in ("mean", "low", "high")}
@@ -208,7 +199,6 @@ def size_row(entry: Entry, seed: int, flat: float) -> str:
         values["iterations"],
         f"{spent['rollout']:.2f} + {spent['train']:.2f}",
         cpu_seconds([values]),
-        entry.states[seed],
     )
 
 
@@ -220,7 +210,7 @@ def sizes(entries: list[Entry]) -> list[str]:
     lines = ["", "## Size of the images", "", SIZES.format(flat=1000 * flat)]
     lines += table(
         *("recipe", "level", "seed", "base, bytes", "tuned, bytes", "change, per cent", "strict accuracy"),
-        *("iterations", "evaluations", "CPU seconds", "state"),
+        *("iterations", "evaluations", "CPU seconds"),
     )
     return lines + [size_row(entry, seed, flat) for entry in entries for seed in entry.cells]
 
@@ -332,24 +322,24 @@ def summary_table(entries: list[Entry]) -> list[str]:
     """Recipes over their seeds."""
     titles = table(
         *("recipe", "level", "mean difference", "95 % over seeds", "lowest lower end", "seeds", "iterations"),
-        *("evaluations", "mean CPU seconds", "state"),
+        *("evaluations", "mean CPU seconds"),
     )
     return titles + [summary_row(entry) for entry in entries]
 
 
-def page(entries: list[Entry], more: list[str], notes: str) -> str:
-    """The page: recipes of images over their seeds, the race, more sections, wins, sizes, all cells, the notes."""
+def page(entries: list[Entry], more: list[str]) -> str:
+    """The page: recipes of images over their seeds, the race, more sections, wins, sizes, all cells."""
     images = [entry for entry in entries if not entry.moving]
     lines = [HEAD, *summary_table([entry for entry in images if not entry.sized])]
     lines += [*race(images), *more]
     preferring = wins([entry for entry in images if entry.preferring])
     lines += ["", "## Win rate", "", *preferring] if preferring else []
     lines += sizes([entry for entry in images if entry.sized])
-    lines += ["", "## Every cell", "", STATES]
+    lines += ["", "## Every cell", "", CELLS]
     lines += table(
         *("recipe", "seed", "base", "base, best CFG", "tuned", "difference", "iterations", "evaluations"),
-        *("CPU seconds", "seconds", "code", "commit"),
+        *("CPU seconds", "seconds", "commit"),
     )
     # A recipe without any cell stands in the first tables alone.
     lines += [cell_row(entry, seed) for entry in entries if entry.summaries for seed in entry.cells]
-    return "\n".join(lines) + "\n" + ("\n" + notes if notes else "")
+    return "\n".join(lines) + "\n"

@@ -1,16 +1,15 @@
 """Proxy against gold: training on tiny-clip alone, with KL, with GRPO-Guard, with a second reward, and the verifier.
 
-    python -m scripts.lab proxy                      run missing cells, then write picture and page
-    python -m scripts.lab proxy --write              only write picture and page
-    python -m scripts.lab proxy --check              replay the start of stale recipes, as the lab does
-    python -m scripts.lab proxy --stale              run stale cells too
-    python -m scripts.lab proxy --seeds 0 NAME ...   only these seeds and recipes
+    python -m scripts.lab proxy                             run missing cells, then write picture and page
+    python -m scripts.lab proxy --write                     only write picture and page
+    python -m scripts.lab proxy NAME ... --seeds 0          only these recipes and seeds
+    python -m scripts.lab proxy --again NAME ... --seeds 0  run them anew
 
 docs/rewards.md, which shows the picture, is written with the page.
 
-A cell is one recipe of configs/proxy and one seed, kept in docs/rewards/proxy.json with the lab's fingerprints
-(scripts/lab) and its curve: every evaluation of the run, on the same held-out captions and seeds. As the lab, it can
-be stopped at any time, and the same command goes on.
+A cell is one recipe of configs/proxy and one seed, kept in docs/rewards/proxy.json as the lab keeps its own, with its
+curve: every evaluation of the run, on the same held-out captions and seeds. As the lab, it can be stopped at any time,
+and the same command goes on.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from scripts.lab import cells as lab
-from scripts.lab.page import cpu_seconds
-from scripts.lab.runs import mean_scores
+from scripts.lab import runs
+from scripts.lab.cells import Cells, Job, load, run_missing
+from scripts.lab.page import commit_name, cpu_seconds, row, table
+from scripts.lab.recipes import ROOT, read_recipe
+from scripts.lab.videos import SEEDS
 from scripts.pages.generated import make
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "configs" / "proxy"
 PAGES = ROOT / "docs" / "rewards"
 NUMBERS, IMAGE, PAGE = PAGES / "proxy.json", PAGES / "proxy.svg", PAGES / "proxy.md"
@@ -37,8 +37,6 @@ PRETRAINING = ROOT / "assets" / "tiny-clip" / "pretraining.json"
 PROXY, GOLD = "clip_cos", "shapes_strict"
 METRICS = (PROXY, GOLD, "shapes_partial")
 COLORS = {"flow_grpo": "#d1495b", "flow_grpo_kl": "#2e6f95", "grpo_guard": "#7a9e3f", "multi_reward": "#b07aa1"}
-Cells = dict[str, dict[str, Any]]
-"""`<recipe>/<seed>` -> cell."""
 
 
 def recipes() -> dict[str, Path]:
@@ -49,27 +47,19 @@ def recipes() -> dict[str, Path]:
 # ---- running
 
 
-def run_cell(name: str, recipe: Path, seed: int, now: lab.Fingerprints) -> dict[str, Any]:
+def run_cell(name: str, seed: int) -> dict[str, Any]:
     """Train one cell as the lab does, in the run folder proxy-NAME-seedN."""
-    run = lab.cell_run(f"proxy-{name}", recipe, seed)
-    captions = lab.read_recipe(recipe)["eval"]["periodic_prompts"]
-    return lab.run_cell(run, now) | {"curve": mean_scores(lab.RUNS / run.name, captions, METRICS)}
+    recipe = recipes()[name]
+    run = runs.cell_run(f"proxy-{name}", recipe, seed)
+    captions = read_recipe(recipe)["eval"]["periodic_prompts"]
+    return runs.run_cell(run) | {"curve": runs.mean_scores(runs.RUNS / run.name, captions, METRICS)}
 
 
-def jobs(names: Sequence[str], seeds: Sequence[int]) -> Iterator[lab.Job]:
-    """The cells for `lab.run_missing`, one seed of all recipes after the other."""
+def jobs(names: Sequence[str], seeds: Sequence[int]) -> Iterator[Job]:
+    """The cells for `run_missing`, one seed of all recipes after the other."""
     for seed in seeds:
         for name in names:
-            recipe = recipes()[name]
-            yield f"{name}/{seed}", recipe, partial(run_cell, name, recipe, seed)
-
-
-def check(names: list[str], cells: Cells, seeds: list[int]) -> bool:
-    """Replay recipes whose cells are stale by their code; whether every cell is fresh then."""
-    try:
-        return all([lab.check_recipe(name, recipes()[name], cells, seeds) for name in names])
-    finally:
-        lab.write_results(cells, NUMBERS)
+            yield f"{name}/{seed}", partial(run_cell, name, seed)
 
 
 # ---- the picture
@@ -77,16 +67,18 @@ def check(names: list[str], cells: Cells, seeds: list[int]) -> bool:
 
 def mean_curve(curves: list[list[dict[str, float]]]) -> dict[str, np.ndarray]:
     """Mean over seeds by iteration; all curves must have been evaluated at the same iterations."""
-    iterations = [[row["iteration"] for row in rows] for rows in curves]
+    iterations = [[point["iteration"] for point in rows] for rows in curves]
     if any(other != iterations[0] for other in iterations):
-        raise ValueError(f"cells of one recipe were evaluated at other iterations: {iterations}; run the stale ones")
-    means = {name: np.mean([[row[name] for row in rows] for rows in curves], axis=0) for name in METRICS}
+        raise ValueError(
+            f"cells of one recipe were evaluated at other iterations: {iterations}; run the older ones --again"
+        )
+    means = {name: np.mean([[point[name] for point in rows] for rows in curves], axis=0) for name in METRICS}
     return {"iteration": np.asarray(iterations[0])} | means
 
 
 def by_recipe(cells: Cells) -> dict[str, list[dict[str, Any]]]:
     """Recipe -> its cells in the order of seeds; recipes without any are left out."""
-    result = {name: [cells[key] for seed in lab.SEEDS if (key := f"{name}/{seed}") in cells] for name in recipes()}
+    result = {name: [cells[key] for seed in SEEDS if (key := f"{name}/{seed}") in cells] for name in recipes()}
     return {name: rows for name, rows in result.items() if rows}
 
 
@@ -105,8 +97,8 @@ def draw(cells: Cells, file: Path) -> None:
         for name, members in by_recipe(cells).items():
             curves = [cell["curve"] for cell in members]
             for rows in curves:
-                at = [row["iteration"] for row in rows]
-                panel.plot(at, [row[metric] for row in rows], color=COLORS[name], linewidth=0.7, alpha=0.4)
+                at = [point["iteration"] for point in rows]
+                panel.plot(at, [point[metric] for point in rows], color=COLORS[name], linewidth=0.7, alpha=0.4)
             mean = mean_curve(curves)
             panel.plot(mean["iteration"], mean[metric], color=COLORS[name], linewidth=2, label=name)
         panel.set(xlabel="iteration", title=title)
@@ -118,28 +110,20 @@ def draw(cells: Cells, file: Path) -> None:
 # ---- the page
 
 
-def _row(*columns: object) -> str:
-    return "| " + " | ".join(str(column) for column in columns) + " |"
-
-
-def _table(*titles: str) -> list[str]:
-    return [_row(*titles), "|" + "---|" * len(titles)]
-
-
 def _interval(value: dict[str, float]) -> str:
     return f"{value['mean']:.2f} [{value['low']:.2f}, {value['high']:.2f}]"
 
 
 def summary_table(cells: Cells) -> list[str]:
     """A row per recipe: both scores before, the verifier at its best and at the end, and what that cost."""
-    lines = _table(
+    lines = table(
         *("recipe", "seeds", "proxy, base -> end", "strict, base", "strict, best mean (at iteration)", "strict, end"),
         *("end - best", "tuned - base on all captions, lowest lower end"),
     )
     result = by_recipe(cells)
     for name in recipes():
         if name not in result:
-            lines.append(_row(name, f"0 of {len(lab.SEEDS)}", *[""] * 5, "not run"))
+            lines.append(row(name, f"0 of {len(SEEDS)}", *[""] * 5, "not run"))
             continue
         members = result[name]
         mean = mean_curve([cell["curve"] for cell in members])
@@ -147,9 +131,9 @@ def summary_table(cells: Cells) -> list[str]:
         gains = [cell["summary"]["difference"][GOLD] for cell in members]
         gain = 100 * sum(value["mean"] for value in gains) / len(gains)
         lines.append(
-            _row(
+            row(
                 name,
-                f"{len(members)} of {len(lab.SEEDS)}",
+                f"{len(members)} of {len(SEEDS)}",
                 f"{mean[PROXY][0]:.3f} -> {mean[PROXY][-1]:.3f}",
                 f"{gold[0]:.1f}",
                 f"{gold[best]:.1f} ({mean['iteration'][best]})",
@@ -163,13 +147,13 @@ def summary_table(cells: Cells) -> list[str]:
 
 def in_short(cells: Cells) -> list[str]:
     """The recipe whose verifier falls furthest from its best mean to the end, and the one where it falls least."""
-    lines = [f"{len(cells)} of {len(recipes()) * len(lab.SEEDS)} cells have been run."]
+    lines = [f"{len(cells)} of {len(recipes()) * len(SEEDS)} cells have been run."]
     falls: list[tuple[float, str]] = []
     for name, members in by_recipe(cells).items():
         mean = mean_curve([cell["curve"] for cell in members])
         gold, best = 100 * mean[GOLD], int(np.argmax(mean[GOLD]))
         text = (
-            f"With `{name}` ({len(members)} of {len(lab.SEEDS)} seeds) the proxy goes from {mean[PROXY][0]:.3f} to "
+            f"With `{name}` ({len(members)} of {len(SEEDS)} seeds) the proxy goes from {mean[PROXY][0]:.3f} to "
             f"{mean[PROXY][-1]:.3f} in {mean['iteration'][-1]} iterations; of the images, {gold[0]:.1f} % pass the "
             f"verifier before, {gold[best]:.1f} % at the best evaluation (iteration {mean['iteration'][best]}) and "
             f"{gold[-1]:.1f} % at the end."
@@ -180,36 +164,33 @@ def in_short(cells: Cells) -> list[str]:
 
 
 def cells_table(cells: Cells) -> list[str]:
-    """A row per cell, with the state that the lab gives it."""
-    lines = _table("recipe", "seed", "proxy, tuned - base", "strict, tuned - base", "CPU seconds", "state")
-    for name, recipe in recipes().items():
-        now = lab.fingerprints(recipe)
-        for seed in lab.SEEDS:
+    """A row per cell."""
+    lines = table("recipe", "seed", "proxy, tuned - base", "strict, tuned - base", "CPU seconds", "commit")
+    for name in recipes():
+        for seed in SEEDS:
             cell = cells.get(f"{name}/{seed}")
             if cell is None:
                 continue
             gain = cell["summary"]["difference"]
             shown = (_interval(gain[PROXY]), _interval(gain[GOLD]), cpu_seconds([cell["summary"]]))
-            lines.append(_row(name, seed, *shown, lab.state(cell, now)))
+            lines.append(row(name, seed, *shown, commit_name(cell["commit"])))
     return lines
 
 
 def proxy_tables(facts: dict[str, Any]) -> list[str]:
     """What pretraining.json says: agreement on base samples, and the ascent on the pixels."""
-    lines = _table(
-        "samples of tiny-sd3", "strict", "clip_cos", "AUC of strict", "Spearman, strict", "Spearman, partial"
-    )
+    lines = table("samples of tiny-sd3", "strict", "clip_cos", "AUC of strict", "Spearman, strict", "Spearman, partial")
     for part, values in facts["base samples of tiny-sd3"].items():
         within, mean = values["within groups"], values["mean"]
         shown = [
             _interval(within[f"{key}"]) for key in ("auc of strict", "spearman with strict", "spearman with partial")
         ]
-        lines.append(_row(f"{part} captions", f"{100 * mean[GOLD]:.1f} %", f"{mean[PROXY]:.3f}", *shown))
+        lines.append(row(f"{part} captions", f"{100 * mean[GOLD]:.1f} %", f"{mean[PROXY]:.3f}", *shown))
     lines += ["", ASCENT]
-    lines += _table("start", "steps", "clip_cos", "strict", "partial")
+    lines += table("start", "steps", "clip_cos", "strict", "partial")
     for start, rows in facts["gradient ascent on the pixels"].items():
-        for row in rows:
-            lines.append(_row(start, row["steps"], *(f"{row[name]:.3f}" for name in METRICS)))
+        for point in rows:
+            lines.append(row(start, point["steps"], *(f"{point[name]:.3f}" for name in METRICS)))
     return lines
 
 
@@ -252,32 +233,29 @@ def page(cells: Cells, facts: dict[str, Any]) -> str:
         lines += [f"![proxy and strict verifier against iterations]({IMAGE.name})", ""]
     lines += summary_table(cells)
     if cells:
-        lines += ["", "Every cell; its state as in [the lab](../lab.md):", "", *cells_table(cells)]
+        lines += ["", "Every cell:", "", *cells_table(cells)]
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="recipes; default: all")
-    parser.add_argument("--seeds", nargs="+", type=int, choices=lab.SEEDS, default=list(lab.SEEDS), help="default: all")
+    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS), help="default: all")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--write", action="store_true", help="only write picture and page")
-    what.add_argument("--check", action="store_true", help="replay stale recipes and compare; 1 if any stays stale")
-    what.add_argument("--stale", action="store_true", help="run stale cells again")
+    what.add_argument("--again", action="store_true", help="run the named recipes anew")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - recipes().keys())
     if unknown:
         parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(recipes())}")
-    names, good = args.names or list(recipes()), True
-    if args.check:
-        good = check(names, lab.load(NUMBERS), args.seeds)
-    elif not args.write:
-        good = lab.run_missing(jobs(names, args.seeds), NUMBERS, stale=args.stale)
-    cells = lab.load(NUMBERS)
+    if args.again and not args.names:
+        parser.error("--again wants the names of recipes")
+    good = args.write or run_missing(jobs(args.names or list(recipes()), args.seeds), NUMBERS, again=args.again)
+    cells = load(NUMBERS)
     PAGES.mkdir(parents=True, exist_ok=True)
     if cells:
         draw(cells, IMAGE)
     PAGE.write_text(page(cells, json.loads(PRETRAINING.read_text(encoding="utf-8"))), encoding="utf-8")
     print(PAGE)
     make(["rewards"])
-    raise SystemExit(0 if good else 1)
+    return 0 if good else 1

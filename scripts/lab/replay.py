@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scripts.lab.runs import REPLAYED, Run, first_rows, machine, make_pairs, read, start
+from scripts.lab.runs import REPLAYED, Run, first_rows, make_pairs, read, start
 
 
 def replay(run: Run) -> dict[str, Any]:
@@ -31,9 +31,8 @@ def replay(run: Run) -> dict[str, Any]:
             code = process.wait()
         if code not in (0, 128 + signal.SIGTERM) or len(first_rows(folder)) < REPLAYED:
             raise SystemExit(f"the replay of {run.name} ended with code {code} before iteration {REPLAYED}")
-        summary, facts = read(folder / "summary.json"), read(folder / "provenance.json")
-        base = {key: summary[key] for key in ("base", "base_best_guidance")}
-        return base | {"rows": first_rows(folder), "machine": machine(facts), "commit": facts["commit"]}
+        summary = read(folder / "summary.json")
+        return {key: summary[key] for key in ("base", "base_best_guidance")} | {"start": first_rows(folder)}
 
 
 # ---- comparing
@@ -50,14 +49,14 @@ def differences(cell: dict[str, Any], replayed: dict[str, Any]) -> list[str]:
 
     Held-out means and intervals must agree to 1e-6, metrics to a relative 1e-5. A metric that is new is no difference.
     """
-    recorded = cell["replay"]["rows"]
+    recorded = cell.get("start", [])
     if len(recorded) < REPLAYED:
         return [f"only {len(recorded)} iterations recorded"]
     bases = [
         _flat({key: source[key] for key in ("base", "base_best_guidance")}) for source in (cell["summary"], replayed)
     ]
     parts = [("", *bases, {"abs_tol": 1e-6, "rel_tol": 0.0})]
-    for old, new in zip(recorded, replayed["rows"], strict=True):
+    for old, new in zip(recorded, replayed["start"], strict=True):
         parts.append((f"iteration {old['iteration']} ", old, new, {"rel_tol": 1e-5}))
     result = []
     for place, old, new, tolerance in parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ import numpy as np
 from flowrl.core.subprocesses import PARENT
 from flowrl.evaluation.results import Evaluation
 from flowrl.training.metrics import repeatable
-from scripts.lab.fingerprints import ROOT, Fingerprints, fingerprints, read_recipe
 from scripts.lab.page import METRIC, MOTION
+from scripts.lab.recipes import ROOT, read_recipe
 
 RUNS = Path(os.environ.get("FLOWRL_LAB_RUNS", ROOT / "runs" / "lab"))
 """Run folders, outside git; the environment variable moves them to where they outlive the checkout."""
@@ -47,7 +48,8 @@ PAIRS = {
     ),
 }
 """Folder of a preference set -> the words of `flowrl pairs` that make it, the recipe first."""
-MACHINE = ("hardware", "threads_per_process", "python", "torch", "diffusers", "transformers")
+TRAINS = ("flowrl", "rewards", "configs", "assets")
+"""Folders that a run's numbers come from."""
 
 
 class Failed(Exception):
@@ -69,9 +71,9 @@ class Run:
         words = [f"name={self.name}", f"output={output}", f"seed={self.seed}", *self.words, *further]
         return [sys.executable, "-m", "flowrl", "train", str(self.recipe), *words, "--processes", "2"]
 
-    def mark(self, now: Fingerprints) -> dict[str, Any]:
+    def mark(self, code: str) -> dict[str, Any]:
         """What a run folder must be of, for the run to go on in it."""
-        return asdict(now) | {"words": list(self.words)}
+        return {"code": code, "words": list(self.words)}
 
 
 def cell_run(name: str, recipe: Path, seed: int) -> Run:
@@ -79,6 +81,13 @@ def cell_run(name: str, recipe: Path, seed: int) -> Run:
 
 
 # ---- processes
+
+
+def code_now() -> str:
+    """Of what trains, as the working tree is now: two runs of one value have the same code, recipes and models."""
+    commands = (["rev-parse", *(f"HEAD:{place}" for place in TRAINS)], ["diff", "HEAD", "--", *TRAINS])
+    told = [subprocess.run(["git", *words], cwd=ROOT, capture_output=True, check=True).stdout for words in commands]
+    return hashlib.sha256(b"".join(told)).hexdigest()[:16]
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -181,7 +190,7 @@ def make_pairs(recipe: Path) -> None:
     if pairs is None:
         return
     words, folder = PAIRS[pairs["path"]], ROOT / pairs["path"]
-    mark = {"words": list(words)} | asdict(fingerprints(ROOT / words[0]))
+    mark = {"words": list(words), "code": code_now()}
     file = folder.with_name(f"{folder.name}.lab.json")
     if folder.is_dir() and not (file.is_file() and read(file) == mark):
         shutil.rmtree(folder)
@@ -193,15 +202,15 @@ def make_pairs(recipe: Path) -> None:
         raise Failed(f"flowrl pairs ended with code {code}")
 
 
-def train(run: Run, now: Fingerprints) -> tuple[Path, int]:
+def train(run: Run) -> tuple[Path, int]:
     """Train a run, or go on with it where the same recipe, words and code were interrupted; its folder and exit code.
 
     Raises:
         Failed: the code or the recipe is another one at its end.
     """
     make_pairs(run.recipe)
-    command, folder = run.command(RUNS, SAVING), RUNS / run.name
-    ledger = Ledger(folder, run.mark(now))
+    command, folder, code = run.command(RUNS, SAVING), RUNS / run.name, code_now()
+    ledger = Ledger(folder, run.mark(code))
     if ledger.goes_on():
         command.append("--resume")
     elif folder.is_dir():
@@ -210,24 +219,22 @@ def train(run: Run, now: Fingerprints) -> tuple[Path, int]:
     folder.mkdir(parents=True, exist_ok=True)
     ledger.note(0.0)
     print(" ".join(command), flush=True)
-    code = attend(command, ledger)
-    if fingerprints(run.recipe) != now:
+    ended = attend(command, ledger)
+    if code_now() != code:
         raise Failed("the recipe, its model or the code changed while it ran: which of them its numbers are of is open")
-    return folder, code
+    return folder, ended
 
 
-def run_cell(run: Run, now: Fingerprints) -> dict[str, Any]:
-    """A cell: fingerprints, and what is kept of its run.
+def run_cell(run: Run) -> dict[str, Any]:
+    """A cell: what is kept of its run, and where that comes from.
 
     Raises:
         Failed: it did not finish.
     """
-    folder, code = train(run, now)
+    folder, code = train(run)
     if code:
         raise Failed(f"it ended with code {code}; {folder / 'train.log'} says why")
-    result = asdict(now) | measured(folder)
-    result["summary"] |= costs(folder)
-    return result
+    return origin(folder) | {"summary": measured(folder) | costs(folder)}
 
 
 # ---- what is kept
@@ -240,21 +247,21 @@ def costs(folder: Path) -> dict[str, float]:
 
 
 def processor() -> str:
-    """The processor's name; provenance.json has its architecture only."""
+    """The processor's name and its vector instructions; provenance.json has its architecture only."""
+    import torch
+
     file = Path("/proc/cpuinfo")
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     result = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return result[1].strip() if result else platform.processor() or "unknown"
+    name = result[1].strip() if result else platform.processor() or "unknown"
+    # Processors of one name differ in them, and sums with them.
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def machine(facts: dict[str, Any]) -> dict[str, Any]:
-    """Where other numbers may come from than from the code, out of a run's provenance."""
-    import torch
-
-    # Processors of one name differ in their vector instructions, and sums with them.
-    return {"processor": processor(), "vectors": torch.backends.cpu.get_cpu_capability()} | {
-        key: facts[key] for key in MACHINE
-    }
+def origin(folder: Path) -> dict[str, str]:
+    """Where the numbers of a run folder come from: commit, date and processor."""
+    facts = read(folder / "provenance.json")
+    return {"commit": facts["commit"], "date": facts["started"][:10], "processor": processor()}
 
 
 def first_rows(folder: Path) -> list[dict[str, Any]]:
@@ -272,8 +279,8 @@ def all_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """What a cell keeps of a finished run: its summary, evaluations per sample and commit, and the replay's numbers."""
-    summary, facts, rows = read(folder / "summary.json"), read(folder / "provenance.json"), all_rows(folder)
+    """The summary that a cell keeps of a finished run, with its evaluations per sample and its curve."""
+    summary, rows = read(folder / "summary.json"), all_rows(folder)
     kept = (
         "seconds",
         "iterations",
@@ -287,11 +294,8 @@ def measured(folder: Path) -> dict[str, Any]:
     )
     # Where samples are given, none are drawn.
     evaluations = {part: sum(row.get(f"nfe/{part}", 0) for row in rows) / len(rows) for part in ("rollout", "train")}
-    result = {"evaluations": evaluations, "commit": facts["commit"], "curve": curve(folder)}
-    return {
-        "summary": {key: summary[key] for key in kept if key in summary} | result,
-        "replay": {"machine": machine(facts), "rows": first_rows(folder)},
-    }
+    result = {"evaluations": evaluations, "curve": curve(folder)}
+    return {key: summary[key] for key in kept if key in summary} | result
 
 
 def on_the_way(folder: Path, captions: int = WAY) -> list[Evaluation]:

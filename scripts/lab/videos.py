@@ -8,8 +8,8 @@ from typing import Any
 from flowrl.commands.plan import step_plan, transition_std
 from flowrl.config.load import load_config, resolve
 from flowrl.planning.memory import skeleton
-from scripts.lab.fingerprints import ROOT
 from scripts.lab.page import MOTION, Entry, percent, row, summary_table, table, wins
+from scripts.lab.recipes import ROOT
 
 SEEDS = (0, 1, 2)
 SAMPLED = "video-sage_grpo"
@@ -59,7 +59,7 @@ def _samplers(entries: list[Entry]) -> list[str]:
     cells = {entry.name: entry.cells[0] for entry in entries if entry.cells[0] is not None}
     if len(cells) < 2:
         return []
-    rows = min(len(cell["replay"]["rows"]) for cell in cells.values())
+    rows = min(len(cell["start"]) for cell in cells.values())
     lines = ["", "### Noise of the samplers", "", SAMPLERS.format(rows=rows)]
     lines += table("sampler", "std", "gain, points", "evaluations", "flicker, drawn", "base", "tuned", "change")
     return lines + [_sampler_row(name, cell) for name, cell in cells.items()]
@@ -76,7 +76,7 @@ def trained_std(name: str) -> float:
 
 def _sampler_row(name: str, cell: dict[str, Any]) -> str:
     values = cell["summary"]
-    drawn = statistics.mean(metrics[f"reward/{FLICKER}_mean"] for metrics in cell["replay"]["rows"])
+    drawn = statistics.mean(metrics[f"reward/{FLICKER}_mean"] for metrics in cell["start"])
     change = {key: 10 * values["difference"][FLICKER][key] for key in ("mean", "low", "high")}
     return row(
         f"`{name.removeprefix(SAMPLED).removeprefix('-') or 'sage'}`",

@@ -15,6 +15,7 @@ from flowrl.config.extends import merged
 from flowrl.config.load import load_config, resolve
 from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
+from scripts.lab.recipes import read_recipe
 from tests.config.test_config import TREE, refusal
 
 KEYS = st.sampled_from(["name", "a", "b", "algorithm"])
@@ -123,8 +124,6 @@ def test_messages_name_the_file_that_holds_the_key(write):
 
 
 def test_the_lab_reads_a_recipe_as_merged(write):
-    from scripts.lab.fingerprints import read_recipe
-
     base = Path("configs/lab/awm.yaml").resolve()
     assert read_recipe(base) == yaml.safe_load(base.read_text())
     assert read_recipe(write("same.yaml", {"extends": str(base)})) == read_recipe(base)

@@ -1,4 +1,4 @@
-"""The lab without training: fingerprints, what a replay decides, runs that are interrupted, the page."""
+"""The lab without training: what a replay decides, runs that are interrupted, the page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,12 +18,11 @@ import numpy as np
 import pytest
 
 from flowrl.evaluation.results import Evaluation
-from scripts.lab import cells, compare, fingerprints, long, runs, steps
+from scripts.lab import cells, compare, long, recipes, runs, steps
 from scripts.lab.long import FACTOR, long_run, verdict
 from scripts.lab.page import Entry, over_seeds, page, reached
 from scripts.lab.runs import REPLAYED, curve, first_rows
 from scripts.lab.videos import videos_section
-from tests.tiny_sd3 import ROOT
 
 RECIPE = """\
 # A comment.
@@ -35,24 +33,8 @@ algorithm: {name: method}
 rewards: [{name: score}]
 eval: {num_inference_steps: 2}
 """
-FILES = {
-    "configs/quickstart.yaml": RECIPE,
-    "docs/lab/notes.md": "## Notes\n",
-    "flowrl/run/trainer.py": "from flowrl.training import metrics\nfrom flowrl.rollout.loop import run\n",
-    "flowrl/rollout/loop.py": "def run():\n    from flowrl.diffusion.process import path\n",
-    "flowrl/diffusion/process.py": "path = 1\n",
-    "flowrl/training/metrics.py": "log = 1\n",
-    "flowrl/credit/tree_credit.py": "unused = 1\n",
-    "flowrl/models/net.py": "",
-    "flowrl/samplers/noisy.py": "",
-    "flowrl/samplers/other.py": "",
-    "flowrl/algorithms/method.py": 'LEVEL = "tested"\n',
-    "rewards/score.py": "",
-    "assets/tiny-net/net/weights.safetensors": "weights",
-    "assets/tiny-net/net/config.json": "{}",
-    "assets/tiny-net/pretraining.json": "{}",
-}
-MACHINE = {"processor": "x", "torch": "1"}
+FILES = {"configs/quickstart.yaml": RECIPE, "flowrl/algorithms/method.py": 'LEVEL = "tested"\n'}
+ORIGIN = {"commit": "0123456789 with uncommitted changes", "date": "2026-01-02", "processor": "x"}
 
 
 @pytest.fixture
@@ -61,8 +43,9 @@ def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+    (tmp_path / "docs" / "lab").mkdir(parents=True)
     module = cells
-    for place in (cells, fingerprints, runs, compare):
+    for place in (cells, recipes, runs, compare):
         monkeypatch.setattr(place, "ROOT", tmp_path)
     monkeypatch.setattr(module, "RESULTS", tmp_path / "docs" / "lab" / "results.json")
     monkeypatch.setattr(module, "PAGE", tmp_path / "docs" / "lab.md")
@@ -78,8 +61,7 @@ def accuracy(mean: float) -> dict:
     return {"shapes_strict": {"mean": mean, "low": mean - 0.03, "high": mean + 0.03, "n": 512}}
 
 
-def cell(lab: ModuleType, gain: float = 0.1) -> dict:
-    """As measured with the files as they are."""
+def cell(gain: float = 0.1) -> dict:
     rows = [{"iteration": i, "reward/total_mean": 0.4 + i, "grad/norm": 0.01, "eval/x": None} for i in (1, 2, 3)]
     summary = {
         "seconds": 100.0,
@@ -90,189 +72,71 @@ def cell(lab: ModuleType, gain: float = 0.1) -> dict:
         "tuned": accuracy(0.4 + gain),
         "difference": accuracy(gain),
         "evaluations": {"rollout": 5.0, "train": 0.1},
-        "commit": "0123456789 with uncommitted changes",
     }
-    now = asdict(lab.fingerprints(lab.recipes()["quickstart"]))
-    return now | {"summary": summary, "replay": {"machine": MACHINE, "rows": rows}}
+    return ORIGIN | {"summary": summary, "start": rows}
 
 
 def replayed(cell: dict, **changes: float) -> dict:
     """A replay that repeats the cell but for changed metrics of iteration 2."""
-    rows = copy.deepcopy(cell["replay"]["rows"])
+    rows = copy.deepcopy(cell["start"])
     rows[1] |= changes
     base = {key: copy.deepcopy(cell["summary"][key]) for key in ("base", "base_best_guidance")}
-    return base | {"rows": rows, "machine": MACHINE, "commit": "fedcba9876"}
+    return base | {"start": rows}
 
 
-def touch(lab: ModuleType, name: str, text: str | None = None) -> None:
-    """Append to a file: another statement of code, or a comment elsewhere."""
-    file = lab.ROOT / name
-    if text is None:
-        text = f"more_{len(file.read_text())} = 1\n" if name.endswith(".py") else "# Another comment.\n"
-    file.write_text(file.read_text() + text)
+@pytest.fixture
+def code(lab: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the code is, as a list that a test changes."""
+    now = ["one"]
+    for place in (runs, steps):
+        monkeypatch.setattr(place, "code_now", lambda: now[0])
+    return now
 
 
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    [
-        ("flowrl/diffusion/process.py", {"code"}),  # imported by what the trainer imports, inside a function
-        ("flowrl/samplers/noisy.py", {"code"}),
-        ("flowrl/algorithms/method.py", {"code"}),
-        ("rewards/score.py", {"code"}),
-        ("flowrl/training/metrics.py", set()),
-        ("flowrl/credit/tree_credit.py", set()),
-        ("flowrl/samplers/other.py", set()),
-        ("assets/tiny-net/net/weights.safetensors", {"recipe"}),
-        ("assets/tiny-net/net/config.json", {"recipe"}),
-        ("assets/tiny-net/pretraining.json", set()),
-        ("configs/quickstart.yaml", set()),  # a comment
-    ],
-)
-def test_a_changed_file_changes_the_fingerprint_it_belongs_to(lab: ModuleType, name: str, changed: set[str]):
-    recipe = lab.recipes()["quickstart"]
-    before = asdict(lab.fingerprints(recipe))
-    touch(lab, name)
-    after = asdict(lab.fingerprints(recipe))
-    assert {key for key in before if before[key] != after[key]} == changed
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "# A comment.\n",
-        "import os\n",
-        '"""A docstring."""\n',
-        'LEVEL = "experimental"\n',
-        "\n\n",
-        "x = (1 +  # one\n    2)\n",
-    ],
-)
-def test_what_only_a_reader_sees_is_not_in_the_fingerprint(lab: ModuleType, text: str):
-    recipe = lab.recipes()["quickstart"]
-    file = lab.ROOT / "flowrl" / "diffusion" / "process.py"
-    file.write_text("x = 1 + 2\ny = 3\n")
-    before = lab.fingerprints(recipe)
-    file.write_text(text + ("y = 3\n" if text.startswith("x") else "x = 1 + 2\ny = 3\n"))
-    assert lab.fingerprints(recipe) == before
-
-
-def test_a_module_that_moves_is_the_same_code(lab: ModuleType):
-    recipe, old = lab.recipes()["quickstart"], lab.ROOT / "flowrl" / "diffusion" / "process.py"
-    before = lab.fingerprints(recipe)
-    old.rename(lab.ROOT / "flowrl" / "diffusion" / "paths.py")
-    user = lab.ROOT / "flowrl" / "rollout" / "loop.py"
-    user.write_text(user.read_text().replace("flowrl.diffusion.process", "flowrl.diffusion.paths"))
-    assert lab.fingerprints(recipe) == before
-    touch(lab, "flowrl/diffusion/paths.py")
-    assert lab.fingerprints(recipe) != before
-
-
-def test_the_real_quickstart_depends_on_the_loop_and_not_on_the_gallery(lab: ModuleType, monkeypatch):
-
-    for place in (lab, fingerprints):
-        monkeypatch.setattr(place, "ROOT", ROOT)
-    tree = lab.read_recipe(lab.recipes()["quickstart"])
-    found = {str(file.relative_to(ROOT)) for file in fingerprints.code_files(tree)}
-    wanted = (
-        "credit/advantages",
-        "config/schema",
-        "training/learner",
-        "training/optim",
-        "rollout/loop",
-        "samplers/ode",
-        "algorithms/awm",
-        "diffusion/sa_solver",
-    )
-    assert {f"flowrl/{name}.py" for name in wanted} | {"rewards/shapes.py"} <= found
-    assert not any("gallery" in name or "metrics" in name or "cps" in name for name in found)
-    assert sum(file.suffix == ".safetensors" for file in fingerprints.model_files(tree)) == 5
-
-
-def check(lab: ModuleType, results: dict, monkeypatch: pytest.MonkeyPatch, **changes: float) -> tuple[bool, list[int]]:
-    """Check with a replay that repeats the cells but for the changes; the verdict, and the seeds that were replayed."""
-    seeds: list[int] = []
+def check(lab: ModuleType, monkeypatch: pytest.MonkeyPatch, **changes: float) -> tuple[int, list[str]]:
+    """Exit code of a check whose replays repeat the cells but for the changes, and the runs that were replayed."""
+    replays: list[str] = []
 
     def replay(run: Any) -> dict:
-        seeds.append(run.seed)
-        return replayed(results[f"quickstart/{run.seed}"], **changes)
+        replays.append(run.name)
+        return replayed(cell(), **changes)
 
     monkeypatch.setattr(lab, "replay", replay)
-    return lab.check_recipe("quickstart", lab.recipes()["quickstart"], results, list(lab.SEEDS)), seeds
-
-
-def states(lab: ModuleType, results: dict) -> list[str]:
-    now = lab.fingerprints(lab.recipes()["quickstart"])
-    return [lab.state(results.get(f"quickstart/{seed}"), now) for seed in lab.SEEDS]
-
-
-def test_a_replay_with_the_same_numbers_makes_the_cells_fresh_until_the_code_changes_again(lab, monkeypatch, capsys):
-    results = {f"quickstart/{seed}": cell(lab) for seed in (0, 1)}
-    touch(lab, "flowrl/diffusion/process.py")
-    before = copy.deepcopy(results)
-    assert check(lab, results, monkeypatch, **{"grad/norm": 0.0100002}) == (False, [0])
-    assert "iteration 2 grad/norm: 0.01 recorded, 0.0100002 now" in capsys.readouterr().out
-    assert results == before
-    assert states(lab, results) == ["stale: code", "stale: code", "not run"]
-    assert check(lab, results, monkeypatch) == (True, [0])
-    assert states(lab, results) == ["replayed", "replayed", "not run"]
-    assert results["quickstart/0"]["code"] == before["quickstart/0"]["code"]
-    touch(lab, "flowrl/diffusion/process.py")
-    assert states(lab, results) == ["stale: code", "stale: code", "not run"]
-    results["quickstart/1"]["checked"]["code"] = "replayed with another"
-    assert check(lab, results, monkeypatch) == (True, [0, 1])
-    touch(lab, "assets/tiny-net/net/weights.safetensors")
-    assert check(lab, results, monkeypatch) == (False, [])
-    assert states(lab, results) == ["stale: recipe", "stale: recipe", "not run"]
-
-
-def ended(lab: ModuleType) -> int:
-    """The exit code of the script, which listens to SIGTERM while it replays."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as end:
-            lab.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return int(str(end.value.code))
-
-
-def test_a_long_run_is_replayed_with_its_own_words(lab, monkeypatch):
-    """Its learning rate may fall over all of its iterations."""
-    (lab.ROOT / "configs" / "quickstart.yaml").write_text(RECIPE + "iterations: 50\n")
-    results, runs = {"quickstart/0": cell(lab)}, []
-    touch(lab, "flowrl/diffusion/process.py")
-    lab.write_results(results, lab.LONG_RESULTS)
-    monkeypatch.setattr(lab, "replay", lambda run: runs.append(run) or replayed(results["quickstart/0"]))
-    monkeypatch.setattr(lab, "write_page", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["lab", "--long", "--check"])
-    monkeypatch.setattr(lab, "LONG", ("quickstart",))
-    code = ended(lab)
-    assert (code, runs) == (0, [lab.long_run("quickstart", lab.recipes()["quickstart"])])
-    assert lab.load(lab.LONG_RESULTS)["quickstart/0"]["checked"]["seed"] == 0
-    assert not lab.RESULTS.is_file()
-
-
-def test_a_check_that_is_stopped_keeps_what_it_has_replayed(lab, monkeypatch):
-    def check_recipe(name: str, recipe: Path, results: dict, seeds: list[int], run: Any) -> bool:
-        results["quickstart/0"]["checked"] = {"code": "now", "commit": "c", "seed": 0}
-        os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("it went on")
-
-    lab.write_results({"quickstart/0": cell(lab)})
-    monkeypatch.setattr(lab, "check_recipe", check_recipe)
     monkeypatch.setattr(sys, "argv", ["lab", "--check"])
-    assert ended(lab) == 128 + signal.SIGTERM
-    assert lab.load(lab.RESULTS)["quickstart/0"]["checked"]["code"] == "now"
+    return lab.main(), replays
+
+
+def test_a_check_replays_seed_0_and_says_which_numbers_moved(lab, monkeypatch, capsys):
+    assert check(lab, monkeypatch) == (1, [])
+    assert "quickstart: not run, nothing to compare with" in capsys.readouterr().out
+    lab.write_results({f"quickstart/{seed}": cell() for seed in (0, 1)})
+    before = lab.RESULTS.read_text()
+    assert check(lab, monkeypatch) == (0, ["quickstart-seed0"])
+    assert "quickstart: the same numbers" in capsys.readouterr().out
+    assert check(lab, monkeypatch, **{"grad/norm": 0.0100002}) == (1, ["quickstart-seed0"])
+    told = capsys.readouterr().out
+    assert "other numbers than at 0123456789 with uncommitted changes on x, here " in told
+    assert "iteration 2 grad/norm: 0.01 recorded, 0.0100002 now" in told
+    assert "python -m scripts.lab --again quickstart --seeds 0" in told
+    assert lab.RESULTS.read_text() == before, "a check keeps nothing"
+    assert not lab.PAGE.exists()
+
+
+def test_what_is_checked_by_default_are_cells_that_keep_their_start():
+    kept = cells.load(cells.RESULTS)
+    assert set(cells.CHECKED) < cells.recipes().keys()
+    assert all(len(kept[f"{name}/0"]["start"]) == REPLAYED for name in cells.recipes())
+    assert all({"commit", "date", "processor"} <= each.keys() for each in kept.values())
 
 
 def test_what_counts_as_a_difference(lab):
-    recorded = cell(lab)
+    recorded = cell()
     assert lab.differences(recorded, replayed(recorded)) == []
     assert lab.differences(recorded, replayed(recorded, **{"grad/norm": 0.01 + 5e-8, "policy/new": 1.0})) == []
     now = replayed(recorded)
     now["base"]["shapes_strict"]["mean"] += 1 / 1024
-    del now["rows"][2]["grad/norm"]
-    now["rows"][2]["eval/x"] = 0.5
+    del now["start"][2]["grad/norm"]
+    now["start"][2]["eval/x"] = 0.5
     assert lab.differences(recorded, now) == [
         "base shapes_strict mean: 0.4 recorded, 0.4009765625 now",
         "iteration 3 grad/norm: 0.01 recorded, missing now",
@@ -294,7 +158,7 @@ def test_first_rows_are_whole_and_without_times(lab, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["nothing", "code", "words"])
-def test_a_run_folder_is_resumed_by_the_same_code_and_words_only(lab, monkeypatch, change):
+def test_a_run_folder_is_resumed_by_the_same_code_and_words_only(lab, code, monkeypatch, change):
     """And what its parts have cost adds up, whenever one was killed."""
 
     recipe, commands = lab.recipes()["quickstart"], []
@@ -307,31 +171,81 @@ def test_a_run_folder_is_resumed_by_the_same_code_and_words_only(lab, monkeypatc
     monkeypatch.setattr(runs, "attend", attend)
     for place in range(2):
         words = ("iterations=9",) if change == "words" and place else ()
-        folder, _ = runs.train(runs.Run("run", recipe, 0, words), lab.fingerprints(recipe))
+        folder, _ = runs.train(runs.Run("run", recipe, 0, words))
         if change == "code":
-            touch(lab, "flowrl/diffusion/process.py")
+            code[0] = "two"
     assert ["--resume" in command for command in commands] == [False, change == "nothing"]
     costs = runs.costs(folder)
     assert (costs["cpu_seconds"], costs["parts"]) == ((5.0, 2) if change == "nothing" else (2.5, 1))
 
 
-def test_a_cell_is_not_kept_if_it_failed_or_the_code_changed_under_it(lab, monkeypatch, capsys):
+def test_a_cell_is_not_kept_if_it_failed_or_the_code_changed_under_it(lab, code, monkeypatch, capsys):
 
     codes = iter([1, 0, 0])
 
     def attend(command: list[str], ledger: runs.Ledger) -> int:
         if command[5].endswith("seed1"):
-            touch(lab, "flowrl/diffusion/process.py")
+            code[0] = "two"
         return next(codes)
 
     monkeypatch.setattr(runs, "attend", attend)
-    monkeypatch.setattr(runs, "measured", lambda folder: {"summary": {"seconds": 1.0}})
-    lab.write_results({"other/0": cell(lab)})
+    monkeypatch.setattr(runs, "measured", lambda folder: {"seconds": 1.0})
+    monkeypatch.setattr(runs, "origin", lambda folder: ORIGIN)
+    lab.write_results({"other/0": cell()})
     jobs = list(lab.cell_jobs(lab.recipes(), lab.SEEDS))
-    assert [key for key, _, _ in jobs] == [f"quickstart/{seed}" for seed in lab.SEEDS]
-    assert not lab.run_missing(jobs, lab.RESULTS, stale=False)
+    assert [key for key, _ in jobs] == [f"quickstart/{seed}" for seed in lab.SEEDS]
+    assert not lab.run_missing(jobs, lab.RESULTS)
     assert list(lab.load(lab.RESULTS)) == ["other/0", "quickstart/2"]
     assert "not kept: quickstart/0, quickstart/1" in capsys.readouterr().out
+    assert {key: lab.load(lab.RESULTS)["quickstart/2"][key] for key in ORIGIN} == ORIGIN
+
+
+def test_cells_that_are_there_run_again_by_name_only(lab, monkeypatch, capsys):
+    ran: list[str] = []
+    monkeypatch.setattr(lab, "make_cell", lambda run: ran.append(run.name) or cell(0.2))
+    lab.write_results({f"quickstart/{seed}": cell() for seed in (0, 1)})
+
+    def run(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["lab", *words])
+        return lab.main()
+
+    assert run() == 0
+    assert ran == ["quickstart-seed2"]
+    assert run("--again", "quickstart", "--seeds", "0") == 0
+    assert ran[1:] == ["quickstart-seed0"]
+    assert lab.load(lab.RESULTS)["quickstart/0"] == cell(0.2)
+    for words, why in ((["--again"], "wants the names"), (["gone"], "no recipe 'gone'")):
+        with pytest.raises(SystemExit, match="2"):
+            run(*words)
+        assert why in capsys.readouterr().err
+
+
+def test_the_code_is_what_is_committed_and_what_is_not(monkeypatch, tmp_path):
+    """Of the folders that train; docs is none of them."""
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=x", "-c", "user.email=x@x")
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    for name in (*runs.TRAINS, "docs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("one")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "one")
+    first = runs.code_now()
+    (tmp_path / "docs" / "file").write_text("two")
+    assert runs.code_now() == first
+    (tmp_path / "configs" / "file").write_text("two")
+    second = runs.code_now()
+    (tmp_path / "configs" / "file").write_text("three")
+    assert len({first, second, runs.code_now()}) == 3
+    git("commit", "-am", "two")
+    committed = runs.code_now()
+    (tmp_path / "docs" / "file").write_text("three")
+    git("commit", "-am", "a page")
+    assert runs.code_now() == committed != first
 
 
 def test_a_stoppedstops_its_run_once_and_counts_its_time(lab, monkeypatch, tmp_path):
@@ -426,8 +340,8 @@ def test_the_luck_of_the_best_evaluation_is_not_in_the_fall(lab, monkeypatch):
     assert long.fall([]) is None
 
 
-def long_cell(lab: ModuleType, curve: list[float], **changes: object) -> dict:
-    result = cell(lab)
+def long_cell(curve: list[float], **changes: object) -> dict:
+    result = cell()
     points = [{"iteration": 10 * k, "cpu_seconds": 20.0 * k, "shapes_strict": v} for k, v in enumerate(curve)]
     result["summary"] |= {"curve": points}
     fall = {"mean": -0.1, "low": -0.2, "high": -0.01, "n": 256}
@@ -439,10 +353,12 @@ def test_long_runs_stand_on_the_page_with_their_verdict(lab):
     (lab.ROOT / "configs" / "quickstart.yaml").write_text(RECIPE + "iterations: 50\n")
     run = long_run("quickstart", lab.recipes()["quickstart"])
     assert run.words == (f"iterations={FACTOR * 50}", "eval.every=10", "eval.periodic_prompts=256")
-    kept = long_cell(lab, [0.4, 0.5, 0.6, 0.7, 0.3])
+    kept = long_cell([0.4, 0.5, 0.6, 0.7, 0.3])
     lab.write_results({"quickstart/0": kept, "gone/0": kept}, lab.LONG_RESULTS)
     lab.write_page()
-    row = "| +10.0 | +20.0 | -10.0 | +10.0 [+7.0, +13.0] | +20.0 (20) | -10.0 [-20.0, -1.0] | falls | 190 | fresh |"
+    row = (
+        "| +10.0 | +20.0 | -10.0 | +10.0 [+7.0, +13.0] | +20.0 (20) | -10.0 [-20.0, -1.0] | falls | 190 | `01234567+` |"
+    )
     assert f"| quickstart | 10; 40 | not run {row}" in lab.PAGE.read_text()
     assert "gone" not in lab.PAGE.read_text()
     assert "quickstart" in lab.PICTURE.read_text()
@@ -453,11 +369,12 @@ def test_long_runs_stand_on_the_page_with_their_verdict(lab):
 # ---- more steps
 
 
-def test_more_steps_are_evaluated_of_a_finished_run_of_this_code_alone(lab, monkeypatch, tmp_path):
+def test_more_steps_are_evaluated_of_a_finished_run_of_this_code_alone(lab, code, monkeypatch, tmp_path):
 
     recipe, asked = lab.recipes()["quickstart"], []
     recipe.write_text(recipe.read_text().replace("steps: 2", "steps: 6"))
-    now, folder = lab.fingerprints(recipe), tmp_path / "runs" / "quickstart-seed0"
+    folder = tmp_path / "runs" / "quickstart-seed0"
+    monkeypatch.setattr(steps, "origin", lambda folder: ORIGIN)
     monkeypatch.setattr(steps, "RUNS", tmp_path / "runs")
 
     def attend(command: list[str]) -> int:
@@ -467,26 +384,26 @@ def test_more_steps_are_evaluated_of_a_finished_run_of_this_code_alone(lab, monk
 
     monkeypatch.setattr(steps, "attend", attend)
     with pytest.raises(runs.Failed, match="no finished run"):
-        steps.measure(recipe, now)
+        steps.measure(recipe)
     evaluated(folder, "base", 0, [0.0, 0.0])
     evaluated(folder, "tuned", 3, [0.0, 1.0])
     (folder / "summary.json").write_text('{"status": "finished"}')
-    runs.Ledger(folder, runs.cell_run("quickstart", recipe, 0).mark(now)).note(1.0)
-    kept = steps.measure(recipe, now)
+    runs.Ledger(folder, runs.cell_run("quickstart", recipe, 0).mark(code[0])).note(1.0)
+    kept = steps.measure(recipe)
     both = [str(recipe), str(folder)]
     assert asked == [[target, f"eval.num_inference_steps={k}"] for k in (10, 20) for target in both]
     assert [(values["base"]["mean"], values["difference"]["mean"]) for values in kept["rows"]] == [
         (0, 0.5),
         *[(0.5, 0.5)] * 2,
     ]
-    steps.measure(recipe, now)
+    steps.measure(recipe)
     assert len(asked) == 4, "what was evaluated is kept"
     lab.STEPS_RESULTS.write_text(json.dumps(kept))
     lab.write_page()
     assert "at 6 steps" in lab.PAGE.read_text()
-    touch(lab, "flowrl/diffusion/process.py")
+    code[0] = "two"
     with pytest.raises(runs.Failed, match="no finished run"):
-        steps.measure(recipe, lab.fingerprints(recipe))
+        steps.measure(recipe)
 
 
 # ---- comparing with a commit
@@ -495,8 +412,8 @@ def test_more_steps_are_evaluated_of_a_finished_run_of_this_code_alone(lab, monk
 def test_a_recipe_that_fell_is_found(lab, monkeypatch):
 
     gains = {"a": (0.2, 0.15), "b": (0.2, 0.17), "c": (0.11, 0.09), "d": (0.2, 0.2), "e": (0.08, 0.06), "f": (0.1, 0.3)}
-    then, now = ({f"{name}/0": cell(lab, pair[k]) for name, pair in gains.items()} for k in (0, 1))
-    now["new/0"] = cell(lab)
+    then, now = ({f"{name}/0": cell(pair[k]) for name, pair in gains.items()} for k in (0, 1))
+    now["new/0"] = cell()
     shown = subprocess.CompletedProcess([], 0, json.dumps(then), "")
     monkeypatch.setattr(compare.subprocess, "run", lambda *words, **options: shown)
     lines, good = compare.compare("abc", [*gains, "new", "none"], now)
@@ -526,15 +443,6 @@ def test_one_lucky_evaluation_does_not_reach_the_goal(lab, accuracies, seconds):
     assert reached([(10.0 * (k + 1), value) for k, value in enumerate(accuracies)], 0.5) == seconds
 
 
-def test_means_are_of_the_recipe_as_it_is_and_of_an_earlier_one_only_without_it(lab):
-
-    cells = {seed: {"summary": {"seed": seed}} for seed in (0, 1)} | {2: None}
-    now = Entry("a", "tested", False, cells, {0: "stale: code", 1: "stale: recipe", 2: "not run"})
-    assert now.summaries == [{"seed": 0}]
-    before = Entry("a", "tested", False, cells, {0: "stale: recipe", 1: "stale: recipe", 2: "not run"})
-    assert before.summaries == [{"seed": 0}, {"seed": 1}]
-
-
 def test_an_interval_over_seeds_is_students(lab):
 
     # 4.3027 standard errors on either side, of a mean of 0.4 with the std 0.1 of three values.
@@ -543,7 +451,7 @@ def test_an_interval_over_seeds_is_students(lab):
 
 
 def test_the_page_and_the_file_of_results_are_written(lab, monkeypatch):
-    results = {f"quickstart/{seed}": cell(lab, gain) for seed, gain in ((0, 0.1), (1, 0.2))}
+    results = {f"quickstart/{seed}": cell(gain) for seed, gain in ((0, 0.1), (1, 0.2))}
     lab.write_results(results)
     assert json.loads(lab.RESULTS.read_text()) == results
     quoting = lab.ROOT / "docs" / "algorithms" / "method.md"
@@ -551,25 +459,24 @@ def test_the_page_and_the_file_of_results_are_written(lab, monkeypatch):
     quoting.write_text("`configs/quickstart.yaml`, six steps:\n+1.0 to -2.0 points; `configs/x.yaml` +1.0 to +2.0")
     lab.write_page()
     # 12.706 standard errors of two values that differ by 10.
-    row = "| quickstart | tested | +15.0 | -48.5 to +78.5 | +7.0 | 2 of 3 | 50 | 5.00 + 0.10 | 190 | fresh, not run |"
+    row = "| quickstart | tested | +15.0 | -48.5 to +78.5 | +7.0 | 2 of 3 | 50 | 5.00 + 0.10 | 190 |"
     assert row in lab.PAGE.read_text()
     assert (
         quoting.read_text()
         == "`configs/quickstart.yaml`, six steps:\n+10.0 to +20.0 points; `configs/x.yaml` +1.0 to +2.0"
     )
-    touch(lab, "flowrl/diffusion/process.py")
-    lab.write_page()
-    assert f"| `{results['quickstart/0']['code'][:8]}` stale (code) |" in lab.PAGE.read_text()
+    assert "| 50 | 5.00 + 0.10 | 190 | 100 | `01234567+` |" in lab.PAGE.read_text()
+    assert "| quickstart | 2 |  |  |  |  |  |  |  |  | not run |" in lab.PAGE.read_text()
 
 
-def moving(lab: ModuleType, gain: float, drawn: float) -> dict:
+def moving(gain: float, drawn: float) -> dict:
     """A cell of videos, whose first samples have a flicker of `drawn`."""
-    result = cell(lab, gain)
+    result = cell(gain)
     for block in ("base", "tuned", "difference"):
         table = result["summary"][block]
         table["shapes_motion_strict"] = table.pop("shapes_strict")
         table["shapes_motion_flicker"] = {"mean": 0.02, "low": 0.01, "high": 0.03}
-    for metrics in result["replay"]["rows"]:
+    for metrics in result["start"]:
         metrics["reward/shapes_motion_flicker_mean"] = drawn * metrics["iteration"] / 2
     return result
 
@@ -578,16 +485,16 @@ def test_videos_have_a_section_of_their_own_with_the_noise_of_the_samplers(lab):
 
     cells = {"": (0.12, 0.05), "-cps": (0.1, 0.0625)}
     entries = [
-        Entry(f"video-sage_grpo{name}", "tested", False, {0: moving(lab, *values)}, {0: "fresh"}, moving=True)
+        Entry(f"video-sage_grpo{name}", "tested", False, {0: moving(*values)}, moving=True)
         for name, values in cells.items()
     ]
     lines = videos_section(entries)
-    assert "| video-sage_grpo | tested | +12.0 |  | +9.0 | 1 of 1 | 50 | 5.00 + 0.10 | 190 | fresh |" in lines
+    assert "| video-sage_grpo | tested | +12.0 |  | +9.0 | 1 of 1 | 50 | 5.00 + 0.10 | 190 |" in lines
     assert "| `sage` | 0.66 | +12.0 [+9.0, +15.0] | 5.00 + 0.10 | 50.0 | 20.0 | 20.0 | +20.0 [+10.0, +30.0] |" in lines
     assert "| `cps` | 0.66 | +10.0 [+7.0, +13.0] | 5.00 + 0.10 | 62.5 | 20.0 | 20.0 | +20.0 [+10.0, +30.0] |" in lines
-    assert videos_section([Entry("video-awm", "tested", False, {0: None}, {0: "not run"}, moving=True)]) == []
-    image = Entry("quickstart", "tested", False, {0: cell(lab)}, {0: "fresh"})
-    first, _, last = page([image, *entries], lines, "").partition("## Every cell")
+    assert videos_section([Entry("video-awm", "tested", False, {0: None}, moving=True)]) == []
+    image = Entry("quickstart", "tested", False, {0: cell()})
+    first, _, last = page([image, *entries], lines).partition("## Every cell")
     # Means and races of images and of videos do not mix; the table of cells has both.
     assert first.count("| video-sage_grpo |") == 1
     assert "| video-sage_grpo-cps | 0 | 40.0 [37.0, 43.0] | not searched | 50.0 [47.0, 53.0] |" in last
@@ -595,7 +502,7 @@ def test_videos_have_a_section_of_their_own_with_the_noise_of_the_samplers(lab):
 
 def test_a_sampler_of_videos_is_measured_on_one_seed(lab, tmp_path):
     names = ("video-sage_grpo", "video-sage_grpo-cps", "video-branch_grpo", "sage_grpo")
-    keys = [key for key, _, _ in lab.cell_jobs(dict.fromkeys(names, tmp_path), lab.SEEDS)]
+    keys = [key for key, _ in lab.cell_jobs(dict.fromkeys(names, tmp_path), lab.SEEDS)]
     assert sorted(keys) == sorted(
         [f"{name}/{seed}" for name in ("video-sage_grpo", "sage_grpo") for seed in (0, 1, 2)]
         + ["video-sage_grpo-cps/0", "video-branch_grpo/0"]

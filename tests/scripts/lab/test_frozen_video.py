@@ -19,15 +19,14 @@ METRICS = ("motion_smoothness", "motion_dynamics", "shapes_motion_strict", "shap
 
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """The script with its files elsewhere; every recipe and its code are as they were."""
+    """The script with its files elsewhere."""
     module = frozen_video
     for name in ("NUMBERS", "PAGE", "CURVES", "STRIPS"):
         monkeypatch.setattr(module, name, tmp_path / getattr(module, name).name)
     monkeypatch.setattr(module, "RECIPES", tmp_path)
     for name in module.NAMES:
         (tmp_path / f"{name}.yaml").write_text("eval: {periodic_prompts: 2}\n")
-    monkeypatch.setattr(module.lab, "fingerprints", lambda recipe: module.lab.Fingerprints("recipe", "code"))
-    monkeypatch.setattr(module.lab, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(module.runs, "RUNS", tmp_path / "runs")
     return module
 
 
@@ -36,7 +35,7 @@ def cell(change: float) -> dict:
     base = {name: value | {"mean": 0.5} for name, value in values.items()}
     rows = [{"iteration": at} | dict.fromkeys(METRICS, 0.5 + at * change / 60) for at in (0, 30, 60)]
     summary = {"iterations": 60, "base": base, "difference": values, "cpu_seconds": 700.0}
-    return {"recipe": "recipe", "code": "old", "summary": summary, "curve": rows}
+    return {"commit": None, "summary": summary, "curve": rows}
 
 
 def save_run(folder: Path, level: float) -> None:
@@ -52,7 +51,7 @@ def save_run(folder: Path, level: float) -> None:
 def test_the_page_says_what_each_run_changed_and_shows_its_frames(frozen: ModuleType, tmp_path: Path):
     with pytest.raises(SystemExit, match="not run yet: smooth, gated"):
         frozen.write_page()
-    frozen.lab.write_results({"smooth/0": cell(-0.3), "gated/0": cell(0.2)}, frozen.NUMBERS)
+    frozen.cells.write_results({"smooth/0": cell(-0.3), "gated/0": cell(0.2)}, frozen.NUMBERS)
     frozen.write_page()  # without run folders, as in a clone, the picture stays as it was
     assert not frozen.STRIPS.exists()
     for name, level in (("smooth", 0.5), ("gated", 0.75)):
@@ -60,7 +59,7 @@ def test_the_page_says_what_each_run_changed_and_shows_its_frames(frozen: Module
     frozen.write_page()
     text = frozen.PAGE.read_text()
     assert "| `motion_dynamics` | 0.500 | -0.300 [-0.310, -0.290] | +0.200 [+0.190, +0.210] |" in text
-    assert "| smooth | 700 | stale: code |" in text
+    assert "| smooth | 700 | - |" in text
     assert "table of all 4;" in text
     assert frozen.CURVES.read_text().count("<path") == 6
     sheet = np.asarray(media.open_image(frozen.STRIPS))

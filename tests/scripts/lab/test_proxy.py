@@ -14,7 +14,8 @@ import yaml
 from flowrl.config.load import load_config, resolve
 from flowrl.evaluation.results import Evaluation
 from scripts.lab import proxy as proxy_against_gold
-from scripts.lab.runs import measured
+from scripts.lab.cells import write_results
+from scripts.lab.runs import mean_scores, measured
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "configs" / "proxy"
@@ -38,15 +39,13 @@ def proxy() -> ModuleType:
 
 @pytest.fixture
 def files(proxy: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The script's files in another place; every recipe and its code are as they were."""
+    """The script's files in another place."""
     for name, file in (("PAGES", ""), ("NUMBERS", "proxy.json"), ("IMAGE", "proxy.svg"), ("PAGE", "proxy.md")):
         monkeypatch.setattr(proxy, name, tmp_path / file)
-    now = proxy.lab.Fingerprints("recipe", "code")
-    monkeypatch.setattr(proxy.lab, "fingerprints", lambda recipe: now)
     return tmp_path
 
 
-def cell(strict: list[float], gain: float = 0.1, code: str = "code") -> dict[str, Any]:
+def cell(strict: list[float], gain: float = 0.1, commit: str = "0123456789") -> dict[str, Any]:
     """Evaluated every 25 iterations, the proxy rising by 0.1 each time."""
     interval = {"mean": gain, "low": gain - 0.02, "high": gain + 0.02, "n": 512}
     rows = [
@@ -54,7 +53,7 @@ def cell(strict: list[float], gain: float = 0.1, code: str = "code") -> dict[str
         for i, value in enumerate(strict)
     ]
     summary = {"seconds": 200.0, "cpu_seconds": 380.0, "difference": {"clip_cos": interval, "shapes_strict": interval}}
-    return {"recipe": "recipe", "code": code, "summary": summary, "curve": rows}
+    return {"commit": commit, "summary": summary, "curve": rows}
 
 
 def evaluation(tag: str, iteration: int, strict: list[float]) -> Evaluation:
@@ -89,11 +88,11 @@ def test_three_iterations_of_a_recipe_give_a_curve(proxy, name, tmp_path: Path):
 
     words = [*SMALL, f"output={tmp_path}", "name=run"]
     assert Trainer(resolve(load_config(FOLDER / f"{name}.yaml", words))).fit()["status"] == "finished"
-    rows = proxy.mean_scores(tmp_path / "run", 2, proxy.METRICS)
+    rows = mean_scores(tmp_path / "run", 2, proxy.METRICS)
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
     assert all(np.isfinite(list(row.values())).all() for row in rows)
     # What the page takes of a run, as the lab keeps it.
-    assert {"clip_cos", "shapes_strict"} <= measured(tmp_path / "run")["summary"]["difference"].keys()
+    assert {"clip_cos", "shapes_strict"} <= measured(tmp_path / "run")["difference"].keys()
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(row.get("grad/norm", 0.0) for row in metrics) > 0
     assert metrics[0]["eval/clip_cos"] == pytest.approx(rows[1]["clip_cos"], abs=1e-5)
@@ -111,7 +110,7 @@ def test_a_curve_takes_the_same_captions_everywhere(proxy, tmp_path: Path):
     ]
     for tag, iteration, strict in parts:
         evaluation(tag, iteration, strict).save(tmp_path / "eval")
-    rows = proxy.mean_scores(tmp_path, 2, proxy.METRICS)
+    rows = mean_scores(tmp_path, 2, proxy.METRICS)
     assert [(row["iteration"], row["shapes_strict"], row["clip_cos"]) for row in rows] == [
         (0, 0.5, 1.0),
         (25, 1.0, 2.0),
@@ -126,32 +125,32 @@ def test_the_mean_curve_is_over_seeds_and_refuses_other_iterations(proxy):
         proxy.mean_curve([*curves, cell([0.3])["curve"]])
 
 
-def test_only_missing_cells_are_run_and_stale_ones_if_asked_to(proxy, files, monkeypatch: pytest.MonkeyPatch):
+def test_only_missing_cells_are_run_and_others_if_asked_to(proxy, files, monkeypatch: pytest.MonkeyPatch):
     ran: list[str] = []
 
-    def run_cell(run: Any, now: Any) -> dict[str, Any]:
+    def run_cell(run: Any) -> dict[str, Any]:
         ran.append(run.name)
         return cell([0.3, 0.4])
 
-    monkeypatch.setattr(proxy.lab, "run_cell", run_cell)
-    monkeypatch.setattr(proxy, "mean_scores", lambda folder, captions, metrics: [captions])
+    monkeypatch.setattr(proxy.runs, "run_cell", run_cell)
+    monkeypatch.setattr(proxy.runs, "mean_scores", lambda folder, captions, metrics: [captions])
     names = ["flow_grpo", "grpo_guard"]
-    old = {f"{name}/{seed}": cell([0.3, 0.6], code="old") for name in names for seed in (0, 1)}
-    proxy.lab.write_results(old, proxy.NUMBERS)
-    assert proxy.lab.run_missing(proxy.jobs(names, [0, 1, 2]), proxy.NUMBERS, stale=False)
+    old = {f"{name}/{seed}": cell([0.3, 0.6]) for name in names for seed in (0, 1)}
+    write_results(old, proxy.NUMBERS)
+    assert proxy.run_missing(proxy.jobs(names, [0, 1, 2]), proxy.NUMBERS)
     assert ran == ["proxy-flow_grpo-seed2", "proxy-grpo_guard-seed2"]
-    kept = proxy.lab.load(proxy.NUMBERS)
+    kept = proxy.load(proxy.NUMBERS)
     assert kept == old | {f"{name}/2": cell([0.3, 0.4]) | {"curve": [128]} for name in names}
-    assert proxy.lab.run_missing(proxy.jobs(names[:1], [0]), proxy.NUMBERS, stale=True)
+    assert proxy.run_missing(proxy.jobs(names[:1], [0]), proxy.NUMBERS, again=True)
     assert ran[2:] == ["proxy-flow_grpo-seed0"]
 
 
 def test_the_page_and_the_picture_are_made_of_the_cells(proxy, files):
-    cells = {"flow_grpo/0": cell([0.3, 0.6, 0.2], 0.1), "flow_grpo/2": cell([0.3, 0.4, 0.2], -0.1, code="old")}
+    cells = {"flow_grpo/0": cell([0.3, 0.6, 0.2], 0.1), "flow_grpo/2": cell([0.3, 0.4, 0.2], -0.1, commit="fedcba9876")}
     table = proxy.summary_table(cells)
     assert table[2] == ("| flow_grpo | 2 of 3 | 0.500 -> 0.700 | 30.0 | 50.0 (25) | 20.0 | -30.0 | +0.0, -12.0 |")
     assert all("not run" in line for line in table[3:])
     facts = json.loads(proxy.PRETRAINING.read_text(encoding="utf-8"))
-    assert proxy.page(cells, facts).count("stale: code") == 1
+    assert proxy.page(cells, facts).count("| `fedcba98` |") == 1
     proxy.draw(cells, files / "a.svg")
     assert (files / "a.svg").stat().st_size > 1000
