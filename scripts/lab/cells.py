@@ -194,9 +194,11 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def chosen_of(args: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Path]:
-    """The recipes that a command is about; refuses a name that is none, and `--again` without names."""
+    """The recipes that a command is about; refuses what does not go together."""
     if unknown := sorted(set(args.names) - recipes().keys()):
         parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(recipes())}")
+    if args.check and args.long:
+        parser.error("--check replays cells, which --long is not about")
     if args.again and not args.names:
         parser.error("--again wants the names of recipes")
     wanted: Sequence[str] = args.names or (CHECKED if args.check else LONG if args.long else tuple(recipes()))
