@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from flowrl.evaluation.suite import Item, Line, Part, Row, line_of
@@ -81,11 +81,6 @@ def prompt_line(
         mean = math.fsum(own) / len(own) if own else math.nan
         values[texts[key]] = (*values.get(texts[key], ()), mean)
     return line_of(name, (Part(values),), len(rows), sum(map(len, found.values())), bounds=bounds, output=output)
-
-
-def mean_of_kinds(name: str, parts: Mapping[str, Part], n_images: int, n_scored: int, seed: int = 0) -> Line:
-    """The unweighted mean of the percents of parts that share their prompts, by `mean_of_parts`."""
-    return mean_of_parts(name, list(parts.values()), n_images, n_scored, bounds=PERCENT, seed=seed)
 
 
 def mean_of_parts(

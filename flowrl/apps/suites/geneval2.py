@@ -16,19 +16,7 @@ from flowrl.apps.suites._points import PERCENT, answers_of, by_kind, has_points,
 from flowrl.apps.suites._reading import records_of, text_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.questions import arithmetic_mean, geometric_mean
-from flowrl.evaluation.suite import (
-    Facts,
-    Item,
-    Row,
-    Table,
-    by_tag,
-    chosen_output,
-    line,
-    outputs_of,
-    require_path,
-    score,
-    tags_of,
-)
+from flowrl.evaluation.suite import Facts, Item, Row, Table, by_tag, chosen_output, line, require_path, score, tags_of
 
 LEVEL = "experimental"
 FACTS = Facts(
@@ -103,6 +91,6 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
         line(tag, [group], score(main), scale=100.0, output=main, bounds=bounds)
         for tag, group in by_tag(rows, items, atoms).items()
     ]
-    for output in dict.fromkeys((AM, main) if AM in outputs_of(rows) else (main,)):
+    for output in dict.fromkeys((AM, main) if any(AM in row.scores for row in rows) else (main,)):
         lines.append(line(output, [rows], score(output), scale=100.0, output=output, bounds=bounds))
     return Table(tuple(lines), main)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.apps.suites._points import PERCENT, POINT, answers_of, by_kind, has_points, known, mean_of_kinds
+from flowrl.apps.suites._points import PERCENT, POINT, answers_of, by_kind, has_points, known, mean_of_parts
 from flowrl.apps.suites._reading import keep_once, records_of, text_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import is_mapping
@@ -165,7 +165,8 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
         lines += [wide[name] for name in sorted(wide)]
         scored = sum(row.scores.get(main) is not None for row in rows)
         headline = "overall" if len(wide) == 10 else f"overall of {len(wide)} dimensions"
-        lines.append(mean_of_kinds(headline, {name: each.parts[0] for name, each in wide.items()}, len(rows), scored))
+        parts = [each.parts[0] for each in wide.values()]
+        lines.append(mean_of_parts(headline, parts, len(rows), scored, bounds=PERCENT))
     lines.append(line("mean of images", [rows], score(main), scale=100.0, output=main, bounds=bounds))
     return Table(tuple(lines), headline)
 

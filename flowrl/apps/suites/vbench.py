@@ -33,17 +33,16 @@ from flowrl.evaluation.suite import (
     Facts,
     Item,
     Line,
-    Part,
     Row,
     Table,
     by_tag,
     chosen_output,
     line,
-    outputs_of,
     part,
     require_path,
     score,
 )
+from flowrl.evaluation.suite_intervals import Part
 
 LEVEL = "experimental"
 FACTS = Facts(
@@ -142,7 +141,7 @@ def items(path: Path | None) -> list[Item]:
 
 def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
     """Each dimension, then the weighted scores of those that were judged; of another judge its mean by dimension."""
-    if not any(output.startswith(OFFICIAL) for output in outputs_of(rows)):
+    if not any(name.startswith(OFFICIAL) for row in rows for name in row.scores):
         return _of_another_judge(rows, items)
     groups = _judged(rows, items)
     parts = {name: _normalised(name, own) for name, own in groups.items()}

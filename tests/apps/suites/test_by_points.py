@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flowrl.apps.suites import geneval2, unigenbench
-from flowrl.apps.suites._points import mean_of_kinds
+from flowrl.apps.suites._points import PERCENT, mean_of_parts
 from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suite import Part, Row
 from tests.apps.suites.written import means, rows_of
@@ -91,8 +91,8 @@ def test_the_interval_of_the_overall_score_draws_a_prompt_with_all_its_points(co
     """Two dimensions with the same values: their mean varies as one does, not by the root of two less."""
     values = 100 * np.random.default_rng(0).random(count)
     one = Part({f"p{n}": (float(value),) for n, value in enumerate(values)})
-    single = mean_of_kinds("x", {"a": one}, count, count)
-    double = mean_of_kinds("x", {"a": one, "b": one}, count, count)
+    single = mean_of_parts("x", [one], count, count, bounds=PERCENT)
+    double = mean_of_parts("x", [one, one], count, count, bounds=PERCENT)
     assert double.high - double.low == pytest.approx(single.high - single.low, rel=1e-6)
     assert double.mean == pytest.approx(single.mean)
     error = values.std(ddof=1) / count**0.5
@@ -101,12 +101,12 @@ def test_the_interval_of_the_overall_score_draws_a_prompt_with_all_its_points(co
 
 def test_prompts_with_more_points_but_the_same_share_make_no_interval_wide():
     part = Part({f"p{n}": (0.0, 100.0) * n for n in range(1, 9)})
-    line = mean_of_kinds("x", {"a": part, "b": part}, 8, 8)
+    line = mean_of_parts("x", [part, part], 8, 8, bounds=PERCENT)
     assert (line.low, line.mean, line.high) == pytest.approx((50, 50, 50))
 
 
 def test_a_dimension_of_one_prompt_leaves_the_overall_score_without_an_interval():
-    line = mean_of_kinds("x", {"a": Part({"p": (0.0,), "q": (100.0,)}), "b": Part({"p": (50.0,)})}, 2, 2)
+    line = mean_of_parts("x", [Part({"p": (0.0,), "q": (100.0,)}), Part({"p": (50.0,)})], 2, 2, bounds=PERCENT)
     assert (line.mean, math.isnan(line.low), math.isnan(line.high)) == (50.0, True, True)
 
 

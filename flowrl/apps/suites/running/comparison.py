@@ -158,6 +158,18 @@ def markdown(suite: Suite, tables: dict[str, Table], changes: Sequence[Change], 
     return "\n".join(lines)
 
 
+def noise_text(noise: dict[str, dict[str, float]]) -> str:
+    """The Markdown section on it; "" without one."""
+    if not noise:
+        return ""
+    lines = ["## The judge's own noise", "", "The same images, judged twice by the same judge.", ""]
+    lines += ["| output | sd of a score | floor of a difference | shift | images |", "|---|---|---|---|---|"]
+    for name, found in noise.items():
+        values = " | ".join(_number(found[key]) for key in ("sd", "floor", "shift"))
+        lines.append(f"| {name} | {values} | {found['n']:.0f} |")
+    return "\n".join([*lines, "", "A difference below the floor is within that noise.", ""])
+
+
 def unlike(headers: dict[str, dict[str, Any]]) -> str:
     """A sentence about settings in which the model and the base differ, which then are a part of every difference."""
     keys = ("pipeline", "steps", "guidance", "arguments", "dtype", "scheduler")

@@ -113,11 +113,15 @@ def _make(options: Options, task: Task, every: Sequence[Item], folders: dict[str
 def _begin(
     options: Options, name: str, folder: ResultsFolder, every: Sequence[Item], judge: RewardJudge | None, world: World
 ) -> Drawing:
-    """Load a model and begin its folder."""
-    loaded = _load(options, name)
-    drawing = _drawing(options, loaded, world, videos=folder.videos)
+    """Load a model on this process's device and begin its folder."""
+    loaded, making = _load(options, name), options.making
+    loaded.pipeline.to(world.device)
+    loaded.pipeline.set_progress_bar_config(disable=True)
+    call = call_of(loaded.pipeline, loaded.call, making.steps, making.guidance, making.settings)
+    drawing = Drawing(loaded.pipeline, call, making.seed, folder.videos)
+    drawing.require_text_to_image()
     made = _identity(options, every) | {
-        key: value for key, value in loaded.origin(dict(drawing.call), options.making.guidance).items() if key != "run"
+        key: value for key, value in loaded.origin(dict(call), making.guidance).items() if key != "run"
     }
     scheduler = loaded.pipeline.scheduler
     config = {key: value for key, value in dict(scheduler.config).items() if not key.startswith("_")}
@@ -153,17 +157,6 @@ def _load(options: Options, name: str) -> Judged:
             remedies=[Remedy(without="--suite")],
         )
     return result
-
-
-def _drawing(options: Options, loaded: Judged, world: World, *, videos: bool) -> Drawing:
-    """The pipeline on this process's device, with the arguments of its call."""
-    pipeline, making = loaded.pipeline, options.making
-    pipeline.to(world.device)
-    pipeline.set_progress_bar_config(disable=True)
-    call = call_of(pipeline, loaded.call, making.steps, making.guidance, making.settings)
-    drawing = Drawing(pipeline, call, making.seed, videos)
-    drawing.require_text_to_image()
-    return drawing
 
 
 def _take_results(options: Options, task: Task, every: Sequence[Item], folders: dict[str, ResultsFolder]) -> None:

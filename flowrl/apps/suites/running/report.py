@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl.apps.suites.running.comparison import compare, markdown, plain, unlike
+import numpy as np
+
+from flowrl.apps.suites.running.comparison import compare, markdown, noise_text, plain, unlike
 from flowrl.apps.suites.running.folder import ResultsFolder
-from flowrl.apps.suites.running.judge_noise import judge_noise, noise_text
 from flowrl.apps.suites.running.options import Options
 from flowrl.apps.suites.running.runner import Task, rows_of
 from flowrl.core.files import json_ready, write_atomically
+from flowrl.data.prompts import distinct_numbers
 from flowrl.evaluation import moved
-from flowrl.evaluation.suite import Row, Table
+from flowrl.evaluation.suite import Row, Table, outputs_of
+from flowrl.statistics.repeats import noise_floor
 
 TABLE, RESULT = "table.md", "result.json"
 
@@ -36,7 +40,7 @@ def report(
     changes = compare(tables["base"], tables["model"], lower) if "base" in tables else []
     note = _note(options, task, listed, headers["model"]) + unlike(headers)
     named = {f"{name}: {options.models()[name]}": table for name, table in tables.items()}
-    noise = judge_noise(task, folders["base" if "base" in folders else "model"])
+    noise = _judge_noise(task, folders["base" if "base" in folders else "model"])
     change = _image_change(task, folders)
     page = markdown(suite, named, changes, note, change)
     pair_text = f"{pairs[1].rstrip()} {change}\n" if pairs[1] else ""
@@ -80,6 +84,21 @@ def _note(options: Options, task: Task, listed: int, header: dict[str, Any]) -> 
         f"{made['pipeline']}, {made['steps']} steps, guidance {made['guidance']}, {made['dtype']}, seed "
         f"{options.making.seed}{lora}. Judge: {', '.join(header['judged_by']) or 'none'}{foreign}."
     )
+
+
+def _judge_noise(task: Task, folder: ResultsFolder) -> dict[str, dict[str, float]]:
+    """Output -> what `noise_floor` says of it, of the same images judged twice (`--rejudge`); {}: they were once."""
+    before, now = folder.judged_before(), rows_of(task, folder)
+    if not before:
+        return {}
+    shape, groups = (len(task.items), task.samples), np.array(distinct_numbers([item.text for item in task.items]))
+
+    def table(rows: Sequence[Row | None], name: str) -> np.ndarray:
+        values = [math.nan if row is None or row.scores.get(name) is None else row.scores[name] for row in rows]
+        return np.array(values, dtype=np.float64).reshape(shape)
+
+    earlier = [before.get((item.id, k)) for item, k in task.all()]
+    return {name: noise_floor(table(earlier, name), table(now, name), groups) for name in outputs_of(now)}
 
 
 def _image_change(task: Task, folders: Mapping[str, ResultsFolder]) -> str:
