@@ -29,19 +29,7 @@ from flowrl.apps.suites._reading import id_of, keep_once, last_of, text_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import read_text
 from flowrl.display.console import log
-from flowrl.evaluation.suite import (
-    Facts,
-    Item,
-    Line,
-    Row,
-    Table,
-    by_tag,
-    chosen_output,
-    line,
-    part,
-    require_path,
-    score,
-)
+from flowrl.evaluation.suite import Facts, Item, Row, Table, by_tag, chosen_output, line, part, require_path, score
 from flowrl.evaluation.suite_intervals import Part
 
 LEVEL = "experimental"
@@ -179,7 +167,10 @@ def _judged(rows: Sequence[Row], items: Sequence[Item]) -> dict[str, list[Row]]:
 
 def _table(groups: dict[str, list[Row]], parts: dict[str, Part], named: Callable[[str, int, int], str]) -> Table:
     """The lines; `named` gives the name of a weighted score of so many of so many dimensions."""
-    lines = [_line(name, own) for name, own in groups.items()]
+    lines = []
+    for name, own in groups.items():
+        bounds = None if name in _NOT_SHARES else (0.0, 1.0)
+        lines.append(line(name, [own], score(OFFICIAL + name), output=OFFICIAL + name, bounds=bounds))
     for name, both in (("quality", (QUALITY,)), ("semantic", (SEMANTIC,)), ("total", (QUALITY, SEMANTIC))):
         weighted: list[Part] = []
         for half in both:
@@ -196,11 +187,6 @@ def _table(groups: dict[str, list[Row]], parts: dict[str, Part], named: Callable
         title = named(name, len(weighted), len(every))
         lines.append(mean_of_parts(title, weighted, len(videos), scored))
     return Table(tuple(lines), lines[-1].name if lines else "")
-
-
-def _line(name: str, rows: Sequence[Row]) -> Line:
-    bounds = None if name in _NOT_SHARES else (0.0, 1.0)
-    return line(name, [rows], score(OFFICIAL + name), output=OFFICIAL + name, bounds=bounds)
 
 
 def _known(row: Row, name: str) -> bool:

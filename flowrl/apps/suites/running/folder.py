@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -25,12 +25,8 @@ from flowrl.core.files import is_mapping, json_ready, read_object, write_atomica
 from flowrl.evaluation.suite import Item, Row
 from flowrl.media import media
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 FORMAT = "flowrl-suite-1"
 HEADER, LINES, IMAGES = "header.json", "samples.jsonl", "images"
-T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +200,7 @@ def _read_lines(files: Iterable[Path]) -> dict[tuple[str, int], Row]:
     return {(row.id, row.k): row for file in files for row in lines_of(file, Row)}
 
 
-def lines_of(file: Path, kind: type[T]) -> Iterator[T]:
+def lines_of(file: Path, kind: type[Any]) -> Iterator[Any]:
     """The dataclasses of a .jsonl, an empty line and the torn one of a call that was killed left out."""
     names = {one.name for one in fields(kind)}
     for text in file.read_text(encoding="utf-8", errors="replace").split("\n"):

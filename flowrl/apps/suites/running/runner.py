@@ -109,7 +109,9 @@ def fill(task: Task, folder: ResultsFolder, draw: Draw, judge: Judge | None, wor
     bar = Progress(sum(map(len, own)), task.suite.name, show=world.main)
     for unit in own:
         for batch in _batches([one for one in unit if not folder.image(*one).is_file()], task.batch_size):
-            _draw(task, folder, draw, batch)
+            for (item, k), image in zip(batch, draw(batch), strict=True):
+                seed = seed_of(task.base_seed, item.id, k)
+                folder.keep(image, item, k, {"prompt": item.text, "id": item.id, "k": k, "seed": seed})
         if judge is not None:
             lines.add(_judged(task, folder, judge, unit))
         bar.update(len(unit))
@@ -151,13 +153,6 @@ def _row(task: Task, folder: ResultsFolder, sample: Sample) -> Row:
     item, k = sample
     file = folder.image(item, k).relative_to(folder.path).as_posix()
     return Row(item.id, item.text, k, seed_of(task.base_seed, item.id, k), file)
-
-
-def _draw(task: Task, folder: ResultsFolder, draw: Draw, batch: Sequence[Sample]) -> None:
-    for (item, k), image in zip(batch, draw(batch), strict=True):
-        folder.keep(
-            image, item, k, {"prompt": item.text, "id": item.id, "k": k, "seed": seed_of(task.base_seed, item.id, k)}
-        )
 
 
 def _judged(task: Task, folder: ResultsFolder, judge: Judge, unit: Sequence[Sample]) -> list[Row]:
