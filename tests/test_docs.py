@@ -28,8 +28,8 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page: Path):
-    # The notes are parts of pages in docs/.
-    base = page.parent.parent if page.name == "notes.md" else page.parent
+    # The notes on rewards are a part of a page in docs/.
+    base = page.parent.parent if page.parts[-2:] == ("rewards", "notes.md") else page.parent
     for file, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
         target = base / file if file else page
         assert target.exists(), file
