@@ -13,15 +13,15 @@ from torch import Tensor
 
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.contracts.laws import Law, law, require
-from flowrl.core.types import Step
+from flowrl.contracts.orders import PATHS, require_order
+from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.plan import StepPlan
-from flowrl.diffusion.process import FlowProcess, PredictionType, Process, VPProcess, euler_mean
+from flowrl.diffusion.process import PredictionType, Process, euler_mean
 from flowrl.diffusion.schedules import Schedule, shifted_linspace
 from flowrl.samplers.base import Sampler, StepDistribution
 
 STEPS = 10
 FORMS = ("mean", "sum", "unscaled", "position")
-PATHS: dict[str, tuple[Process, PredictionType]] = {"flow": (FlowProcess(), "velocity"), "vp": (VPProcess(), "eps")}
 REFUSED = 0.01
 """Share of the steps of all grids that a law may refuse: those next to pure noise."""
 
@@ -311,7 +311,18 @@ def every_grid_without_noise(sampler: Sampler) -> str:
     return "deterministic"
 
 
+@law("order", "halving the steps divides the error of the marginals of Gaussian data by 2^order, or more")
+def order(sampler: Sampler) -> str:
+    def advance(
+        process: Process, prediction: Prediction, x: Tensor, step: Step, noise: Tensor, before: object
+    ) -> tuple[Tensor, None]:
+        return sampler.transition(process, prediction, x, step).sample(noise), None
+
+    found = [require_order(sampler.order, advance, each.path, each.level) for each in on_each(sampler)]
+    return f"order {sampler.order}; measured {', '.join(found)}"
+
+
 LAWS: tuple[Law[Sampler], ...] = (
     *(declared, paths, without_noise, with_noise, half_precision, rows, inputs_alone, velocity_gain, direction),
-    *(density, gradient, every_grid, every_grid_without_noise),
+    *(density, gradient, every_grid, every_grid_without_noise, order),
 )

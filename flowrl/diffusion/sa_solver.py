@@ -59,6 +59,10 @@ class SaSolver(Solver):
     stochastic = True
     least_steps = 3
 
+    @property
+    def order(self) -> int:
+        return 2
+
     def grid(self, schedule: Schedule) -> Schedule:
         return sa_schedule(schedule)
 

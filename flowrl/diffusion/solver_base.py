@@ -47,6 +47,11 @@ class Solver:
     least_steps: ClassVar[int] = 1
     """Steps that a grid must have."""
 
+    @property
+    def order(self) -> int:
+        """The power of the step with which its error falls."""
+        return 1
+
     def grid(self, schedule: Schedule) -> Schedule:
         """The grid that it walks in place of `schedule`.
 

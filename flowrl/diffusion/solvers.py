@@ -48,6 +48,10 @@ class Dpm(Solver):
     weight: Callable[[Tensor, Tensor], Tensor] | None = None
     """Weight of D1 / alpha' from 1 - e^-H and H, [B] float64 each; None: order 1."""
 
+    @property
+    def order(self) -> int:
+        return 1 if self.weight is None else 2
+
     def step(
         self, prediction: Prediction, here: Node, before: Node | None, *, last: bool = False
     ) -> tuple[Tensor, Node]:

@@ -132,6 +132,9 @@ class Sampler(ABC):
     """Bound on the noise level: beyond it more noise than sigma' would be left."""
     noise_key: ClassVar[str] = "noise_level"
     """The option that is its noise level."""
+    order: ClassVar[int] = 0
+    """The power of the step with which the marginals tend to the path's own, at the default noise level; 0: they need
+    not. (Without noise every sampler is the deterministic step, of order 1.)"""
 
     def __init__(self, config: Any = None) -> None:
         self.config = config
@@ -193,6 +196,8 @@ class FlowSampler(Sampler):
         mean = x + (v + g^2 / (2 sigma) * eps_hat) * dt
         std  = g * sqrt(-dt)
     """
+
+    order = 1
 
     @abstractmethod
     def diffusion(self, step: Step) -> Tensor:

@@ -51,6 +51,7 @@ class Cps(Sampler):
     log_prob_form = "unscaled"
     kl_divisor = "variance"
     largest = 1.0
+    order = 0  # the redrawn share does not shrink with the step
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         std = step.sigma_next * (step.noise_level * (math.pi / 2)).sin()

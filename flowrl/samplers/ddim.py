@@ -73,6 +73,7 @@ def direction(step: Step) -> Tensor:
 class Ddim(Sampler):
     noise_key = "eta"
     largest = 1.0
+    order = 1
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         std = vp_std(step) if isinstance(process, VPProcess) else any_path_std(step)

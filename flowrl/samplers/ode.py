@@ -23,6 +23,8 @@ class Config:
 
 
 class Ode(Sampler):
+    order = 1
+
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         return StepDistribution(mean=euler_mean(process, prediction, step), std=torch.zeros_like(step.sigma))
 

@@ -149,6 +149,12 @@ class AfraidOfNoise(Sound):
         return super().transition(process, prediction, x, step)
 
 
+class Ambitious(Sound):
+    """A fourth of the variance is drawn anew however short the step is, so no marginal is kept."""
+
+    order = 1
+
+
 BREAKS: dict[str, type[Sampler]] = {
     "declarations": Misdeclared,
     "paths": Nowhere,
@@ -163,6 +169,7 @@ BREAKS: dict[str, type[Sampler]] = {
     "gradient": Frozen,
     "every grid": Picky,
     "every grid without noise": AfraidOfNoise,
+    "order": Ambitious,
 }
 
 
@@ -175,3 +182,12 @@ def test_a_sound_sampler_of_one_method_keeps_every_law():
 def test_each_law_finds_the_sampler_that_breaks_it(law):
     with pytest.raises(ContractError, match=law.name):
         law.hold(BREAKS[law.name](Sound.Config()))
+
+
+@pytest.mark.parametrize(("name", "order"), [("cps", 1), ("ode", 2), ("ddim", 2), ("flow_sde", 2), ("memoryless", 2)])
+def test_an_order_that_is_too_high_is_refused_with_the_one_that_was_measured(name, order, monkeypatch):
+    sampler = build(name)
+    monkeypatch.setattr(type(sampler), "order", order)
+    (law,) = (law for law in LAWS if law.name == "order")
+    with pytest.raises(ContractError, match=rf"declares order {order}, and half.*\n.*order = {order - 1}, or"):
+        law.hold(sampler)
