@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.apps.gallery.movement import shared_pairs
-from flowrl.apps.gallery.runs import Evaluation, Run, number
+from flowrl.apps.gallery.runs import Evaluation, Run, value_at
 from flowrl.evaluation.moved import bright_pairs
 from flowrl.statistics import paired
 from flowrl.statistics.scales import FAINT
@@ -76,18 +76,15 @@ class Evidence:
             tree = tree[part]
         return tree
 
-    def has(self, key: str) -> bool:
-        """Whether config.yaml has a value other than null there."""
-        try:
-            return self.option(key) is not None
-        except Lacking:
-            return False
+    def given(self, key: str, default: Any = None) -> Any:
+        """The value at a dotted key, or `default` where there is none or null."""
+        found = value_at(self.run.config, *key.split("."))
+        return default if found is None else found
 
     @cached_property
     def updates(self) -> int:
         """Optimizer steps that an iteration's samples go through."""
-        passes = self.option("algorithm.passes") if self.has("algorithm.passes") else 1
-        return int(self.option("optim.updates_per_iteration")) * int(passes)
+        return int(self.option("optim.updates_per_iteration")) * int(self.given("algorithm.passes", 1))
 
     @property
     def steps(self) -> int:
@@ -126,6 +123,15 @@ class Evidence:
     def trains_noise(self) -> bool:
         """The method trains the distribution of the initial noise (FIND), not the network."""
         return "noise/std" in self.columns
+
+    @cached_property
+    def skipped(self) -> float:
+        """Share of the updates that were skipped; 0 where no row says."""
+        return float(self.column("optim/skipped").mean()) if "optim/skipped" in self.columns else 0.0
+
+    def log_ratio(self) -> float:
+        """Typical RMS log ratio within an iteration."""
+        return math.sqrt(2 * float(np.median(self.column("policy/approx_kl"))))
 
     @property
     def live(self) -> bool:
@@ -246,13 +252,6 @@ class Evidence:
         if not found:
             raise Lacking("no image of the same prompt and seed is saved for both evaluations")
         return found
-
-
-def summary_number(tree: Any, *keys: str) -> float:
-    """The number at nested keys of plain data; NaN without one."""
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return number(tree)
 
 
 def text(value: float) -> str:

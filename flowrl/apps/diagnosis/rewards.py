@@ -108,7 +108,11 @@ def reward_noise(seen: Evidence) -> Seen | None:
     halves = [np.nanmean(before[:, start::2], axis=1) for start in (0, 1)]
     by_seed, prompts = _correlation(*halves)
     by_time, images = _correlation(before.ravel(), after.ravel())
-    ends = [_upper(r, n) for r, n in ((by_seed, prompts), (by_time, images))]
+    # Upper ends of the 95 % intervals of the two correlations (Fisher's z).
+    ends = [
+        1.0 if n < 4 or r >= 1 else math.tanh(math.atanh(max(r, -0.999)) + NORMAL / math.sqrt(n - 3))
+        for r, n in ((by_seed, prompts), (by_time, images))
+    ]
     if math.isnan(by_seed) or math.isnan(by_time) or max(ends) >= RELIABLE:
         return None
     reliability = max(2 * by_seed / (1 + by_seed), 0.0)  # Spearman-Brown: of all seeds together
@@ -129,11 +133,6 @@ def _correlation(one: np.ndarray, other: np.ndarray) -> tuple[float, int]:
     if len(one) < 4 or not np.ptp(one) or not np.ptp(other):
         return math.nan, len(one)
     return float(np.corrcoef(one, other)[0, 1]), len(one)
-
-
-def _upper(r: float, n: int) -> float:
-    """Upper end of the 95 % interval of a correlation of n pairs (Fisher's z)."""
-    return 1.0 if n < 4 or r >= 1 else math.tanh(math.atanh(max(r, -0.999)) + NORMAL / math.sqrt(n - 3))
 
 
 def too_few_samples(seen: Evidence) -> Seen | None:

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from flowrl.apps.diagnosis.evidence import Change, Evidence, Lacking, Number, Seen, summary_number, text
+from flowrl.apps.diagnosis.evidence import Change, Evidence, Lacking, Number, Seen, text
+from flowrl.apps.gallery.runs import number, value_at
 
 CUT_SHARE = 0.05
 """Share of the prompts that are cut: below it a prompt of an iteration of 8 is cut every third iteration."""
@@ -38,7 +39,7 @@ def evaluation_differs(seen: Evidence) -> Seen | None:
     if seen.run.subject.name == "no prompts" or seen.rose:
         return None
     base = seen.base
-    own = "algorithm.guidance_scale" if seen.has("algorithm.guidance_scale") else "rollout.guidance_scale"
+    own = "algorithm.guidance_scale" if seen.given("algorithm.guidance_scale") is not None else "rollout.guidance_scale"
     settings = (
         ("num_inference_steps", "denoising steps", base.num_inference_steps, "rollout.num_inference_steps"),
         ("guidance_scale", "guidance scales", base.guidance_scale, own),
@@ -63,9 +64,9 @@ def text_cut(seen: Evidence) -> Seen | None:
     facts = seen.run.provenance.get("text")
     if not isinstance(facts, dict) or not facts:
         raise Lacking("provenance.json has no lengths of the prompts")
-    name = min(facts, key=lambda n: summary_number(facts, n, "cut"))
-    share = summary_number(facts, name, "cut")
-    longest, limit = (summary_number(facts, name, key) for key in ("longest", "limit"))
+    name = min(facts, key=lambda n: number(value_at(facts, n, "cut")))
+    share = number(value_at(facts, name, "cut"))
+    longest, limit = (number(value_at(facts, name, key)) for key in ("longest", "limit"))
     if not share > CUT_SHARE:
         return None
     whole = f"{longest:.0f} if the encoder can; or shorter prompts"
@@ -74,7 +75,10 @@ def text_cut(seen: Evidence) -> Seen | None:
         f"Every text encoder cuts prompts off. The {name} that cuts fewest has {limit:.0f} tokens, the longest prompt "
         f"{longest:.0f}, and {share:.0%} of the prompts lose their end.",
         Number("share of prompts that are cut", share, CUT_SHARE),
-        Change("model.max_sequence_length" if seen.has("model.max_sequence_length") else "data.prompts", whole),
+        Change(
+            "model.max_sequence_length" if seen.given("model.max_sequence_length") is not None else "data.prompts",
+            whole,
+        ),
     )
 
 

@@ -64,12 +64,11 @@ def dead_groups(seen: Evidence) -> Seen | None:
 
 def clip_never(seen: Evidence) -> Seen | None:
     """A policy that stays so close to itself within an iteration that the clip is never met."""
-    clipped, kl = seen.column("policy/clip_fraction"), seen.column("policy/approx_kl")
+    clipped, log_ratio = seen.column("policy/clip_fraction"), seen.log_ratio()
     seen.require_steps(SPOKEN_FOR)
     if seen.trains_noise or seen.updates < 2 or clipped.any() or seen.moved or seen.faint:
         return None  # one update an iteration: the ratio is 1 whatever the policy does
-    clip = float(seen.option("algorithm.clip_range")) if seen.has("algorithm.clip_range") else SMALLEST_CLIP
-    log_ratio = math.sqrt(2 * float(np.median(kl)))
+    clip = float(seen.given("algorithm.clip_range", SMALLEST_CLIP))
     if log_ratio >= UNUSED * clip:
         return None
     rate = float(seen.option("optim.learning_rate"))
@@ -90,11 +89,9 @@ def clip_always(seen: Evidence) -> Seen | None:
     share = min(float(clipped.mean()) / (1 - 1 / seen.updates), 1.0)
     if share <= CLIPPED:
         return None
-    clip = seen.option("algorithm.clip_range") if seen.has("algorithm.clip_range") else None
-    if clip is not None and "policy/approx_kl" in seen.columns:
-        log_ratio = math.sqrt(2 * float(np.median(seen.column("policy/approx_kl"))))
-        if log_ratio < PAST_CLIP * float(clip):
-            return None
+    clip = seen.given("algorithm.clip_range")
+    if clip is not None and "policy/approx_kl" in seen.columns and seen.log_ratio() < PAST_CLIP * float(clip):
+        return None
     return Seen(
         share,
         f"The clip takes the gradient of {share:.0%} of the terms that it can reach: those after the first of "
@@ -110,9 +107,7 @@ def ratio_below_one(seen: Evidence) -> Seen | None:
     if seen.trains_noise or "policy/approx_kl" not in seen.columns:
         seen.column("policy/ratio_mean")
         return None  # a ratio of errors, not of densities: its mean need not be 1
-    worst, where, clip = 0.0, "", SMALLEST_CLIP
-    if seen.has("algorithm.clip_range"):
-        clip = float(seen.option("algorithm.clip_range"))
+    worst, where, clip = 0.0, "", float(seen.given("algorithm.clip_range", SMALLEST_CLIP))
     for name in names:
         drop = 1 - seen.column(name, TREND_ROWS)
         mean, error = float(drop.mean()), float(drop.std(ddof=1)) / math.sqrt(len(drop))
@@ -132,13 +127,12 @@ def ratio_below_one(seen: Evidence) -> Seen | None:
 def gradient_explodes(seen: Evidence) -> Seen | None:
     """A gradient norm that grows tenfold past its clip, or updates that are skipped."""
     rate = float(seen.option("optim.learning_rate"))
-    skipped = float(seen.column("optim/skipped").mean()) if "optim/skipped" in seen.columns else 0.0
     change = Change("optim.learning_rate", f"{rate / 10:g}")
     if seen.trains_noise:  # the gradient of a log density grows as 1 / std
         change = Change("algorithm.least_std", "0.5: single values of the noise have lost their std")
-    if skipped > SKIPPED and skipped * seen.steps > AMP_SEARCH:
-        sentence = f"{skipped:.0%} of the updates were skipped, since their gradient was not finite."
-        return Seen(1.0, sentence, Number("optim/skipped", skipped, SKIPPED), change)
+    if seen.skipped > SKIPPED and seen.skipped * seen.steps > AMP_SEARCH:
+        sentence = f"{seen.skipped:.0%} of the updates were skipped, since their gradient was not finite."
+        return Seen(1.0, sentence, Number("optim/skipped", seen.skipped, SKIPPED), change)
     first, last = seen.quarters("grad/norm")
     bound = seen.option("optim.max_grad_norm")
     if not first or last <= GROWTH * first or (bound is not None and last <= float(bound)):
@@ -157,8 +151,7 @@ def gradient_vanishes(seen: Evidence) -> Seen | None:
     if "advantage/dead_group_share" in seen.columns:
         dead = seen.run.curve("advantage/dead_group_share")[1]
         norm = norm[dead < 1] if len(dead) == len(norm) else norm
-    skipped = float(seen.column("optim/skipped").mean()) if "optim/skipped" in seen.columns else 0.0
-    if len(norm) < 2 or seen.moved or skipped > SKIPPED or seen.faint:
+    if len(norm) < 2 or seen.moved or seen.skipped > SKIPPED or seen.faint:
         return None  # weights that are not finite any more have other gradients
     typical = float(np.median(norm))
     if typical >= eps:
@@ -186,7 +179,7 @@ def kl_runaway(seen: Evidence) -> Seen | None:
         around = values[middle - tenth // 2 : middle + (tenth + 1) // 2]
         before, last = float(np.median(around)), float(np.median(values[-tenth:]))
         if before > 0 and last > CUBIC * before and last > CUBIC * float(np.median(values[:middle])):
-            coef = seen.option("algorithm.kl.coef") if seen.has("algorithm.kl.coef") else 0.0
+            coef = seen.given("algorithm.kl.coef", 0.0)
             kl = f"{10 * float(coef):g}" if coef else "0.01"
             return Seen(
                 min(math.log10(last / before) / 2, 1.0),
@@ -231,5 +224,8 @@ def weights_hardly_move(seen: Evidence) -> Seen | None:
         1 - found.levels,
         movement.of_run_in_words(seen.run),
         Number("mean difference of the images", found.levels, HALF_LEVEL),
-        Change("optim.learning_rate", f"{10 * rate:g}" + (", or a larger model.lora.alpha" * seen.has("model.lora"))),
+        Change(
+            "optim.learning_rate",
+            f"{10 * rate:g}" + (", or a larger model.lora.alpha" * (seen.given("model.lora") is not None)),
+        ),
     )

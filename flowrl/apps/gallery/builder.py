@@ -89,6 +89,16 @@ def render(runs: Sequence[Run], place: Place, *, alike: bool, live: Mapping[str,
 @functools.cache
 def _environment() -> jinja2.Environment:
     """The templates; a live page is built often, and they are compiled once."""
+
+    def source(folder: str, suffix: str, names: Sequence[str]) -> Markup:
+        """Style or script files of the templates, as they are, one after the other."""
+        files = [TEMPLATES / folder / f"{name}.{suffix}" for name in names]
+        return Markup("\n".join(file.read_text(encoding="utf-8") for file in files))
+
+    def csp_hash(script: str) -> str:
+        """Source expression of the content security policy that allows this script alone."""
+        return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -96,20 +106,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["source"] = _source
-    environment.filters["csp_hash"] = _csp_hash
+    environment.globals["source"] = source
+    environment.filters["csp_hash"] = csp_hash
     return environment
-
-
-def _source(folder: str, suffix: str, names: Sequence[str]) -> Markup:
-    """Style or script files of the templates, as they are, one after the other."""
-    files = [TEMPLATES / folder / f"{name}.{suffix}" for name in names]
-    return Markup("\n".join(file.read_text(encoding="utf-8") for file in files))
-
-
-def _csp_hash(script: str) -> str:
-    """Source expression of the content security policy that allows this script alone."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _write(output: Path, page: str) -> None:

@@ -1,4 +1,4 @@
-"""Curves and intervals as inline SVG, without a plotting library or a script.
+"""Charts of a report and of a comparison as inline SVG, without a plotting library: curves, points, intervals.
 
 Coordinates are SVG user units (px at the natural size); the page scales a chart to its column. The style sheet gives
 the classes `s0`, `s1`, ... their colours, for light and dark.
@@ -8,95 +8,159 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from markupsafe import Markup, escape
 
-WIDTH, HEIGHT = 360, 196
-LEFT, RIGHT, TOP, BOTTOM = 50, 10, 12, 24
+from flowrl.apps.gallery.ticks import compact, nice_ticks, tick_labels
+
 COLORS = 6
 """Number of series colours in the style sheet; further series repeat them."""
-
 MAX_POINTS = 400
 SMOOTH_FROM = 40
 """Least number of points of a curve that is smoothed, by a moving mean over a twentieth of them."""
+_DOTS = 40
+"""Most points of a run's curve in a comparison that are dots too."""
 
-Scale = Callable[[np.ndarray | float], np.ndarray]
-"""Function from data to user units."""
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """Look of a recipe: one of `COLORS` colours; every further round of them another dash and marker."""
+
+    number: int
+
+    @property
+    def color(self) -> str:
+        return f"s{self.number % COLORS}"
+
+    @property
+    def classes(self) -> str:
+        return f"{self.color} d{self.number // COLORS % 3}"
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve: `y` [N] over the iterations `x` [N], ascending; NaN breaks the line."""
+    """One curve: `y` [N] over `x` [N], ascending; NaN breaks the line."""
 
     label: str
     x: np.ndarray
     y: np.ndarray
     markers: bool = False
     """Whether points are drawn as dots on a thin line and never smoothed, for sparse measurements."""
+    style: Style | None = None
+    """Look of a run in a comparison, whose legend names all runs; None: by its place, and named under the chart."""
 
 
-def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About `count` round numbers that cover [low, high].
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A run at a cost, with the interval of its result; NaN bounds: none."""
 
-    >>> nice_ticks(0.0, 0.93)
-    [0.0, 0.25, 0.5, 0.75, 1.0]
-    >>> nice_ticks(3.0, 3.0)
-    [2.0, 3.0, 4.0]
-    >>> nice_ticks(1.5, 1.5)
-    [0.0, 1.0, 2.0, 3.0]
-    >>> nice_ticks(0.0, 0.0)
-    [0.0, 1.0]
-    """
-    if low == high == 0:
-        # A count, share or time that never left 0: nothing below it.
-        return [0.0, 1.0]
-    if high <= low:
-        # Round ticks on both sides of a constant curve of any size.
-        pad = 10.0 ** math.floor(math.log10(abs(low)))
-        return nice_ticks(low - pad, low + pad, 2)
-    raw = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+    label: str
+    style: Style
+    x: float
+    y: float
+    low: float
+    high: float
 
 
-def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """Axis labels with as many decimals as distinguish `ticks`, or in powers of ten if those are too many.
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A quantity of the horizontal axis, in the units of the data times `scale`."""
 
-    >>> tick_labels([0.0, 0.25, 0.5])
-    ['0.00', '0.25', '0.50']
-    >>> tick_labels([0.0, 1e-06, 2e-06])
-    ['0', '1e-6', '2e-6']
-    >>> tick_labels([1000000.0, 1000500.0, 1001000.0])
-    ['1e6', '1.0005e6', '1.001e6']
-    """
-    step, largest = ticks[1] - ticks[0], max(abs(tick) for tick in ticks)
-    if largest < 1e-3 or largest >= 1e6:
-        labels = [_power_of_ten(tick, step) for tick in ticks]
-    else:
-        # Steps of 0.25 and 2.5 need one digit more than their power of ten; at most six fit the margin.
-        decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-        decimals += round(step * 10**decimals * 10) % 10 != 0
-        labels = [f"{tick:.{min(decimals, 6)}f}" for tick in ticks]
-    return ["\u2212" + label[1:] if label.startswith("-") else label for label in labels]
+    name: str = ""
+    """Label under the axis, with the unit; "": iterations of one run, on a smaller chart."""
+    scale: float = 1.0
+
+    def text(self, x: float) -> str:
+        if not self.name:
+            return f"iteration {x:.0f}"
+        value = x * self.scale
+        return f"{value:,.0f}".replace(",", " ") if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+    def ticks(self, low: float, high: float) -> list[tuple[float, str]]:
+        """(place in the units of the data, label); none outside the data, which would extend the axis."""
+        ticks = nice_ticks(low * self.scale, high * self.scale, 5)
+        if not self.name:
+            return [(tick, f"{int(tick)}") for tick in ticks if low <= tick <= high and tick == int(tick)]
+        found = [(tick / self.scale, label) for tick, label in zip(ticks, compact(ticks), strict=True)]
+        return [(x, label) for x, label in found if low - 1e-9 <= x <= high * (1 + 1e-9)]
 
 
-def _power_of_ten(tick: float, step: float) -> str:
-    """A tick in scientific form, with the digits that ticks `step` apart differ in.
+ITERATIONS = Axis()
 
-    >>> _power_of_ten(2500000.0, 500000.0), _power_of_ten(0.0, 1.0), _power_of_ten(-3e-12, 1e-12)
-    ('2.5e6', '0', '-3e-12')
-    """
-    if tick == 0:
-        return "0"
-    # Two digits beyond the step's own power of ten: steps are 1, 2, 2.5 or 5 of it.
-    digits = max(1, math.floor(math.log10(abs(tick))) - math.floor(math.log10(step)) + 2)
-    mantissa, power = f"{tick:.{digits - 1}e}".split("e")
-    return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(power)}"
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Axes of a chart."""
+
+    axis: Axis
+    percent: bool
+    x_low: float
+    x_high: float
+    ticks: list[float]
+
+    @classmethod
+    def around(cls, axis: Axis, x: Sequence[float], y: Iterable[np.ndarray | float], *, percent: bool) -> _Frame:
+        """Axes from the least to the largest `x` and around all finite `y`."""
+        low, high, values = min(x), max(x), np.concatenate([np.ravel(each) for each in y])
+        values = values[np.isfinite(values)]
+        ticks = nice_ticks(float(values.min()), float(values.max()))
+        return cls(axis, percent, low, high if high > low else low + 1, ticks)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height)."""
+        return (460, 250) if self.axis.name else (360, 196)
+
+    @property
+    def box(self) -> tuple[int, int, int, int]:
+        """(left, top, right, bottom) of what lies between the axes."""
+        width, height = self.size
+        return (54, 12, width - 16, height - 40) if self.axis.name else (50, 12, width - 10, height - 24)
+
+    def px(self, x: np.ndarray | float) -> np.ndarray:
+        left, _, right, _ = self.box
+        return left + (np.asarray(x, float) - self.x_low) / (self.x_high - self.x_low) * (right - left)
+
+    def py(self, y: np.ndarray | float) -> np.ndarray:
+        _, top, _, bottom = self.box
+        return top + (self.ticks[-1] - np.asarray(y, float)) / (self.ticks[-1] - self.ticks[0]) * (bottom - top)
+
+    def value(self, y: float) -> str:
+        return f"{100 * y:.1f} %" if self.percent else f"{y:.4g}" if self.axis.name else f"{y:.6g}"
+
+    def over(self, text: str) -> str:
+        """A description of the chart."""
+        return f"over {self.axis.name}: {text}" if self.axis.name else text
+
+    def axes(self) -> list[str]:
+        """Lines and labels."""
+        (left, _, right, bottom), parts = self.box, []
+        labels = tick_labels([100 * tick for tick in self.ticks] if self.percent else self.ticks)
+        for tick, label in zip(self.ticks, labels, strict=True):
+            y = float(self.py(tick))
+            parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(f'<text class="tick y" x="{left - 6}" y="{y + 3.5:.1f}">{label}{" %" * self.percent}</text>')
+        for x, label in self.axis.ticks(self.x_low, self.x_high):
+            y = bottom + (16 if self.axis.name else 17)
+            parts.append(f'<text class="tick x" x="{float(self.px(x)):.1f}" y="{y}">{label}</text>')
+        if self.axis.name:
+            name = escape(self.axis.name)
+            parts.append(f'<text class="tick x" x="{(left + right) / 2}" y="{bottom + 34}">{name}</text>')
+        return parts
+
+    def svg(self, parts: Sequence[str], label: str, readout: Sequence[tuple[float, str]]) -> Markup:
+        """The chart; `readout` has (x in the units of the data, text), shown by the page under the pointer."""
+        (width, height), (_, top, _, bottom) = self.size, self.box
+        units = self.px(np.asarray([x for x, _ in readout])).round(1).tolist()
+        read = json.dumps([[unit, text] for unit, (_, text) in zip(units, readout, strict=True)])
+        # Every part is numbers and class names, or escaped.
+        return Markup(
+            f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(self.over(label))}" '
+            f'data-readout="{escape(read)}">{"".join(parts)}<line class="cursor" y1="{top}" y2="{bottom}"/></svg>'
+        )
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
@@ -138,16 +202,18 @@ def thin(y: np.ndarray, limit: int) -> np.ndarray:
 
 def line_chart(
     series: Sequence[Series],
+    axis: Axis = ITERATIONS,
     *,
     x_range: tuple[float, float] | None = None,
     baseline: float | None = None,
     percent: bool = False,
 ) -> Markup:
-    """A chart of one or more curves over the iterations, or an empty string without any finite value.
+    """A chart of one or more curves over one quantity, or an empty string without any finite value.
 
     Args:
-        series: the curves; two or more get a legend.
-        x_range: first and last iteration of the axis; None: those of the curves.
+        series: the curves; two or more without a style get a legend.
+        axis: the quantity.
+        x_range: first and last value of the axis; None: those of the curves.
         baseline: level of the base model, a dashed line.
         percent: whether values are shares in [0, 1], labelled in per cent.
     """
@@ -156,42 +222,73 @@ def line_chart(
         return Markup("")
     shown = [s if s.markers or len(s.y) < SMOOTH_FROM else Series(s.label, s.x, smooth(s.y)) for s in series]
     levels = [] if baseline is None else [baseline]
-    low = min([float(np.nanmin(s.y)) for s in series] + levels)
-    high = max([float(np.nanmax(s.y)) for s in series] + levels)
-    ticks = nice_ticks(low, high)
-    x_low, x_high = x_range or (min(float(s.x[0]) for s in series), max(float(s.x[-1]) for s in series))
-    x_high = max(x_high, x_low + 1)
-
-    def px(x: np.ndarray | float) -> np.ndarray:
-        return LEFT + (np.asarray(x, float) - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-
-    def py(y: np.ndarray | float) -> np.ndarray:
-        return TOP + (ticks[-1] - np.asarray(y, float)) / (ticks[-1] - ticks[0]) * (HEIGHT - TOP - BOTTOM)
-
-    parts = _axes(ticks, py, x_low, x_high, px, percent)
+    ends = x_range or [float(end) for s in series for end in (s.x[0], s.x[-1])]
+    frame = _Frame.around(axis, ends, [*(s.y for s in shown), *levels], percent=percent)
+    parts = frame.axes()
     if baseline is not None:
-        y = float(py(baseline))
-        parts.append(f'<line class="baseline" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        below = y + 11 if y < TOP + 14 else y - 4
-        parts.append(f'<text class="baseline-label" x="{WIDTH - RIGHT}" y="{below:.1f}">base</text>')
+        (left, top, right, _), y = frame.box, float(frame.py(baseline))
+        parts.append(f'<line class="baseline" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        below = y + 11 if y < top + 14 else y - 4
+        parts.append(f'<text class="baseline-label" x="{right}" y="{below:.1f}">base</text>')
     for index, (raw, curve) in enumerate(zip(series, shown, strict=True)):
-        color = f"s{index % COLORS}"
+        look = curve.style.classes if curve.style else f"s{index % COLORS}"
         if curve is not raw:
-            parts.append(_path(px(raw.x), py(raw.y), f"raw {color}"))
-        parts.append(_path(px(curve.x), py(curve.y), f"curve {color}"))
-        if curve.markers:
-            known = np.isfinite(curve.y)
-            parts += [
-                f'<circle class="{color}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
-                for x, y in zip(px(curve.x[known]), py(curve.y[known]), strict=True)
-            ]
-    label, readout = escape(_summary(series, percent)), escape(json.dumps(_readout(series, px, percent)))
-    # Every part is numbers and class names, or escaped.
-    svg = (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
-        f'data-readout="{readout}">{"".join(parts)}<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
+            parts.append(_path(frame, raw, f"raw {look}"))
+        parts.append(_path(frame, curve, f"curve {look}"))
+        known = np.isfinite(curve.y)
+        if curve.markers and (curve.style is None or known.sum() <= _DOTS):
+            places = zip(frame.px(curve.x[known]), frame.py(curve.y[known]), strict=True)
+            parts += [_dot(look, x, y, 2.6 if curve.style else 3) for x, y in places]
+    known = [s.y[np.isfinite(s.y)] for s in series]
+    ways = [f"from {frame.value(float(y[0]))} to {frame.value(float(y[-1]))}" for y in known]
+    svg = frame.svg(
+        parts, "; ".join(f"{s.label} {way}" for s, way in zip(series, ways, strict=True)), _readout(series, frame)
     )
-    return Markup(svg) + (_legend(series) if len(series) > 1 else Markup(""))
+    if len(series) == 1 or series[0].style:
+        return svg
+    items = [Markup('<li><i class="s{}"></i>{}</li>').format(i % COLORS, s.label) for i, s in enumerate(series)]
+    return svg + _list(items)
+
+
+def points(marks: Sequence[Point], axis: Axis, *, percent: bool, sign: int) -> Markup:
+    """Results over costs, the undominated ones joined; `sign` 1: higher is better. Empty below two points."""
+    marks = [mark for mark in marks if math.isfinite(mark.x) and math.isfinite(mark.y)]
+    if len(marks) < 2:
+        return Markup("")
+    levels = [level for mark in marks for level in (mark.y, mark.low, mark.high)]
+    frame = _Frame.around(axis, [0.0, *(mark.x for mark in marks)], levels, percent=percent)
+    parts, best = frame.axes(), front(marks, sign)
+    if len(best) > 1:
+        way = "L".join(f"{float(frame.px(m.x)):.1f} {float(frame.py(m.y)):.1f}" for m in best)
+        parts.append(f'<path class="front" d="M{way}"/>')
+    for mark in marks:
+        x, y, low, high = (float(v) for v in (frame.px(mark.x), *map(frame.py, (mark.y, mark.low, mark.high))))
+        if math.isfinite(low) and math.isfinite(high):
+            parts.append(f'<path class="bar {mark.style.color}" d="M{x:.1f} {low:.1f}V{high:.1f}"/>')
+        parts.append(_dot(mark.style.classes, x, y, 4.5))
+    texts = [(m.x, f"{m.label}: {frame.value(m.y)} at {axis.text(m.x)}") for m in sorted(marks, key=lambda m: m.x)]
+    return frame.svg(parts, "; ".join(text for _, text in texts), texts)
+
+
+def front(marks: Sequence[Point], sign: int) -> list[Point]:
+    """Points that no other one beats in both: cheaper or as cheap, and better. By rising cost."""
+    result: list[Point] = []
+    for mark in sorted(marks, key=lambda m: (m.x, -sign * m.y)):
+        if not result or sign * mark.y > sign * result[-1].y:
+            result.append(mark)
+    return result
+
+
+def legend(entries: Sequence[tuple[str, Style]]) -> Markup:
+    """Names of a comparison with their colours and markers."""
+    items = []
+    for label, style in entries:
+        swatch = (
+            f'<svg class="swatch" viewBox="0 0 26 10" width="26" height="10" aria-hidden="true">'
+            f'<path class="curve {style.classes}" d="M1 5H25"/>{_dot(style.classes, 13, 5, 3.2)}</svg>'
+        )
+        items.append(Markup("<li>{}{}</li>").format(Markup(swatch), label))
+    return _list(items)
 
 
 def interval_plot(
@@ -230,59 +327,32 @@ def interval_plot(
     )
 
 
-def _axes(ticks: Sequence[float], py: Scale, x_low: float, x_high: float, px: Scale, percent: bool) -> list[str]:
-    parts = []
-    labels = [f"{label} %" for label in tick_labels([100 * tick for tick in ticks])] if percent else tick_labels(ticks)
-    for tick, label in zip(ticks, labels, strict=True):
-        y = float(py(tick))
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick y" x="{LEFT - 6}" y="{y + 3.5:.1f}">{label}</text>')
-    for tick in nice_ticks(x_low, x_high, 5):
-        # Iterations are whole numbers, and ticks outside the data would extend the axis.
-        if x_low <= tick <= x_high and tick == int(tick):
-            parts.append(f'<text class="tick x" x="{float(px(tick)):.1f}" y="{HEIGHT - 7}">{int(tick)}</text>')
-    return parts
+def _list(items: Sequence[Markup]) -> Markup:
+    return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items))
 
 
-def _path(x: np.ndarray, y: np.ndarray, name: str) -> str:
+def _dot(look: str, x: float, y: float, radius: float) -> str:
+    return f'<circle class="{look}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"/>'
+
+
+def _path(frame: _Frame, curve: Series, look: str) -> str:
     """A polyline that is interrupted at each NaN; a single point between two of them becomes a dot."""
-    kept = thin(y, MAX_POINTS)
+    kept = thin(curve.y, MAX_POINTS)
     commands, pen_down = [], False
-    for a, b in zip(x[kept], y[kept], strict=True):
-        if not math.isfinite(b):
-            pen_down = False
-            continue
-        commands.append(f"{'L' if pen_down else 'M'}{a:.1f} {b:.1f}" + ("" if pen_down else "h0"))
-        pen_down = True
-    return f'<path class="{name}" d="{"".join(commands)}"/>'
+    for x, y in zip(frame.px(curve.x[kept]), frame.py(curve.y[kept]), strict=True):
+        if math.isfinite(y):
+            commands.append(f"{'L' if pen_down else 'M'}{x:.1f} {y:.1f}" + ("" if pen_down else "h0"))
+        pen_down = math.isfinite(y)
+    return f'<path class="{look}" d="{"".join(commands)}"/>'
 
 
-def _value(value: float, percent: bool) -> str:
-    return f"{100 * value:.1f} %" if percent else f"{value:.6g}"
-
-
-def _readout(series: Sequence[Series], px: Scale, percent: bool) -> list[list]:
-    """[[x in user units, text], ...] for each iteration, shown by the page under the pointer."""
+def _readout(series: Sequence[Series], frame: _Frame) -> list[tuple[float, str]]:
+    """(x, text) of each x with a value; one curve that stands under its title needs no name."""
     known: dict[float, list[str]] = {}
     for s in series:
+        name = f"{s.label} " if len(series) > 1 or s.style else ""
         kept = thin(s.y, MAX_POINTS)
         for x, y in zip(s.x[kept], s.y[kept], strict=True):
             if math.isfinite(y):
-                name = f"{s.label} " if len(series) > 1 else ""
-                known.setdefault(float(x), []).append(name + _value(float(y), percent))
-    places = sorted(known)
-    units = px(np.asarray(places)).round(1).tolist()
-    return [[u, f"iteration {x:.0f}: " + ", ".join(known[x])] for u, x in zip(units, places, strict=True)]
-
-
-def _summary(series: Sequence[Series], percent: bool) -> str:
-    ends = []
-    for s in series:
-        values = s.y[np.isfinite(s.y)]
-        ends.append(f"{s.label} from {_value(float(values[0]), percent)} to {_value(float(values[-1]), percent)}")
-    return "; ".join(ends)
-
-
-def _legend(series: Sequence[Series]) -> Markup:
-    items = [Markup('<li><i class="s{}"></i>{}</li>').format(i % COLORS, s.label) for i, s in enumerate(series)]
-    return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items))
+                known.setdefault(float(x), []).append(name + frame.value(float(y)))
+    return [(x, f"{frame.axis.text(x)}: {', '.join(known[x])}") for x in sorted(known)]

@@ -72,9 +72,14 @@ def facts(run: Run) -> list[tuple[str, str]]:
         "Hardware": next((str(h) for h in hardware if h), ""),
         "Time": duration(seconds(run)),
         "Started": str(run.provenance.get("started") or ""),
-        "Commit": re.sub(r"\b([0-9a-f]{12})[0-9a-f]+\b", r"\1", str(run.provenance.get("commit") or "")),
+        "Commit": commit(run),
     }
     return [(label, text) for label, text in known.items() if text]
+
+
+def commit(run: Run) -> str:
+    """Commit of the training, its start alone; "": not known."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]+\b", r"\1", str(run.provenance.get("commit") or ""))
 
 
 def _evaluated_on(run: Run) -> str:

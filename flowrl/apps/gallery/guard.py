@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from flowrl.apps.gallery.runs import Run, number
 from flowrl.run import status
@@ -12,20 +11,14 @@ _TOLD = 3
 """Number of warnings that are told, the first ones."""
 
 
-def facts(run: Run) -> dict[str, Any]:
-    """The entry `guard` of the summary; {} without a guard."""
-    known = run.summary.get("guard")
-    return known if isinstance(known, dict) else {}
-
-
 def chose(run: Run) -> bool:
     """Whether the guard ended the run, so that the final numbers are of the prompts that it did not see."""
-    return run.summary.get("status") == status.GUARDED and bool(facts(run).get("judged_prompts"))
+    return run.summary.get("status") == status.GUARDED and bool(run.block("guard").get("judged_prompts"))
 
 
 def remarks(run: Run) -> list[tuple[str, str]]:
     """(tone, sentence) of the end that the guard made, or of its warnings."""
-    known = facts(run)
+    known = run.block("guard")
     alarms = [alarm for alarm in known.get("alarms") or [] if isinstance(alarm, dict)]
     if not alarms:
         return []

@@ -17,6 +17,7 @@ from PIL import Image
 from flowrl.apps.gallery.places import OWN, PAGE
 from flowrl.apps.gallery.results import Metric, shared
 from flowrl.apps.gallery.runs import Evaluation, Run
+from flowrl.apps.gallery.tags import in_order, spread
 from flowrl.core.errors import ConfigError
 from flowrl.media import media
 
@@ -153,8 +154,8 @@ def film(run: Run, metrics: list[Metric], place: Place) -> dict[str, Any]:
     Returns:
         {"frames": labels, "left_out": number of evaluations in between, "rows": one for each prompt}.
     """
-    found, base = _frames(run), run.base
-    frames = _spread(found)
+    found, base = in_order(run.evaluations, finished=run.finished), run.base
+    frames = spread(found, MAX_FRAMES)
     rows: list[dict[str, Any]] = []
     for p, text in enumerate(base.prompts if base and run.during and metrics else ()):
         if len(rows) == MAX_FILMS:
@@ -163,11 +164,11 @@ def film(run: Run, metrics: list[Metric], place: Place) -> dict[str, Any]:
         same = [p < len(e.prompts) and e.prompts[p] == text and e.seeds[:1] == seeds[:1] for e in frames]
         saved = [ok and e.image(p, 0) is not None for ok, e in zip(same, frames, strict=True)]
         # Later prompts have images of the base and tuned models alone.
-        if not any(ok and e.tag.startswith("iteration-") for ok, e in zip(saved, frames, strict=True)):
+        if not any(ok and e.in_training for ok, e in zip(saved, frames, strict=True)):
             continue
         cells = [_frame(e, metrics[0], p, ok, place) for ok, e in zip(saved, frames, strict=True)]
         rows.append({"prompt_id": p, "text": text, "seed": seeds[0], "cells": cells})
-    return {"frames": [_frame_label(e) for e in frames], "left_out": len(found) - len(frames), "rows": rows}
+    return {"frames": [e.column for e in frames], "left_out": len(found) - len(frames), "rows": rows}
 
 
 def embed(
@@ -241,34 +242,11 @@ def _joined(frames: Sequence[Image.Image], reel: Reel) -> Image.Image:
     return result
 
 
-def _frames(run: Run) -> list[Evaluation]:
-    """Base, evaluations during training, tuned."""
-    tuned = run.evaluations.get("tuned")
-    # The last evaluation during training may have the weights of the tuned model.
-    during = [e for e in run.during if tuned is None or e.iteration != tuned.iteration]
-    later = [e for e in (*during, tuned) if e is not None]
-    if not run.finished:  # it may go on after a first end, whose evaluation is older than others then
-        later.sort(key=lambda e: e.iteration)
-    return [*(() if run.base is None else (run.base,)), *later]
-
-
-def _spread(frames: list[Evaluation]) -> list[Evaluation]:
-    """At most `MAX_FRAMES`, evenly spaced, with both ends."""
-    chosen = np.linspace(0, len(frames) - 1, min(MAX_FRAMES, len(frames)))
-    return [frames[i] for i in chosen.round().astype(int)]
-
-
-def _frame_label(evaluation: Evaluation) -> str:
-    if evaluation.tag.startswith("iteration-"):
-        return str(evaluation.iteration)
-    return f"{evaluation.tag} ({evaluation.iteration})" if evaluation.iteration else evaluation.tag
-
-
 def _frame(evaluation: Evaluation, metric: Metric, prompt: int, saved: bool, place: Place) -> dict[str, Any]:
     table = evaluation.scores.get(metric.name)
     score = float(table[prompt, 0]) if saved and table is not None else float("nan")
     return {
-        "label": _frame_label(evaluation),
+        "label": evaluation.column,
         "picture": place.picture(evaluation.image(prompt, 0), FRAME_PX) if saved else None,
         "score": metric.single(score),
         "tone": metric.tone(score - 0.5) if metric.percent else "same",

@@ -45,9 +45,10 @@ class Served:
     """Relative address of the server's first page."""
 
     def picture(self, path: Path | None, limit_px: int, *, cells: int = 1, quality: int = 82) -> dict[str, Any] | None:
-        found = None if path is None else self._address(path)
-        if path is None or found is None:
+        place = next((i for i, folder in enumerate(self.folders) if path and path.is_relative_to(folder)), None)
+        if path is None or place is None:
             return None
+        found = f"{self.up}files/{place}/{quote(path.relative_to(self.folders[place]).as_posix())}"
         try:
             mark = path.stat().st_mtime_ns
             size, reel = _shape(path, mark)
@@ -73,12 +74,6 @@ class Served:
 
     def own_page(self, run: Run, number: int) -> str:
         return f"{self.up}run/{number}/"
-
-    def _address(self, path: Path) -> str | None:
-        for place, folder in enumerate(self.folders):
-            if path.is_relative_to(folder):
-                return f"{self.up}files/{place}/{quote(path.relative_to(folder).as_posix())}"
-        return None
 
 
 @functools.lru_cache(maxsize=4096)

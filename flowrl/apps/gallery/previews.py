@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from flowrl.apps.gallery.images import FRAME_PX, Place
 from flowrl.apps.gallery.runs import Run
+from flowrl.apps.gallery.tags import Tagged, in_order, spread
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import read_object
 from flowrl.media import media
@@ -22,19 +21,11 @@ STRIP_BYTES = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(Tagged):
     """The images of an evaluation."""
 
-    tag: str
-    iteration: int
     prompts: tuple[str, ...] = ()
     """Prompts that were drawn; (): none, as before the option was set."""
-
-    @property
-    def label(self) -> str:
-        if self.tag.startswith("iteration-"):
-            return str(self.iteration)
-        return f"{self.tag} ({self.iteration})" if self.iteration else self.tag
 
     def image(self, run: Path, prompt: str) -> Path | None:
         """File of the image or video of a prompt; None if it was not drawn."""
@@ -49,47 +40,33 @@ def strip(run: Run, place: Place) -> dict[str, Any] | None:
     Raises:
         ConfigError: a damaged file, with the remedy.
     """
-    columns = _columns(run)
+    found = {tag: Drawn(tag, evaluation.iteration) for tag, evaluation in run.evaluations.items()}
+    remedy = "delete it: the report leaves these images out"
+    for file in sorted((run.folder / FOLDER).glob("*.json")):
+        record = read_object(file, remedy)
+        try:
+            found[file.stem] = Drawn(file.stem, int(record["iteration"]), tuple(map(str, record["prompts"])))
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{file} is not a record of previews ({type(error).__name__}: {error})"
+            raise ConfigError(f"{what}; {remedy}") from error
+    columns = in_order(found, finished=run.finished)
     # Today's list first, then what earlier evaluations had.
     prompts = list(dict.fromkeys(text for each in reversed(columns) for text in each.prompts))
     if not prompts:
         return None
-    chosen = np.linspace(0, len(columns) - 1, min(MAX_COLUMNS, len(columns))).round().astype(int)
-    shown, spent = [columns[i] for i in chosen], 0
+    shown, spent = spread(columns, MAX_COLUMNS), 0
     rows: list[dict[str, Any]] = []
     for text in prompts:
         if spent > STRIP_BYTES:
             break
         pictures = [place.picture(each.image(run.folder, text), FRAME_PX) for each in shown]
         spent += sum(len(picture["src"]) for picture in pictures if picture)
-        cells = [{"label": each.label, "picture": one} for each, one in zip(shown, pictures, strict=True)]
+        cells = [{"label": each.column, "picture": one} for each, one in zip(shown, pictures, strict=True)]
         rows.append({"text": text, "cells": cells})
     return {
-        "frames": [each.label for each in shown],
+        "frames": [each.column for each in shown],
         "rows": rows,
         "gaps": any(cell["picture"] is None for row in rows for cell in row["cells"]),
         "left_out": len(prompts) - len(rows),
         "columns_left_out": len(columns) - len(shown),
     }
-
-
-def _columns(run: Run) -> list[Drawn]:
-    """Base, evaluations during training, tuned, with and without images."""
-    found = {tag: Drawn(tag, evaluation.iteration) for tag, evaluation in run.evaluations.items()}
-    found |= {file.stem: _read(file) for file in sorted((run.folder / FOLDER).glob("*.json"))}
-    tuned = found.get("tuned")
-    during = sorted((each for tag, each in found.items() if tag.startswith("iteration-")), key=lambda d: d.iteration)
-    during = [each for each in during if tuned is None or each.iteration != tuned.iteration]
-    later = [each for each in (*during, tuned) if each is not None]
-    if not run.finished:  # as in the filmstrip of the evaluated prompts
-        later.sort(key=lambda each: each.iteration)
-    return [*([found["base"]] if "base" in found else []), *later]
-
-
-def _read(file: Path) -> Drawn:
-    remedy = "delete it: the report leaves these images out"
-    record = read_object(file, remedy)
-    try:
-        return Drawn(file.stem, int(record["iteration"]), tuple(map(str, record["prompts"])))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{file} is not a record of previews ({type(error).__name__}: {error}); {remedy}") from error

@@ -68,6 +68,14 @@ class Metric:
             return {1: "+1", 0: "0", -1: f"{MINUS}1"}[round(x)]
         return self.change(x, digits=max(self.decimals - 1, 0))
 
+    def interval(self, e: Estimate) -> str:
+        """Bounds as text; "": there are none."""
+        return f"{self.value(e.low, unit='')} to {self.value(e.high, unit='')}" if e.bounded else ""
+
+    def level(self, e: Estimate) -> dict[str, str]:
+        """A cell of a table."""
+        return {"text": self.value(e.mean), "interval": self.interval(e)}
+
     def tone(self, low: float, high: float | None = None) -> str:
         """ "better" or "worse" if a change, or a whole interval of changes, is; else "same"."""
         ends = sorted((self.sign * low, self.sign * (low if high is None else high)))
@@ -114,16 +122,12 @@ def paired(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
         e.scores[metric][:rows, :columns] if e is not None and metric in e.scores else nothing
         for e in (run.base, run.after)
     )
-    if run.both and not _comparable(run.both, metric):
-        same = np.zeros_like(same)
+    if run.both:  # with the same model, prompts and reward, as far as is known
+        marks = [e.made_with for e in run.both]
+        keys = ("model", "prompts", f"score {metric}")
+        same = same & all(marks[0].get(k) == marks[1].get(k) or not all(marks) for k in keys)
     valid = same & np.isfinite(before) & np.isfinite(after)
     return np.where(valid, before, np.nan), np.where(valid, after, np.nan)
-
-
-def _comparable(evaluations: Sequence[Evaluation], metric: str) -> bool:
-    """Whether two evaluations were made with the same model, prompts and reward, as far as is known."""
-    marks = [e.made_with for e in evaluations]
-    return all(marks[0].get(k) == marks[1].get(k) or not all(marks) for k in ("model", "prompts", f"score {metric}"))
 
 
 def metrics_of(run: Run) -> list[Metric]:
@@ -131,7 +135,7 @@ def metrics_of(run: Run) -> list[Metric]:
     result = [e for e in (run.base, run.after) if e is not None]
     names = [str(run.summary["primary"])] if run.summary.get("primary") else []
     for block in BLOCKS:
-        names += [name for name, entry in _block(run, block).items() if isinstance(entry, dict)]
+        names += [name for name, entry in run.block(block).items() if isinstance(entry, dict)]
     names += [name for evaluation in result for name in evaluation.scores]
     lower_is_better = run.summary.get("lower_is_better") or ()
     metrics = []
@@ -161,12 +165,15 @@ def estimates_of(run: Run, metric: Metric) -> Estimates:
     if before.size:
         result["difference"] = Estimate(nan_mean(nan_mean(after - before)))
     for block in BLOCKS:
-        entry = _block(run, block).get(metric.name)
+        entry = run.block(block).get(metric.name)
         if isinstance(entry, dict):
             result[block] = Estimate(*(number(entry.get(key)) for key in ("mean", "low", "high")))
-    if not isinstance(_block(run, "tuned").get(metric.name), dict) and _has_fewer(run):
-        for block, evaluation in (("base", run.base), ("base_best_guidance", _rival(run))):
-            result[block] = Estimate(level_while_training(run, evaluation, metric))
+    if run.both and not isinstance(run.block("tuned").get(metric.name), dict):
+        base, latest = run.both
+        fewer = len(latest.prompts) < len(base.prompts) or len(latest.seeds) < len(base.seeds)
+        if fewer and latest.tag != "tuned":
+            for block, evaluation in (("base", base), ("base_best_guidance", _rival(run))):
+                result[block] = Estimate(level_while_training(run, evaluation, metric))
     if _is_own_guidance(run) and not (run.config.get("eval") or {}).get("best_guidance"):
         # No other scale was tried, so the base model's own need not be its best.
         result["base_best_guidance"] = Estimate()
@@ -218,7 +225,6 @@ def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
         at = run.after.label if run.after else ""
         when = "no interval" if at == "tuned" else f"so far, at {at}, no interval yet"
         return f"{label} went {levels} ({metric.change(change.mean)}; {when})", "same"
-    interval = f"95 % CI {metric.value(change.low, unit='')} to {metric.value(change.high, unit='')}"
     verb = "rose" if change.low > 0 else "fell" if change.high < 0 else "did not change measurably:"
     tone, found = metric.tone(change.low, change.high), movement.of_run(run)
     # What nobody can see is no success.
@@ -226,7 +232,7 @@ def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
         verb, tone = "did not change visibly:", "same"
     if found is not None and found.hardly:
         tone = "same"
-    return f"{label} {verb} {levels} ({metric.change(change.mean)}, {interval})", tone
+    return f"{label} {verb} {levels} ({metric.change(change.mean)}, 95 % CI {metric.interval(change)})", tone
 
 
 def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]) -> list[tuple[str, str]]:
@@ -234,7 +240,7 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
     result, on = guard.remarks(run), run.subject.on
     if metrics and (rival := estimates[metrics[0].name]["base_best_guidance"]).known:
         metric, tuned = metrics[0], estimates[metrics[0].name]["tuned"]
-        scale = number(_block(run, "base_best_guidance").get("guidance_scale"))
+        scale = number(run.block("base_best_guidance").get("guidance_scale"))
         at = f" (scale {scale:g}{', its own' if _is_own_guidance(run) else ''})" if math.isfinite(scale) else ""
         text = f"The fair rival, the base model with its best guidance{at}, reaches {metric.value(rival.mean)}{on}"
         gap = tuned.mean - rival.mean
@@ -242,7 +248,7 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
         result.append((metric.tone(gap), text))
     if metrics and (sentence := win_rate(run, metrics[0])):
         result.append(sentence)
-    accuracy = _block(run, "implicit_accuracy")
+    accuracy = run.block("implicit_accuracy")
     if math.isfinite(number(accuracy.get("mean"))):
         share, low, high = (100 * number(accuracy.get(key)) for key in ("mean", "low", "high"))
         text = f"Of {accuracy.get('n')} held-out pairs the tuned model prefers {share:.1f} % as the data do"
@@ -256,15 +262,14 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
     for metric in metrics[1:]:
         change = estimates[metric.name]["difference"]
         if change.bounded and metric.tone(change.low, change.high) == "worse":
-            interval = f"95 % CI {metric.value(change.low, unit='')} to {metric.value(change.high, unit='')}"
-            text = f"{metric.label} got worse{on}: {metric.change(change.mean)}, {interval}."
+            text = f"{metric.label} got worse{on}: {metric.change(change.mean)}, 95 % CI {metric.interval(change)}."
             result.append(("worse", text[:1].upper() + text[1:]))
     return result if run.subject.judged else [("same", text) for _, text in result]
 
 
 def win_rate(run: Run, metric: Metric) -> tuple[str, str] | None:
     """(tone, sentence) about the share of prompts and seeds whose tuned image beats the base's; None: not known."""
-    result = _block(run, "win_rate").get(metric.name)
+    result = run.block("win_rate").get(metric.name)
     if not isinstance(result, dict) or not (result.get("n") or result.get("ties")):
         return None
     found = movement.of_run(run)
@@ -288,14 +293,10 @@ def _ends(low: float, high: float) -> str:
 
 def table_row(run: Run, metric: Metric, estimates: Estimates) -> dict[str, Any]:
     """A row of the table of results: texts, tone and interval plot."""
-    cells = {}
-    for block, e in estimates.items():
-        text = metric.change(e.mean) if block == "difference" else metric.value(e.mean)
-        bounds = f"{metric.value(e.low, unit='')} to {metric.value(e.high, unit='')}" if e.bounded else ""
-        cells[block] = {"text": text, "interval": bounds}
-    change = estimates["difference"]
+    change, cells = estimates["difference"], {block: metric.level(e) for block, e in estimates.items()}
+    cells["difference"]["text"] = metric.change(change.mean)
     scored: np.ndarray = np.isfinite(paired(run, metric.name)[0])
-    entry = _block(run, "difference").get(metric.name)
+    entry = run.block("difference").get(metric.name)
     declared = number(entry.get("n")) if isinstance(entry, dict) else math.nan
     paired_prompts = run.base.num_distinct(np.asarray(scored.any(-1))) if run.base and scored.size else declared
     num_prompts = declared if guard.chose(run) else paired_prompts
@@ -329,29 +330,16 @@ def settings(evaluation: Evaluation) -> str:
     return ", ".join([*parts, f"seeds {', '.join(map(str, evaluation.seeds))}"])
 
 
-def _has_fewer(run: Run) -> bool:
-    """Whether an evaluation during training, of fewer prompts or seeds than the base's, stands for the tuned model."""
-    if not run.both or run.both[1].tag == "tuned":
-        return False
-    base, after = run.both
-    return len(after.prompts) < len(base.prompts) or len(after.seeds) < len(base.seeds)
-
-
 def _rival(run: Run) -> Evaluation | None:
     """The base at the best guidance that the summary names."""
     if _is_own_guidance(run):
         return run.base
-    scale = number(_block(run, "base_best_guidance").get("guidance_scale"))
+    scale = number(run.block("base_best_guidance").get("guidance_scale"))
     tried = (e for e in run.evaluations.values() if e.tag.startswith("base-guidance-"))
     return next((e for e in tried if number(e.guidance_scale) == scale), None)
 
 
 def _is_own_guidance(run: Run) -> bool:
     """Whether the base model's best guidance in the summary is that of its own evaluation."""
-    scale = _block(run, "base_best_guidance").get("guidance_scale")
+    scale = run.block("base_best_guidance").get("guidance_scale")
     return run.base is not None and scale is not None and scale == run.base.guidance_scale
-
-
-def _block(run: Run, name: str) -> dict[str, Any]:
-    block = run.summary.get(name)
-    return block if isinstance(block, dict) else {}

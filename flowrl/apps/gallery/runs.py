@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from flowrl.apps.gallery import trees
+from flowrl.apps.gallery import tags, trees
+from flowrl.apps.gallery.tags import Tagged
 from flowrl.apps.gallery.trees import Tree
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import evaluation_remedy, read_object, read_rows
@@ -22,11 +23,9 @@ from flowrl.run import status
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class Evaluation(Tagged):
     """One `eval/<tag>.json`."""
 
-    tag: str
-    iteration: int
     guidance_scale: float | None
     num_inference_steps: int | None
     seeds: tuple[int, ...]
@@ -50,10 +49,6 @@ class Evaluation:
     def num_distinct(self, rows: np.ndarray | None = None) -> int:
         """Number of distinct prompts, of those in `rows` [P] bool; None: of all."""
         return len(np.unique(self.groups if rows is None else self.groups[: len(rows)][rows]))
-
-    @property
-    def label(self) -> str:
-        return f"iteration {self.iteration}" if self.tag.startswith("iteration-") else self.tag
 
     def image(self, prompt: int, sample: int) -> Path | None:
         """File of an image or video; None if none was saved."""
@@ -112,8 +107,7 @@ class Run:
     @property
     def during(self) -> list[Evaluation]:
         """Evaluations during training, ascending."""
-        result = [e for e in self.evaluations.values() if e.tag.startswith("iteration-")]
-        return sorted(result, key=lambda e: e.iteration)
+        return tags.during(self.evaluations)
 
     @property
     def base(self) -> Evaluation | None:
@@ -141,11 +135,9 @@ class Run:
         stated = self.summary.get("evaluated_on")
         if stated in SUBJECTS:
             return SUBJECTS[stated]
-        data, algorithm = (self.config.get(key) for key in ("data", "algorithm"))
-        data, algorithm = (part if isinstance(part, dict) else {} for part in (data, algorithm))
-        if algorithm.get("name") == "find":
+        if value_at(self.config, "algorithm", "name") == "find":
             return SUBJECTS["its own prompts"]
-        given = data.get("eval_prompts") not in (None, data.get("prompts"))
+        given = value_at(self.config, "data", "eval_prompts") not in (None, value_at(self.config, "data", "prompts"))
         return SUBJECTS["held-out prompts" if given else "training prompts"]
 
     @property
@@ -171,6 +163,11 @@ class Run:
         """Number of trained iterations."""
         stated, last = int(self.summary.get("iterations") or 0), self.rows[-1]["iteration"] if self.rows else 0
         return max(stated, last) if self.begun else stated or last
+
+    def block(self, name: str) -> dict[str, Any]:
+        """The mapping `name` of the summary; {} where it has none."""
+        block = self.summary.get(name)
+        return block if isinstance(block, dict) else {}
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(iterations [N], values [N]) of the rows that have `key`; NaN for null."""

@@ -125,13 +125,16 @@ def draw(tree: Tree, ranges: Ranges, sheet: dict[str, Any] | None, anchor: str) 
         anchor: prefix of the ids inside, unique on the page.
     """
     layout = Layout.of(tree)
-    parts = [*_columns(tree, layout), *_ways(tree, layout, ranges), *_nodes(tree, layout, ranges)]
-    rows = -(-len(tree.leaves) // tree.columns)
+    # Stochastic edges with the largest advantages on top.
+    ways = sorted(tree.ways(), key=lambda way: (way[0].noisy, not way[0].pruned, abs(way[0].advantage or 0.0)))
+    lines = [_way(tree, layout, ranges, way) for way in ways]
+    parts = [*_columns(tree, layout), *lines, *_nodes(tree, layout, ranges)]
     if sheet is not None:
         # In units of an image, so that each is a box of size 1 whatever the sheet's size.
+        look = ' class="pixelated"' if sheet["pixelated"] else ""
         parts.append(
             f'<defs><image id="{escape(anchor)}-sheet" href="{escape(sheet["src"])}" width="{tree.columns}" '
-            f'height="{rows}" preserveAspectRatio="none"{_pixelated(sheet)}/></defs>'
+            f'height="{tree.rows}" preserveAspectRatio="none"{look}/></defs>'
         )
     for number in range(len(tree.leaves)):
         parts.append(_leaf(tree, layout, number, None if sheet is None else anchor))
@@ -185,16 +188,6 @@ def _columns(tree: Tree, layout: Layout) -> list[str]:
             parts.append(f'<text class="sigma" x="{x:.1f}" y="30">\u03c3 {sigma:.2f}</text>')
             free = x + LABEL_PX - 1
     return parts
-
-
-def _ways(tree: Tree, layout: Layout, ranges: Ranges) -> list[str]:
-    """Lines between nodes; stochastic edges with the largest advantages on top."""
-    result = [(_order(way[0]), _way(tree, layout, ranges, way)) for way in tree.ways()]
-    return [text for _, text in sorted(result, key=lambda pair: pair[0])]
-
-
-def _order(edge: Edge) -> tuple[bool, bool, float]:
-    return edge.noisy, not edge.pruned, abs(edge.advantage or 0.0)
 
 
 def _way(tree: Tree, layout: Layout, ranges: Ranges, way: list[Edge]) -> str:
@@ -253,10 +246,6 @@ def _leaf(tree: Tree, layout: Layout, number: int, anchor: str | None) -> str:
         image = f'<svg {box} viewBox="{view}" preserveAspectRatio="none">{use}</svg>{image}'
     text = f'<text class="reward" x="{x + DOT:.1f}" y="{y + 4:.1f}">{_text(reward)}</text>'
     return f'<g class="leaf"><title>{title}</title>{image}{text}</g>'
-
-
-def _pixelated(sheet: dict[str, Any]) -> str:
-    return ' class="pixelated"' if sheet["pixelated"] else ""
 
 
 def _text(value: float | None) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.apps.gallery.tags import Tagged
 from flowrl.core.errors import ConfigError
 from flowrl.media import media
 
@@ -30,11 +31,9 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class Tree(Tagged):
     """One `eval/tree-<tag>.json`: N nodes, the root first, joined by N - 1 edges."""
 
-    tag: str
-    iteration: int
     method: str
     prompt: str
     sigmas: tuple[float, ...]
@@ -58,8 +57,9 @@ class Tree:
     note: str | None
 
     @property
-    def label(self) -> str:
-        return f"iteration {self.iteration}" if self.tag.startswith("iteration-") else self.tag
+    def rows(self) -> int:
+        """Rows of the contact sheet."""
+        return -(-len(self.leaves) // self.columns)
 
     @property
     def steps(self) -> int:

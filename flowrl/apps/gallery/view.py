@@ -15,6 +15,7 @@ from flowrl.apps.gallery.images import Place
 from flowrl.apps.gallery.pairs import Cards, Page, collect
 from flowrl.apps.gallery.results import Metric
 from flowrl.apps.gallery.runs import Run, nan_mean
+from flowrl.apps.gallery.tags import in_order
 from flowrl.media import media
 
 CURVES = {
@@ -185,20 +186,13 @@ def _curves(run: Run, metrics: Sequence[Metric]) -> tuple[list[dict[str, Any]], 
 
 def _trees(run: Run, anchor: str, place: Place) -> dict[str, Any] | None:
     """Trees of the base, the latest evaluations during training and the tuned model, with common colours."""
-    during = sorted(
-        (tree for tag, tree in run.trees.items() if tag.startswith("iteration-")), key=lambda t: t.iteration
-    )
-    later = [*during[-DURING_TREES:], *(tree for tag, tree in run.trees.items() if tag == "tuned")]
-    if not run.finished:  # as in the filmstrip
-        later.sort(key=lambda tree: tree.iteration)
-    result = [*(tree for tag, tree in run.trees.items() if tag == "base"), *later]
+    result = in_order(run.trees, finished=run.finished, latest=DURING_TREES)
     if not result:
         return None
     ranges, drawings = treechart.Ranges.of(result), []
     for tree in result:
         name = f"{anchor}-{tree.tag}"
-        rows = -(-len(tree.leaves) // tree.columns)
-        sheet = place.picture(tree.sheet, images.SHEET_PX, cells=max(tree.columns, rows))
+        sheet = place.picture(tree.sheet, images.SHEET_PX, cells=max(tree.columns, tree.rows))
         drawings.append(
             {
                 "id": name,

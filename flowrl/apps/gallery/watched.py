@@ -79,14 +79,10 @@ class Watched:
         """Ask for what is there now: calls of stat, and one for the lock."""
         before, self.files = self.files, scan(self.folder)
         self._locked = status.asked_lock(self.folder)
-        if before and before != self.files and self._locked is not True and self._is_of_a_run(before):
+        new = {entry[0] for entry in set(self.files) - set(before)}
+        # A summary alone is written by other commands too.
+        if before and self._locked is not True and any(name.startswith(("metrics.jsonl", "eval/")) for name in new):
             self._grew_unlocked = time.time()
-
-    def _is_of_a_run(self, before: Files) -> bool:
-        """Whether rows or evaluations were added since `before`; a summary alone is written by other commands too."""
-        old = {entry for entry in before if entry[0] == "metrics.jsonl" or entry[0].startswith("eval/")}
-        new = {entry for entry in self.files if entry[0] == "metrics.jsonl" or entry[0].startswith("eval/")}
-        return bool(new - old)
 
     @property
     def version(self) -> tuple[Files, bool]:
@@ -125,22 +121,23 @@ class Watched:
         except ConfigError:  # the page says which line
             rows, damage = [], " A line of metrics.jsonl is damaged."
         summary = self.summary()
-        word, text = _sentence(summary.get("status"), self.alive, rows, self._evaluated(), self.planned)
+        evaluated = any(name.startswith("eval/") for name, _, _ in self.files)
+        word, text = _sentence(summary.get("status"), self.alive, rows, evaluated, self.planned)
         if summary.get("status") == status.GUARDED:
             text = _guarded(summary, text)
         reason = str(summary.get("reason") or "") if word == "died" else ""
+        # Another program than train may have ended it.
+        resume = summary.get("command") or f"flowrl train {shlex.quote(str(self.folder))} --resume"
+        goes_on = word != "live" and summary.get("status") not in status.ENDED
         written = next((entry[2] / 1e9 for entry in self.files if entry[0] == "metrics.jsonl" and entry[1]), None)
         return {
             "name": self.name,
             "state": word,
             "text": text + (f" ({reason})." if reason else ".") + damage,
-            "command": "" if word == "live" else _command(summary, self.folder),
+            "command": str(resume) if goes_on else "",
             "age_s": None if written is None else max(0.0, round(time.time() - written, 1)),
             "at": "" if written is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written)),
         }
-
-    def _evaluated(self) -> bool:
-        return any(name.startswith("eval/") for name, _, _ in self.files)
 
 
 def scan(folder: Path) -> Files:
@@ -199,10 +196,3 @@ def _guarded(summary: dict[str, Any], text: str) -> str:
         return text
     which = "" if taken == ended else f", and its weights are those of iteration {taken}"
     return f"Ended by its guard at iteration {ended}{which}. {sentence}"
-
-
-def _command(summary: dict[str, Any], folder: Path) -> str:
-    """The command that continues a run; "": it has finished, or another program than train ended it."""
-    if summary.get("status") in status.ENDED:
-        return ""
-    return str(summary.get("command") or f"flowrl train {shlex.quote(str(folder))} --resume")

@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 
 from flowrl.apps.gallery import results
+from flowrl.apps.gallery.facts import commit
 from flowrl.apps.gallery.runs import Run, load_run
 from flowrl.apps.publish import card_facts
 from flowrl.apps.publish.card_facts import Facts
@@ -23,6 +24,7 @@ from flowrl.display.console import journal, log
 from flowrl.models.pipelines.classes import config_folder
 
 FILE = "README.md"
+_LIBRARIES = ("flowrl", "torch", "diffusers", "transformers", "peft", "python")
 _TEMPLATE = Path(__file__).with_name("card.md.j2")
 
 
@@ -143,9 +145,14 @@ def _body(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
     stated = licence(base.path)
     if stated is None:
         limits.append("The licence is that of the base model, which is not known here. Look there before you publish.")
+    training = card_facts.training(facts)
+    weights = next(text for label, text in training if label == "Trained")
+    name = facts.say(facts.at("algorithm", "name") or "a method of the user's own")
+    of = facts.say(base.hub_id or facts.named(base.path))
+    known = {name: facts.run.provenance.get(name) for name in _LIBRARIES} | {"commit": commit(facts.run)}
     text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         title=facts.say(facts.run.name),
-        opening=_opening(facts, base),
+        opening=f"{weights[:1].upper() + weights[1:]} for {of}, trained by {name} with flowrl.",
         results=rows,
         shares=any(metric.percent for metric in facts.known),
         columns=columns,
@@ -153,25 +160,9 @@ def _body(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
         verdicts=card_facts.verdicts(facts),
         how=how(facts, base, layout, folder),
         snippet=snippet(facts, base, layout, folder),
-        training=card_facts.training(facts),
+        training=training,
         rewards=card_facts.rewards(facts),
         limits=limits,
-        versions=_versions(facts),
+        versions=", ".join(f"{name} {facts.say(it)}" for name, it in known.items() if it) or "not recorded",
     )
     return re.sub(r"\n{3,}", "\n\n", text)
-
-
-def _opening(facts: Facts, base: Base) -> str:
-    weights = next(text for label, text in card_facts.training(facts) if label == "Trained")
-    of = facts.say(base.hub_id or facts.named(base.path))
-    name = facts.say(facts.at("algorithm", "name") or "a method of the user's own")
-    return f"{weights[:1].upper() + weights[1:]} for {of}, trained by {name} with flowrl."
-
-
-def _versions(facts: Facts) -> str:
-    """Libraries and commit of the training."""
-    known = facts.run.provenance
-    names = ("flowrl", "torch", "diffusers", "transformers", "peft", "python")
-    parts = [f"{name} {facts.say(known[name])}" for name in names if known.get(name)]
-    commit = re.sub(r"\b([0-9a-f]{12})[0-9a-f]+\b", r"\1", str(known.get("commit") or ""))
-    return ", ".join([*parts, *([f"commit {facts.say(commit)}"] if commit else [])]) or "not recorded"

@@ -73,16 +73,23 @@ def method(facts: Facts) -> tuple[str, list[str]]:
 def training(facts: Facts) -> list[tuple[str, str]]:
     """(label, text) of the rows about data, settings, hardware and time."""
     run, say = facts.run, facts.say
-    sampler = [facts.at("rollout", "sampler", "name"), *_counted(facts, "rollout")]
+    steps, guidance = facts.at("rollout", "num_inference_steps"), facts.at("rollout", "guidance_scale")
+    sampler = [facts.at("rollout", "sampler", "name"), f"{steps} steps" if steps else ""]
+    sampler += [f"guidance {guidance:g}" if isinstance(guidance, int | float) else ""]
+    prompts, size = facts.at("rollout", "prompts_per_iteration"), facts.at("rollout", "group_size")
+    rank, alpha = facts.at("model", "lora", "rank"), facts.at("model", "lora", "alpha")
+    trained = f"a LoRA of rank {rank}, alpha {alpha:g}" if rank else "all weights of the denoiser"
+    if facts.learned_noise:
+        trained = "the initial noise of the run's own prompts; the network is the base's"
     updates = facts.at("optim", "updates_per_iteration") or 1
     optimum = f"learning rate {facts.at('optim', 'learning_rate')}, {updates} updates an iteration"
     known = {
         "Method": method(facts)[0],
-        "Trained": _trained(facts),
+        "Trained": trained,
         "Data": _data(facts),
         "Iterations": f"{run.iterations} of {facts.at('iterations')}",
         "Samples": ", ".join(say(part) for part in sampler if part),
-        "Group": _group(facts),
+        "Group": f"{prompts} prompts an iteration, {size} samples of each" if prompts and size else "",
         "Optimizer": say(optimum) + (f", EMA {say(decay)}" if (decay := facts.at("optim", "ema", "decay")) else ""),
         "Evaluation": say(results.settings(run.after)) if run.after else "",
         "Seed": say(facts.at("seed")),
@@ -90,23 +97,6 @@ def training(facts: Facts) -> list[tuple[str, str]]:
         "Time": duration(seconds(run)) if run.rows else "",
     }
     return [(label, text) for label, text in known.items() if text]
-
-
-def _counted(facts: Facts, part: str) -> list[str]:
-    steps, guidance = facts.at(part, "num_inference_steps"), facts.at(part, "guidance_scale")
-    return [f"{steps} steps" if steps else "", f"guidance {guidance:g}" if isinstance(guidance, int | float) else ""]
-
-
-def _group(facts: Facts) -> str:
-    prompts, size = facts.at("rollout", "prompts_per_iteration"), facts.at("rollout", "group_size")
-    return f"{prompts} prompts an iteration, {size} samples of each" if prompts and size else ""
-
-
-def _trained(facts: Facts) -> str:
-    if facts.learned_noise:
-        return "the initial noise of the run's own prompts; the network is the base's"
-    rank, alpha = facts.at("model", "lora", "rank"), facts.at("model", "lora", "alpha")
-    return f"a LoRA of rank {rank}, alpha {alpha:g}" if rank else "all weights of the denoiser"
 
 
 def _data(facts: Facts) -> str:
@@ -177,7 +167,7 @@ def on(facts: Facts) -> str:
         return ""
     what = facts.run.subject.name.removeprefix("no ")
     seeds = len(evaluation.seeds)
-    count = guard.facts(facts.run)["judged_prompts"] if guard.chose(facts.run) else evaluation.num_distinct()
+    count = facts.run.block("guard")["judged_prompts"] if guard.chose(facts.run) else evaluation.num_distinct()
     return f"On {count} {what}, {seeds} fixed {'seed' if seeds == 1 else 'seeds'} each."
 
 

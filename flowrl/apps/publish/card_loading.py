@@ -131,14 +131,18 @@ def snippet(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
         lines += _lora(base, folder, facts.at("model", "lora", "kind") == "lokr") if lora_file(folder).is_file() else []
     if layout != "kohya" and (shift := facts.at("model", "shift")) is not None:
         lines.append(f"pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, shift={shift})")
-    prompt = _prompt(facts)
+    # An evaluated prompt; another where it has characters that a code block would not take.
+    prompts = facts.run.after.prompts if facts.run.after else ()
+    prompt = f'"{prompts[0] if prompts and _PLAIN.fullmatch(prompts[0]) else "a red circle"}"'
     if facts.learned_noise and layout == "adapter":
         imports += ["from pathlib import Path", "from flowrl.rollout.learned_noise import LearnedNoise"]
         lines += [f'noise = LearnedNoise.load(Path("{NOISE}"))', "distribution = noise.drawn_from(torch.tensor([0]))"]
         prompt, extra = "noise.prompts[0][0]", {"latents": "distribution.sample(torch.randn(distribution.mean.shape))"}
     lines += _called(facts, base, prompt, extra)
     first = sorted(set(imports), key=lambda line: ("flowrl" in line, line.startswith("from"), line))
-    return "\n".join([*first, *_output(base), "", *lines])
+    helpers = ["export_to_gif"] * base.task.endswith("video") + ["load_image"] * base.task.startswith("image")
+    first += [f"from diffusers.utils import {', '.join(helpers)}"] if helpers else []
+    return "\n".join([*first, "", *lines])
 
 
 def _lora(base: Base, folder: Path, is_lokr: bool) -> list[str]:
@@ -167,12 +171,6 @@ def _is_read_here(base: Base, layout: Layout) -> bool:
 def _one(folder: Path) -> str:
     """Name of the one .safetensors in a folder."""
     return next((file.name for file in sorted(folder.glob("*.safetensors"))), "lora.safetensors")
-
-
-def _prompt(facts: Facts) -> str:
-    """An evaluated prompt as a Python text; another where it has characters that a code block would not take."""
-    prompts = facts.run.after.prompts if facts.run.after else ()
-    return f'"{prompts[0] if prompts and _PLAIN.fullmatch(prompts[0]) else "a red circle"}"'
 
 
 def _called(facts: Facts, base: Base, prompt: str, extra: dict[str, str]) -> list[str]:
@@ -205,8 +203,3 @@ def _rate(facts: Facts, base: Base, given: dict[str, Any]) -> float:
     kind = getattr(diffusers, base.kind, None) if base.kind else None
     known = {} if kind is None else inspect.signature(kind.__call__).parameters
     return float(told) if told is not None else rate_of(given, known, "model.call.")
-
-
-def _output(base: Base) -> list[str]:
-    names = ["export_to_gif"] * base.task.endswith("video") + ["load_image"] * base.task.startswith("image")
-    return [f"from diffusers.utils import {', '.join(names)}"] if names else []

@@ -63,16 +63,16 @@ def listing(found: Sequence[tuple[str, int]]) -> str:
     README.md      900 B
     a.safetensors  2.5 MB
     """
+
+    def size(value: float) -> str:
+        for unit in _UNITS[:-1]:
+            if value < 1000:
+                return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+            value /= 1000
+        return f"{value:.1f} {_UNITS[-1]}"
+
     width = max((len(name) for name, _ in found), default=0)
-    return "\n".join(f"{name:<{width}}  {_size(size)}" for name, size in found)
-
-
-def _size(value: float) -> str:
-    for unit in _UNITS[:-1]:
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} {_UNITS[-1]}"
+    return "\n".join(f"{name:<{width}}  {size(count)}" for name, count in found)
 
 
 def push(folder: Path, repository: str, message: str, *, private: bool, api: Hub) -> str:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,12 @@ def load_pairs(folder: Path) -> list[VotePair]:
     before, after = run.base, run.evaluations.get("tuned")
     if before is None or after is None:
         missing = "base" if before is None else "tuned"
+        status = run.summary.get("status")
+        why = f"the run has not finished (status {status})" if status else "the run has not finished"
+        why = "its evaluation was not written, or was deleted" if run.finished else why
         command = str(run.summary.get("command") or f"flowrl train {shlex.quote(str(folder))} --resume")
         raise ConfigError(
-            f"RUN {folder} has no eval/{missing}.json: {_why(run)}; finish it with `{command}`, or give a run that has "
-            "ended"
+            f"RUN {folder} has no eval/{missing}.json: {why}; finish it with `{command}`, or give a run that has ended"
         )
     found = _drawn(run, before, after)
     if not found:
@@ -89,16 +92,8 @@ def load_pairs(folder: Path) -> list[VotePair]:
     return found
 
 
-def _why(run: Run) -> str:
-    status = run.summary.get("status")
-    if run.finished:
-        return "its evaluation was not written, or was deleted"
-    return f"the run has not finished (status {status})" if status else "the run has not finished"
-
-
 def _drawn(run: Run, before: Evaluation, after: Evaluation) -> list[VotePair]:
-    seed = run.config.get("seed") or 0
-    numbers = np.unique(np.asarray(before.distinct or before.prompts), return_inverse=True)[1]
+    seed, numbers = run.config.get("seed") or 0, before.groups
     queues: dict[int, list[tuple[str, VotePair]]] = defaultdict(list)
     for p, k in np.argwhere(imaged(run)).tolist():
         files = before.image(p, k), after.image(p, k)
@@ -114,14 +109,9 @@ def _drawn(run: Run, before: Evaluation, after: Evaluation) -> list[VotePair]:
             second_left=drawn_left(seed, "side", before.prompts[p], before.seeds[k], p),
         )
         queues[pair.distinct].append((place, pair))
-    ranked = [
-        (rank, place, pair) for queue in queues.values() for rank, (place, pair) in enumerate(sorted(queue, key=_first))
-    ]
-    return [pair for _, _, pair in sorted(ranked, key=lambda each: each[:2])]
-
-
-def _first(each: tuple[str, VotePair]) -> str:
-    return each[0]
+    by_place = itemgetter(0)
+    ranked = [((rank, each[0]), each[1]) for q in queues.values() for rank, each in enumerate(sorted(q, key=by_place))]
+    return [pair for _, pair in sorted(ranked, key=by_place)]
 
 
 def drawn_left(*identity: object) -> bool:

@@ -68,19 +68,15 @@ def result(votes: Counted) -> Result:
         by_prompt[pair.distinct].append(_SCORES[vote.choice])
         by_pair[pair][vote.voter] = vote.choice
     both = [two for choices in by_pair.values() for two in itertools.combinations(choices.values(), 2)]
+    tables = np.full((2, len(by_prompt), max(map(len, by_prompt.values()), default=0)), np.nan)
+    for row, scores in enumerate(by_prompt.values()):
+        tables[:, row, : len(scores)] = np.transpose(scores)
     return Result(
         voters=dict(Counter(vote.voter for _, vote in decided)),
         votes=len(decided),
         ties=sum(vote.choice == "tie" for _, vote in decided),
         skips=len(votes) - len(decided),
-        win=_win(by_prompt) if decided else {},
+        win=win_share(tables[0], tables[1], np.arange(len(by_prompt))) if decided else {},
         agreed=sum(one == other for one, other in both),
         compared=len(both),
     )
-
-
-def _win(by_prompt: dict[int, list[tuple[float, float]]]) -> dict[str, float]:
-    tables = np.full((2, len(by_prompt), max(map(len, by_prompt.values()))), np.nan)
-    for row, scores in enumerate(by_prompt.values()):
-        tables[:, row, : len(scores)] = np.transpose(scores)
-    return win_share(tables[0], tables[1], np.arange(len(by_prompt)))

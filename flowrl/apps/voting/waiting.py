@@ -30,7 +30,13 @@ def waits(run: Path) -> bool:
     Raises:
         ConfigError: its training would ask people, and it has ended before its end; with the command that goes on.
     """
-    if not _asks(run):
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):  # who reads the run says what is wrong with it
+        return False
+    rewards = config.get("rewards") if isinstance(config, dict) else None
+    named = [entry.get("name") for entry in rewards or () if isinstance(entry, dict)]
+    if REWARD not in named and not any((run / FOLDER).glob(f"{polls.ROUND}*/slot-*.json")):
         return False
     summary = status.read(run)
     state = summary.get("status")
@@ -39,16 +45,6 @@ def waits(run: Path) -> bool:
     if state != "running":
         raise ConfigError(f"RUN {run} waits for no votes: {_how(summary)}")
     return True
-
-
-def _asks(run: Path) -> bool:
-    try:
-        config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):  # who reads the run says what is wrong with it
-        return False
-    rewards = config.get("rewards") if isinstance(config, dict) else None
-    named = [entry.get("name") for entry in rewards or () if isinstance(entry, dict)]
-    return REWARD in named or any((run / FOLDER).glob(f"{polls.ROUND}*/slot-*.json"))
 
 
 def _how(summary: dict[str, Any]) -> str:

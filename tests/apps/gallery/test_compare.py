@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 from flowrl.apps.gallery import build
+from flowrl.apps.gallery.charts import Point, Style, front
 from flowrl.apps.gallery.compare import wall
 from flowrl.apps.gallery.compare.configurations import differences
 from flowrl.apps.gallery.compare.curves import curve_places, over_training
-from flowrl.apps.gallery.compare.drawing import Point, Style, front
 from flowrl.apps.gallery.compare.page import comparison
 from flowrl.apps.gallery.compare.scores import recipe, standings
 from flowrl.apps.gallery.compare.shared import share
@@ -231,7 +231,7 @@ def test_curves_run_from_the_base_over_what_training_has_spent(folders, monkeypa
         seen[axis.name] = {line.label: line.x.tolist() for line in lines}
         return "drawn"
 
-    monkeypatch.setattr("flowrl.apps.gallery.compare.drawing.curves", keep)
+    monkeypatch.setattr("flowrl.apps.gallery.charts.line_chart", keep)
     styles = {i: Style(i) for i in range(len(runs))}
     charts, missing = over_training(shared, shared.metrics[0], styles, "", curve_places(shared))
     assert [chart["key"] for chart in charts] == ["iterations", "samples", "evaluations", "seconds"]
@@ -259,7 +259,7 @@ def test_evaluations_of_other_prompts_are_no_points_of_a_curve(tmp_path):
     found: dict[str, list[float]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "flowrl.apps.gallery.compare.drawing.curves",
+            "flowrl.apps.gallery.charts.line_chart",
             lambda lines, axis, *, percent: found.update({line.label: line.x.tolist() for line in lines}),
         )
         over_training(shared, shared.metrics[0], {0: Style(0), 1: Style(1)}, "", curve_places(shared))

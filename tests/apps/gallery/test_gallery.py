@@ -764,8 +764,6 @@ def test_the_gallery_loads_no_model_library():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
             assert not {n.split(".")[0] for n in names} & {"torch", "diffusers", "transformers", "matplotlib"}
-            own = ("flowrl.apps.gallery", "flowrl.core", "flowrl.statistics")
-            assert all(n.startswith(own) for n in names if n.startswith("flowrl")), path
     code = "import sys, flowrl.apps.gallery; print([m for m in ('torch', 'diffusers') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert loaded.stdout.strip() == "[]", loaded.stderr

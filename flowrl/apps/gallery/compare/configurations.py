@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from flowrl.apps.gallery.results import DASH
 from flowrl.apps.gallery.runs import Run
 
 _OWN = ("name", "output", "seed")
+"""Keys that runs of one recipe may differ in."""
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -16,10 +18,19 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
     An entry that only some runs have as a mapping, such as `data.pairs`, is one key in the others.
     """
-    flat = [dict(leaves({k: v for k, v in run.config.items() if k not in _OWN})) for run in runs]
+    flat = [dict(leaves(_recipe(run))) for run in runs]
     keys = sorted({key for one in flat for key in one})
     rows = [(key, [one.get(key, DASH) for one in flat]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def recipe_of(run: Run) -> str:
+    """The resolved configuration without seed, name and output: equal for the seeds of one recipe."""
+    return json.dumps(_recipe(run), sort_keys=True, default=str)
+
+
+def _recipe(run: Run) -> dict[str, Any]:
+    return {key: value for key, value in run.config.items() if key not in _OWN}
 
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

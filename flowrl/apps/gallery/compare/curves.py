@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.apps.gallery import facts
-from flowrl.apps.gallery.compare import drawing
-from flowrl.apps.gallery.compare.drawing import Axis, Curve, Point, Style
+from flowrl.apps.gallery import charts, facts
+from flowrl.apps.gallery.charts import Axis, Point, Series, Style
 from flowrl.apps.gallery.compare.scores import Standing
 from flowrl.apps.gallery.compare.shared import Shared, SharedMetric, label_of
 from flowrl.apps.gallery.results import Metric
-from flowrl.apps.gallery.runs import Evaluation, Run, nan_mean, number
+from flowrl.apps.gallery.runs import Evaluation, Run, nan_mean, number, value_at
 from flowrl.statistics.paired import prompt_means
 
 LAST_ROWS = 10
@@ -29,7 +28,7 @@ def over_training(
     found = {i: _trajectory(shared, i, of.metric, places) for i in of.members}
     spent = {i: _spent(shared.runs[i]) for i in of.members}
     last = {name: max((spent[i][name][-1] for i in of.members if name in spent[i]), default=0.0) for name in QUANTITIES}
-    charts, missing = [], []
+    drawn, missing = [], []
     texts = _texts(shared, places)
     other = [label_of(shared.runs, i) for i in of.members if not all(_has(e, texts) for e in shared.runs[i].during)]
     if other:
@@ -41,14 +40,15 @@ def over_training(
             if name in spent[i]:
                 iterations, values = found[i]
                 x = np.interp(iterations, np.arange(len(spent[i][name])), spent[i][name])
-                lines.append(Curve(label_of(shared.runs, i), styles[i], x, values))
+                known = np.isfinite(values)
+                lines.append(Series(label_of(shared.runs, i), x[known], values[known], markers=True, style=styles[i]))
         axis = _axis(words, last[name]) if name == "seconds" else Axis(words)
-        svg = drawing.curves(lines, axis, percent=of.metric.percent)
+        svg = charts.line_chart(lines, axis, percent=of.metric.percent)
         if svg:
-            charts.append({"title": f"{subject}{of.metric.label} over {_SHORT[name]}", "key": name, "svg": svg})
+            drawn.append({"title": f"{subject}{of.metric.label} over {_SHORT[name]}", "key": name, "svg": svg})
         if without and lines:
             missing.append(f"{words}: not logged by {', '.join(without)}.")
-    return charts, missing
+    return drawn, missing
 
 
 QUANTITIES = {
@@ -66,12 +66,12 @@ def over_costs(
     """(tuned result against KL, wall-clock and CPU time, sentences on runs without one)."""
     rows = {entry.run: entry.tuned for entry in table}
     costs = {
-        "kl": {i: _final_kl(shared.runs[i]) for i in rows},
+        "kl": {i: float(nan_mean(shared.runs[i].curve(KL)[1][-LAST_ROWS:])) for i in rows},
         "wall": {i: facts.seconds(shared.runs[i]) for i in rows},
         "cpu": {i: cpu_seconds(shared.runs[i]) for i in rows},
     }
     words = {"kl": "KL to the reference at the end", "wall": "time", "cpu": "CPU time of training"}
-    charts, missing = [], []
+    drawn, missing = [], []
     for name, cost in costs.items():
         known = {i: value for i, value in cost.items() if math.isfinite(value) and (name == "kl" or value > 0)}
         axis = Axis(words[name]) if name == "kl" else _axis(words[name], max(known.values(), default=0.0))
@@ -79,15 +79,15 @@ def over_costs(
             Point(label_of(shared.runs, i), styles[i], x, rows[i].mean, rows[i].low, rows[i].high)
             for i, x in known.items()
         ]
-        svg = drawing.points(marks, axis, percent=of.metric.percent, sign=of.metric.sign)
+        svg = charts.points(marks, axis, percent=of.metric.percent, sign=of.metric.sign)
         if svg:
-            charts.append({"title": f"{subject}{of.metric.label} against {words[name]}", "key": name, "svg": svg})
+            drawn.append({"title": f"{subject}{of.metric.label} against {words[name]}", "key": name, "svg": svg})
         without = [label_of(shared.runs, i) for i in rows if i not in known]
         if not known:
             missing.append(f"{words[name]}: no run has logged it.")
         elif without:
             missing.append(f"{words[name]}: not logged by {', '.join(without)}.")
-    return charts, missing
+    return drawn, missing
 
 
 def cpu_seconds(run: Run) -> float:
@@ -98,10 +98,7 @@ def cpu_seconds(run: Run) -> float:
 
 def samples_per_iteration(run: Run) -> float:
     """Samples that an iteration trains on; NaN: the configuration does not say."""
-    prompts, group = (
-        number(facts.value_at(run.config, "rollout", key)) for key in ("prompts_per_iteration", "group_size")
-    )
-    return prompts * group
+    return math.prod(number(value_at(run.config, "rollout", key)) for key in ("prompts_per_iteration", "group_size"))
 
 
 def curve_places(shared: Shared) -> np.ndarray:
@@ -170,11 +167,6 @@ def _each(run: Run, key: str, count: int) -> np.ndarray:
     known = np.isfinite(y) & (x >= 1)
     values[x[known].astype(int) - 1] = y[known]
     return values
-
-
-def _final_kl(run: Run) -> float:
-    y = run.curve(KL)[1]
-    return float(nan_mean(y[-LAST_ROWS:])) if len(y) else math.nan
 
 
 def _axis(words: str, most: float) -> Axis:

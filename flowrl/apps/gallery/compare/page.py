@@ -7,17 +7,19 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flowrl.apps.gallery import charts, facts, movement
+from markupsafe import Markup
+
+from flowrl.apps.gallery import charts, facts, movement, results
 from flowrl.apps.gallery.certainty import LEAST
-from flowrl.apps.gallery.compare import curves, drawing, plain
-from flowrl.apps.gallery.compare.configurations import differences
-from flowrl.apps.gallery.compare.drawing import Style
+from flowrl.apps.gallery.charts import Style
+from flowrl.apps.gallery.compare import curves
+from flowrl.apps.gallery.compare.configurations import differences, recipe_of
 from flowrl.apps.gallery.compare.scores import Change, Recipe, Standing, recipe, standings
-from flowrl.apps.gallery.compare.shared import Shared, SharedMetric, label_of, recipe_of, same_noise, share
+from flowrl.apps.gallery.compare.shared import Shared, SharedMetric, label_of, same_noise, share
 from flowrl.apps.gallery.compare.wall import wall
 from flowrl.apps.gallery.images import Place
 from flowrl.apps.gallery.results import DASH, Estimate, Metric
-from flowrl.apps.gallery.runs import Run
+from flowrl.apps.gallery.runs import Run, value_at
 
 WHOLE = 3
 """Most runs whose whole reports are on the page of their comparison; of more, their own pages are linked."""
@@ -34,6 +36,8 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
     names = _recipe_names(runs, recipes)
     links = [f"#run-{i}" if len(runs) <= WHOLE else place.own_page(run, i) for i, run in enumerate(runs)]
     shared = share(runs) if alike else None
+    subjects = {run.subject.short for run in runs}
+    subject = f"{subjects.pop()} " if len(subjects) == 1 else ""
     common = {
         "count": len(runs),
         "links": links,
@@ -42,19 +46,17 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
         "recipe_names": names,
     }
     if shared is None:
-        return common | {"shared": None, "plain": plain.comparison(runs, alike=alike), "metrics": []}
+        return common | {"shared": None, "plain": _plain(runs, subject, alike=alike), "metrics": []}
     moves = {i: movement.of_run_in_words(runs[i]) for i in shared.compared}
     metrics = [_of_metric(shared, of, recipes, styles, moves) for of in shared.metrics]
     places = curves.curve_places(shared)
-    subjects = {run.subject.short for run in runs}
-    subject = f"{subjects.pop()} " if len(subjects) == 1 else ""
     for of, values in zip(shared.metrics, metrics, strict=True):
         table = values.pop("standings")
         values["curves"], without = curves.over_training(shared, of, styles, subject, places)
         values["costs"], unlogged = curves.over_costs(shared, of, table, styles, subject)
         values["without"], values["unlogged"] = without, unlogged
         drawn = [(name, styles[m[0]]) for name, m in zip(names, recipes, strict=True) if set(m) & set(of.members)]
-        values["legend"] = drawing.legend(drawn)
+        values["legend"] = charts.legend(drawn)
         for row in values["recipes"]:
             row["name"] = next(name for name, members in zip(names, recipes, strict=True) if row["run"] in members)
     first = metrics[0]
@@ -72,10 +74,30 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
         "older": [label_of(runs, i) for i in shared.compared if shared.same(i) is None],
         "plain": None,
         "metrics": metrics,
-        "missing": [_absent(runs, i) for i in range(len(runs)) if i not in shared.compared],
+        "missing": [_head(runs, i) for i in range(len(runs)) if i not in shared.compared],
         "left_out": [(label_of(runs, i), shared.left_out[i]) for i in sorted(shared.left_out)],
         "wall": wall(shared, shared.metrics[0], order, place),
     }
+
+
+def _plain(runs: Sequence[Run], subject: str, *, alike: bool) -> dict[str, Any]:
+    """Table of several runs, each by its primary metric, and a chart of their evaluations if they are `alike`."""
+    rows, drawn = [], []
+    for number, run in enumerate(runs):
+        row = _head(runs, number) | {"result": None, "change": Estimate()}
+        rows.append(row)
+        for metric in results.metrics_of(run)[:1]:
+            estimates = results.estimates_of(run, metric)
+            row |= {"result": results.table_row(run, metric, estimates), "change": estimates["difference"]}
+            named = f"{row['name']}{run.subject.on}"
+            drawn.append((metric, charts.Series(named, *results.evaluated_curve(run, metric), markers=True)))
+    # Different metrics have no common unit, and no common axis.
+    same_metric = alike and len({metric.name for metric, _ in drawn}) == 1
+    domain = _domain([row["change"] for row in rows])
+    for row in rows:
+        row["plot"] = _bar(row["change"] if same_metric else Estimate(), domain)
+    curve = charts.line_chart([s for _, s in drawn], percent=drawn[0][0].percent) if same_metric else ""
+    return {"rows": rows, "curve": curve, "title": f"{subject}{drawn[0][0].label} over training" if same_metric else ""}
 
 
 def _recipes(runs: Sequence[Run]) -> list[tuple[int, ...]]:
@@ -116,12 +138,9 @@ def _of_metric(
 ) -> dict[str, Any]:
     """Tables of one metric; `moves` has each run's sentence on how much its images change."""
     table, metric = standings(shared, of), of.metric
-    bars = [Estimate(), *(row.over_base.estimate for row in table)]
-    domain = _domain(bars)
-    rows = [_row(shared, metric, standing, styles, domain) for standing in table]
-    for row in rows:
-        row["moved"] = moves[row["run"]]
-    cells = [row[kind] for row in rows for kind in ("over_base", "over_leader")]
+    changes = [change for row in table for change in (row.over_base, row.over_leader) if change is not None]
+    domain = _domain([row.over_base.estimate for row in table])
+    rows = [_row(shared, metric, standing, styles, domain) | {"moved": moves[standing.run]} for standing in table]
     repeated = [_one_each(shared.runs, [i for i in members if i in of.members]) for members in recipes]
     seeds = [recipe(shared, of, members) for members in repeated if len(members) > 1]
     seeds.sort(key=lambda one: -metric.sign * one.tuned["mean"])
@@ -132,7 +151,7 @@ def _of_metric(
         "passes": metric.percent,
         "standings": table,
         "rows": rows,
-        "few": LEAST if any(cell and cell["few"] for cell in cells) else 0,
+        "few": LEAST if any(change.told[0] < LEAST for change in changes) else 0,
         "leader": label_of(shared.runs, table[0].run),
         "num_comparisons": 2 * len(table) - 1,
         "recipes": [_seeds(shared.runs, metric, one, styles) for one in seeds],
@@ -150,24 +169,17 @@ def _one_each(runs: Sequence[Run], members: Sequence[int]) -> tuple[int, ...]:
 def _row(
     shared: Shared, metric: Metric, standing: Standing, styles: dict[int, Style], domain: tuple[float, float]
 ) -> dict[str, Any]:
-    run, gain = shared.runs[standing.run], standing.over_base.estimate
-    win = Metric("win", percent=True, decimals=1)
-    judged = run.subject.judged
-    return {
-        "run": standing.run,
-        "name": label_of(shared.runs, standing.run),
+    run = shared.runs[standing.run]
+    judged, cpu = run.subject.judged, curves.cpu_seconds(run)
+    return _head(shared.runs, standing.run) | {
         "swatch": styles[standing.run].color,
-        "algorithm": str(facts.value_at(run.config, "algorithm", "name") or DASH),
-        "status": facts.status(run),
-        "on": run.subject.on.strip(),
-        "base": _level(metric, standing.base),
-        "tuned": _level(metric, standing.tuned),
+        "base": metric.level(standing.base),
+        "tuned": metric.level(standing.tuned),
         "over_base": _change(metric, standing.over_base, judged),
         "over_leader": _change(metric, standing.over_leader, judged),
-        "win": _level(win, standing.win),
-        "plot": charts.interval_plot([("difference", gain.mean, gain.low, gain.high)], domain=domain, zero=True),
-        "time": facts.duration(facts.seconds(run)),
-        "cpu": _time(curves.cpu_seconds(run)),
+        "win": Metric("win", percent=True, decimals=1).level(standing.win),
+        "plot": _bar(standing.over_base.estimate, domain),
+        "cpu": facts.duration(cpu) if math.isfinite(cpu) else DASH,
     }
 
 
@@ -175,7 +187,7 @@ def _seeds(runs: Sequence[Run], metric: Metric, one: Recipe, styles: dict[int, S
     """A row of the table of recipes."""
 
     def bounds(found: dict[str, float], kind: str) -> str:
-        return _interval(metric, Estimate(found["mean"], found[f"low{kind}"], found[f"high{kind}"]))
+        return metric.interval(Estimate(found["mean"], found[f"low{kind}"], found[f"high{kind}"]))
 
     gain = one.gain
     sure = math.isfinite(gain["low"]) and metric.tone(gain["low"], gain["high"])
@@ -193,18 +205,17 @@ def _seeds(runs: Sequence[Run], metric: Metric, one: Recipe, styles: dict[int, S
     }
 
 
-def _absent(runs: Sequence[Run], number: int) -> dict[str, str]:
+def _head(runs: Sequence[Run], number: int) -> dict[str, Any]:
+    """Cells of any table about a run."""
     run = runs[number]
-    algorithm = str(facts.value_at(run.config, "algorithm", "name") or DASH)
-    return {"run": str(number), "name": label_of(runs, number), "algorithm": algorithm, "status": facts.status(run)}
-
-
-def _level(metric: Metric, e: Estimate) -> dict[str, str]:
-    return {"text": metric.value(e.mean), "interval": _interval(metric, e)}
-
-
-def _interval(metric: Metric, e: Estimate) -> str:
-    return f"{metric.value(e.low, unit='')} to {metric.value(e.high, unit='')}" if e.bounded else ""
+    return {
+        "run": number,
+        "name": label_of(runs, number),
+        "algorithm": str(value_at(run.config, "algorithm", "name") or DASH),
+        "status": facts.status(run),
+        "on": run.subject.on.strip(),
+        "time": facts.duration(facts.seconds(run)),
+    }
 
 
 def _change(metric: Metric, change: Change | None, judged: bool) -> dict[str, Any] | None:
@@ -215,7 +226,7 @@ def _change(metric: Metric, change: Change | None, judged: bool) -> dict[str, An
     tone = metric.tone(e.low, e.high) if e.bounded and judged else "same"
     return {
         "text": metric.change(e.mean),
-        "interval": _interval(metric, e),
+        "interval": metric.interval(e),
         "tone": tone,
         "sure": change.sure and judged,
         "few": f"{change.told[0]} of {change.told[1]} prompts differ" if change.told[0] < LEAST else "",
@@ -229,5 +240,5 @@ def _domain(bars: Sequence[Estimate]) -> tuple[float, float]:
     return min([0.0, *ends]), max([0.0, *ends])
 
 
-def _time(seconds: float) -> str:
-    return facts.duration(seconds) if math.isfinite(seconds) else DASH
+def _bar(e: Estimate, domain: tuple[float, float]) -> Markup:
+    return charts.interval_plot([("difference", e.mean, e.low, e.high)], domain=domain, zero=True)

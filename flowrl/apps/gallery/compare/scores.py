@@ -8,7 +8,7 @@ import numpy as np
 
 from flowrl.apps.gallery.certainty import told_apart
 from flowrl.apps.gallery.compare.shared import Shared, SharedMetric
-from flowrl.apps.gallery.results import Estimate, Metric
+from flowrl.apps.gallery.results import Estimate
 from flowrl.statistics.intervals import intervals
 from flowrl.statistics.paired import flip_tests, holm, outcomes, prompt_means
 from flowrl.statistics.repeats import over_seeds
@@ -59,19 +59,19 @@ def standings(shared: Shared, of: SharedMetric) -> list[Standing]:
     """All runs with the metric, the best tuned mean first; p-values are corrected over all comparisons of the list."""
     metric, members = of.metric, of.members
     # A prompt that one of two images has no score for is in no difference of the two.
-    after = np.stack([prompt_means(shared.table(i, metric, base=False)) for i in members])
-    before = np.stack([prompt_means(shared.table(i, metric, base=True)) for i in members])
-    tables = [(shared.table(i, metric, base=True), shared.table(i, metric, base=False)) for i in members]
-    gains = np.stack([prompt_means(tuned - base) for base, tuned in tables])
+    both = [(shared.table(i, metric, base=True), shared.table(i, metric, base=False)) for i in members]
+    before, after = (np.stack([prompt_means(table) for table in tables]) for tables in zip(*both, strict=True))
+    gains = np.stack([prompt_means(tuned - base) for base, tuned in both])
     # A run without any score is the last one, in both directions.
     means = np.asarray([metric.sign * np.nanmean(row) if np.isfinite(row).any() else -np.inf for row in after])
     order = [int(k) for k in np.argsort(-means, kind="stable")]
-    lead = tables[order[0]][1]
-    behind = np.stack([prompt_means(tuned - lead) for _, tuned in tables])
+    lead = both[order[0]][1]
+    behind = np.stack([prompt_means(tuned - lead) for _, tuned in both])
     bounds = (0.0, 1.0) if metric.percent else None
     levels = intervals(np.concatenate([before, after]), shared.groups, bounds=bounds)
-    wins = np.stack([_wins(shared, i, metric, *pair) for i, pair in zip(members, tables, strict=True)])
-    shares = intervals(wins, shared.groups, bounds=(0.0, 1.0))
+    rules = [{"tie_eps": shared.margin(i, metric), "same": shared.same(i)} for i in members]
+    won = [outcomes(*pair, higher_is_better=metric.sign > 0, **rule) for pair, rule in zip(both, rules, strict=True)]
+    shares = intervals(np.stack([prompt_means(each) for each in won]), shared.groups, bounds=(0.0, 1.0))
     others = order[1:]
     changes = np.concatenate([gains, behind[others]])
     differences = intervals(changes, shared.groups, bounds=(-1.0, 1.0) if metric.percent else None)
@@ -90,12 +90,6 @@ def standings(shared: Shared, of: SharedMetric) -> list[Standing]:
         )
         for k in order
     ]
-
-
-def _wins(shared: Shared, run: int, metric: Metric, base: np.ndarray, tuned: np.ndarray) -> np.ndarray:
-    """Share of wins of each prompt over its seeds, ties as halves, [P]; NaN where no pair was scored."""
-    tie_eps, same = shared.margin(run, metric), shared.same(run)
-    return prompt_means(outcomes(base, tuned, higher_is_better=metric.sign > 0, tie_eps=tie_eps, same=same))
 
 
 def recipe(shared: Shared, of: SharedMetric, runs: tuple[int, ...]) -> Recipe:

@@ -6,10 +6,9 @@ has the same place in all runs.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +21,8 @@ from flowrl.core.errors import ConfigError
 from flowrl.media import digests
 from flowrl.statistics.paired import TIE_SHARE, margin
 
-_OWN = ("name", "output", "seed")
-"""Keys that runs of one recipe may differ in."""
-_SHAPE = ("path", "height", "width", "num_frames")
-"""Keys of the model that decide the shape of the noise."""
+_SHAPE = (("path",), ("height",), ("width",), ("num_frames",), ("call", "num_frames"))
+"""Keys of the model that decide the shape of the noise; the frames of a generic one are an argument of its call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,24 +116,10 @@ def share(runs: Sequence[Run]) -> Shared | None:
     )
 
 
-def recipe_of(run: Run) -> str:
-    """The resolved configuration without seed, name and output: equal for the seeds of one recipe."""
-    return json.dumps({k: v for k, v in run.config.items() if k not in _OWN}, sort_keys=True, default=str)
-
-
 def same_noise(shared: Shared) -> bool:
     """Whether the compared runs have the same noise at the same place and seed: it also has their size."""
-    sizes = [_size(shared.runs[i]) for i in shared.compared]
+    sizes = [[value_at(shared.runs[i].config, "model", *keys) for keys in _SHAPE] for i in shared.compared]
     return all(size == sizes[0] for size in sizes)
-
-
-def _size(run: Run) -> tuple[Any, ...]:
-    """All that decides the shape of the noise."""
-    model = run.config.get("model")
-    if not isinstance(model, dict):
-        return ()
-    call = model.get("call")  # the frames of a generic model are an argument of its call
-    return (*(model.get(key) for key in _SHAPE), call.get("num_frames") if isinstance(call, dict) else None)
 
 
 def label_of(runs: Sequence[Run], number: int) -> str:
@@ -146,9 +129,10 @@ def label_of(runs: Sequence[Run], number: int) -> str:
     return run.name if alone else f"{run.name} ({run.folder})"
 
 
-def _scored(run: Run) -> bool:
+def _scored(run: Run) -> Set[str]:
+    """Metrics of both base and tuned."""
     before, after = run.both
-    return bool(before.scores.keys() & after.scores.keys())
+    return before.scores.keys() & after.scores.keys()
 
 
 def _evaluations(runs: Sequence[Run]) -> list[Evaluation]:
@@ -196,7 +180,7 @@ def _metrics(runs: Sequence[Run], compared: Sequence[int], left_out: dict[int, l
     Raises:
         ConfigError: there is none.
     """
-    own = {i: {m.name: m for m in results.metrics_of(runs[i]) if _has(runs[i], m.name)} for i in compared}
+    own = {i: {m.name: m for m in results.metrics_of(runs[i]) if m.name in _scored(runs[i])} for i in compared}
     names = dict.fromkeys(name for i in compared for name in own[i])
     result: list[SharedMetric] = []
     for name in names:
@@ -231,10 +215,6 @@ def _metrics(runs: Sequence[Run], compared: Sequence[int], left_out: dict[int, l
     return tuple(sorted(result, key=lambda m: order.index(m.metric.name) if m.metric.name in order else len(order)))
 
 
-def _has(run: Run, metric: str) -> bool:
-    return all(metric in e.scores for e in run.both)
-
-
 def _mark(run: Run, metric: str) -> str:
     """Fingerprint of the reward of a metric; "" for older files, which have none."""
     return str(run.both[1].made_with.get(f"score {metric}") or "")
@@ -248,7 +228,8 @@ def _say_what_is_missing(
     left_out: dict[int, list[str]],
 ) -> None:
     """Sentences on prompts and seeds that are not shared, and on settings that differ."""
-    usual = {key: _most(_settings(runs[i])[key] for i in compared) for key in _settings(runs[compared[0]])}
+    given = [_settings(runs[i]) for i in compared]
+    usual = {key: Counter(one[key] for one in given).most_common(1)[0][0] for key in given[0]}
     for i in compared:
         run, said = runs[i], left_out.setdefault(i, [])
         before, after = run.both
@@ -273,16 +254,6 @@ def _say_what_is_missing(
 
 def _settings(run: Run) -> dict[str, Any]:
     """Settings of an evaluation that change its images next to the prompts and the seeds."""
-    after, model = run.both[1], run.config.get("model")
-    model = model if isinstance(model, dict) else {}
-    return {
-        "guidance": after.guidance_scale,
-        "steps": after.num_inference_steps,
-        "model": model.get("path"),
-        "height": model.get("height"),
-        "width": model.get("width"),
-    }
-
-
-def _most(values: Any) -> Any:
-    return Counter(values).most_common(1)[0][0]
+    after, model = run.both[1], {"model": "path", "height": "height", "width": "width"}
+    found = {"guidance": after.guidance_scale, "steps": after.num_inference_steps}
+    return found | {name: value_at(run.config, "model", key) for name, key in model.items()}

@@ -10,7 +10,6 @@ import numpy as np
 from flowrl.apps.gallery import images
 from flowrl.apps.gallery.compare.shared import Shared, SharedMetric, label_of
 from flowrl.apps.gallery.images import Place
-from flowrl.apps.gallery.runs import Evaluation
 
 ROWS = 24
 IMAGE_PX = 224
@@ -43,7 +42,8 @@ def wall(shared: Shared, of: SharedMetric, order: list[int], place: Place) -> di
             if wanted > ROWS:
                 break
             continue
-        same_base = same_base and _same_base(shared, order, position, column)
+        bases = [_file(shared, i, position, column, base=True) for i in order]
+        same_base = same_base and len({file.read_bytes() for file in bases if file is not None}) <= 1
         cells = []
         for file, run, base in zip(files, [order[0], *order], [True, *[False] * len(order)], strict=True):
             picture = place.picture(file, IMAGE_PX)
@@ -69,25 +69,14 @@ def _drawn(shared: Shared) -> list[tuple[int, int]]:
 
 def _file(shared: Shared, run: int, place: int, column: int, *, base: bool) -> Path | None:
     evaluation = shared.evaluation(run, base=base)
-    return evaluation.image(place, _sample(evaluation, shared.seeds[column]))
-
-
-def _sample(evaluation: Evaluation, seed: int) -> int:
-    return evaluation.seeds.index(seed)
-
-
-def _same_base(shared: Shared, order: list[int], place: int, column: int) -> bool:
-    """Whether the bases of all runs made the same file, where they have it."""
-    files = [_file(shared, i, place, column, base=True) for i in order]
-    contents = {file.read_bytes() for file in files if file is not None}
-    return len(contents) <= 1
+    return evaluation.image(place, evaluation.seeds.index(shared.seeds[column]))
 
 
 def _score(shared: Shared, of: SharedMetric, run: int, place: int, column: int, *, base: bool) -> dict[str, str]:
     if run not in of.members:
         return {"score": "", "tone": "same"}
     before, after = (shared.evaluation(run, base=which) for which in (True, False))
-    values = [float(e.scores[of.metric.name][place, _sample(e, shared.seeds[column])]) for e in (before, after)]
+    values = [float(e.scores[of.metric.name][place, e.seeds.index(shared.seeds[column])]) for e in (before, after)]
     if base:
         return {"score": of.metric.single(values[0]), "tone": "same"}
     return {"score": of.metric.single(values[1]), "tone": of.metric.tone(values[1] - values[0])}
