@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flowrl.core import assets, registry
 from flowrl.core.errors import ConfigError, UnknownName
 
-if TYPE_CHECKING:
-    from flowrl.core.excerpt import Excerpt
-
+FILE = Path(__file__).with_name("listed.json")
+"""What lists say of the built-in components, so that none of them is imported for it (`scripts/pages/listed.py`)."""
 PAGES = {"models": "docs/models.md", "samplers": "docs/library.md", "credits": "docs/architecture.md"}
 _OWN_PAGES = {"rewards": {"geneval": "docs/rewards/geneval.md", "ocr": "docs/rewards/ocr.md"}}
 MEMORY = "memory.json"
@@ -36,8 +36,17 @@ def credit_rules() -> dict[str, str]:
     }
 
 
+@cache
+def stored(kind: str) -> dict[str, dict[str, Any]]:
+    """Name -> what `FILE` says: `row`, the cells of a list; `shown`, a reward's `described` or a suite's lines.
+
+    A component that is not there is asked by an import.
+    """
+    return json.loads(FILE.read_bytes()).get(kind, {})
+
+
 def described(kind: str, name: str) -> dict[str, Any]:
-    """A component as plain data: kind, name, about, level, page, card, options.
+    """A component as plain data, from its module: kind, name, about, level, page, card, options.
 
     Raises:
         UnknownName: there is no such component; with the nearest names.
@@ -56,8 +65,10 @@ def described(kind: str, name: str) -> dict[str, Any]:
         about, config = rules[name], AdvantageConfig
         result["where"] = "algorithm.advantages"
     else:
-        own, about = _own(kind, name)
-        config, card = own.get("Config"), own.get("CARD")
+        from flowrl.scoring.entries import imported
+
+        own = vars(imported(kind, name, f"flowrl list {kind}"))
+        about, config, card = own["__doc__"] or "", own.get("Config"), own.get("CARD")
         result |= {"level": own.get("LEVEL", "experimental"), "where": WHERE[kind]}
         if kind == "rewards":
             if card is None:
@@ -74,17 +85,6 @@ def described(kind: str, name: str) -> dict[str, Any]:
 
 WHERE = {"models": "model", "samplers": "rollout.sampler", "algorithms": "algorithm", "rewards": "rewards.0"}
 """Kind -> key of the configuration that holds the options."""
-
-
-def _own(kind: str, name: str) -> tuple[Mapping[str, Any] | Excerpt, str]:
-    """(names of the module, its docstring)."""
-    if kind == "rewards" and name in registry.names(kind):  # many of its classes have no bases, so nothing is imported
-        excerpt = registry.facts(kind, name)
-        return excerpt, excerpt.about or ""
-    from flowrl.scoring.entries import imported
-
-    module = imported(kind, name, f"flowrl list {kind}")
-    return vars(module), module.__doc__ or ""
 
 
 def show(facts: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ import functools
 import inspect
 import json
 import operator
-import re
 import sys
 import types
 import typing
@@ -45,7 +44,7 @@ def option_texts(cls: type, default: Any = None, prefix: str = "") -> Iterator[O
         default: instance whose values are the defaults; None: those of the class.
         prefix: dotted path before the names.
     """
-    texts, hints = field_texts(cls), _hints(cls)
+    texts, hints = field_texts(cls), typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
         value = _default(item) if default is None else _values(default)[item.name]
         hint, inner = hints.get(item.name, item.type), _nested(hints.get(item.name))
@@ -87,21 +86,6 @@ def _nested(hint: Any) -> type | None:
     return next((one for one in choices if isinstance(one, type) and dataclasses.is_dataclass(one)), None)
 
 
-def _hints(cls: type) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(cls)
-    except NameError:  # of an excerpt, which has not read every name
-        return {item.name: _evaluated(item.type) for item in dataclasses.fields(cls)}
-
-
-def _evaluated(hint: Any) -> Any:
-    try:
-        return eval(hint, dict(vars(typing))) if isinstance(hint, str) else hint
-    except NameError:
-        marked = re.fullmatch(r"Annotated\[(.*), \w+\]", hint)
-        return hint if marked is None else _evaluated(marked[1])
-
-
 _WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "null", Any: "anything"}
 
 
@@ -115,8 +99,6 @@ def in_words(hint: Any) -> str:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint in _WORDS:
         return _WORDS[hint]
-    if origin is typing.Annotated:
-        return in_words(inner[0])
     if origin is typing.Literal:
         return " or ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in inner)
     if origin in (typing.Union, types.UnionType):

@@ -9,6 +9,7 @@ from flowrl.commands._arguments import argument, option
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from flowrl.evaluation.suite import Facts
     from flowrl.reward import Card
 
 
@@ -43,12 +44,13 @@ def command(kind: Kind, name: Name = None, as_json: Json = False) -> None:
                 f"{name!r}: recipes have no options of their own",
                 remedies=[Remedy(command=f"flowrl plan {shlex.quote(name)}"), Remedy(without=name)],
             )
+        shown = _listed.stored(kind).get(name, {}).get("shown")
         if kind == "suites":
             if as_json:
                 raise ConfigError("--json: suites are shown as text alone", remedies=[Remedy(without="--json")])
-            _show_suite(name)
+            print("\n".join(shown or suite_lines(name)))
             return
-        facts = _listed.described(kind, name)
+        facts = shown or _listed.described(kind, name)
         print(json.dumps(json_ready(facts), indent=1)) if as_json else _listed.show(facts)
         return
     titles, rows = _rows(kind)
@@ -70,12 +72,7 @@ def _object(titles: tuple[str, ...], row: tuple[str, ...]) -> dict[str, str]:
 def _rows(kind: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """(titles, rows) of a kind."""
     from flowrl.commands import _listed
-    from flowrl.core import registry
 
-    if kind == "rewards":
-        return ("name", *COLUMNS), list(_rewards())
-    if kind == "suites":
-        return ("name", *SUITE_COLUMNS), list(_suites())
     if kind == "credits":
         return ("name", "what it is"), list(_listed.credit_rules().items())
     if kind == "recipes":
@@ -85,9 +82,21 @@ def _rows(kind: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
             (one["name"], one["model"], one["method"], m, one["about"]) for one, m in zip(made, memory, strict=True)
         ]
         return ("name", "model", "method", "memory", "what it is"), rows
-    known = {each: registry.facts(kind, each) for each in registry.names(kind)}
-    rows = [(each, facts.get("LEVEL", "experimental"), about(facts.about)) for each, facts in known.items()]
-    return ("name", "level", "what it is"), rows
+    return ("name", *COLUMNS.get(kind, ("level", "what it is"))), list(_components(kind))
+
+
+def _components(kind: str) -> Iterator[tuple[str, ...]]:
+    """Name and cells of each component: a built-in one's as they are stored, of one that is not stored by an import."""
+    from flowrl.commands._listed import stored
+    from flowrl.core import registry
+    from flowrl.core.errors import described
+
+    builtin, known = registry.names(kind), stored(kind)
+    for name in (*builtin, *(each for each in registry.plugins(kind) if each not in builtin)):
+        try:
+            yield (name, *(known[name]["row"] if name in builtin and name in known else cells(kind, name)))
+        except (Exception, SystemExit) as error:  # a package's plug-in may fail in any way; the others are listed still
+            yield (name, "", f"cannot be imported: {described(error)}", *[""] * (len(COLUMNS[kind]) - 2))
 
 
 def _print(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
@@ -105,10 +114,10 @@ def _print(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     (console if console.is_terminal and console.width >= wide else Console(width=max(console.width, 200))).print(table)
 
 
-COLUMNS = ("level", "outputs", "range", "better", "sees", "resolution", "gradient", "licence", "source")
-
-
-SUITE_COLUMNS = ("level", "prompts", "images each", "judge", "differs from the official protocol")
+COLUMNS = {
+    "rewards": ("level", "outputs", "range", "better", "sees", "resolution", "gradient", "licence", "source"),
+    "suites": ("level", "prompts", "images each", "judge", "differs from the official protocol"),
+}
 
 
 def about(text: str | None) -> str:
@@ -123,16 +132,29 @@ def direction(card: Card) -> str:
     return f"more; less of {', '.join(card.less_is_better)}"
 
 
-def cells(card: Card) -> tuple[str, ...]:
-    """Cells of a card, by COLUMNS."""
+def cells(kind: str, name: str) -> tuple[str, ...]:
+    """Cells of a component, by COLUMNS, from its module."""
+    from flowrl.core import registry
+
+    own = vars(registry.load(kind, name))
+    level = own.get("LEVEL", "experimental")
+    if kind == "suites":
+        facts: Facts = own["FACTS"]
+        come = {"generated": "generated here", "shipped": "shipped", "read": "not shipped: --prompts"}
+        prompts = f"{facts.num_prompts}, {come[facts.prompts]}"
+        return (facts.level, prompts, str(facts.images_per_prompt), facts.judge, facts.differs)
+    if kind != "rewards":
+        return (level, about(own["__doc__"]))
+    card: Card | None = own.get("CARD")
+    if card is None:
+        return (level, "(no CARD)", *[""] * (len(COLUMNS[kind]) - 2))
+    sees = {"any": "images, videos by frames", "image": "images", "video": "videos", "edit": "source and result"}
     return (
         card.level,
         ", ".join(card.outputs),
         span(card),
         direction(card),
-        {"any": "images, videos by frames", "image": "images", "video": "videos", "edit": "source and result"}[
-            card.modality
-        ],
+        sees[card.modality],
         card.resolution,
         "yes" if card.differentiable else "no",
         card.licence,
@@ -153,41 +175,16 @@ def span(card: Card) -> str:
     return f"{low} and up" if high == "inf" else f"{low} to {high}"
 
 
-def _rewards() -> Iterator[tuple[str, ...]]:
-    from flowrl.core import registry
-    from flowrl.core.errors import described
-
-    builtin = registry.names("rewards")
-    for name in (*builtin, *(each for each in registry.plugins("rewards") if each not in builtin)):
-        try:
-            own = vars(registry.load("rewards", name)) if name not in builtin else registry.facts("rewards", name)
-            card, level = own.get("CARD"), own.get("LEVEL", "experimental")
-        except (Exception, SystemExit) as error:  # a package's plug-in may fail in any way; the others are listed still
-            yield (name, "", f"cannot be imported: {described(error)}", *[""] * (len(COLUMNS) - 2))
-            continue
-        yield (name, *cells(card)) if card else (name, level, "(no CARD)", *[""] * (len(COLUMNS) - 2))
-
-
-def _suites() -> Iterator[tuple[str, ...]]:
-    from flowrl.core import registry
-    from flowrl.evaluation.suite import facts_of
-
-    come = {"generated": "generated here", "shipped": "shipped", "read": "not shipped: --prompts"}
-    for name in registry.names("suites"):
-        facts = facts_of(name)
-        prompts = f"{facts.num_prompts}, {come[facts.prompts]}"
-        yield (name, facts.level, prompts, str(facts.images_per_prompt), facts.judge, facts.differs)
-
-
-def _show_suite(name: str) -> None:
-    """Print a suite's facts."""
+def suite_lines(name: str) -> list[str]:
+    """A suite's facts in lines, from its module."""
     import dataclasses
 
     from flowrl.evaluation.suite import load_suite
 
     suite = load_suite(name)
-    print(about(suite.facts.title))
-    for item in dataclasses.fields(suite.facts):
-        print(f"  {item.name}: {getattr(suite.facts, item.name)}")
-    print(f"  official evaluator's folder: {'--export' if suite.layout else 'none'}")
-    print(f"  its results: {'--results' if suite.read_results else 'not read'}")
+    return [
+        about(suite.facts.title),
+        *(f"  {item.name}: {getattr(suite.facts, item.name)}" for item in dataclasses.fields(suite.facts)),
+        f"  official evaluator's folder: {'--export' if suite.layout else 'none'}",
+        f"  its results: {'--results' if suite.read_results else 'not read'}",
+    ]

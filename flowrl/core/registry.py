@@ -17,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 
 from flowrl.core.errors import UnknownName
-from flowrl.core.excerpt import Excerpt, excerpt
 
 PACKAGE = Path(__file__).resolve().parents[1]
 FOLDERS: dict[str, str] = {
@@ -116,11 +115,6 @@ def load(kind: str, name: str) -> ModuleType:
         return completed(_import(kind, name), kind, name)
     valid = sorted({*names(kind), *brought})
     raise UnknownName(f"{kind[:-1]} name={name!r} is unknown; {suggest(name, valid)}there are: {', '.join(valid)}")
-
-
-def facts(kind: str, name: str) -> Excerpt:
-    """A built-in component's docstring, LEVEL, CARD and Config without what its work imports, such as torch."""
-    return excerpt(f"{FOLDERS[kind]}.{name}", FOLDERS[kind])
 
 
 def _import(kind: str, name: str) -> ModuleType:

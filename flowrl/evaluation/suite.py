@@ -37,9 +37,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from flowrl.core import registry
 from flowrl.core.errors import ConfigError, Remedy
-from flowrl.core.excerpt import Excerpt
 from flowrl.evaluation.suite_intervals import Part as Part  # a name of the contract too
 from flowrl.evaluation.suite_intervals import stratified
 from flowrl.statistics.intervals import Bounds
@@ -293,12 +291,6 @@ def suite_of(name: str, module: ModuleType) -> Suite:
         raise ConfigError(f"{name} is not a suite: its file must define {', '.join(lacking)} (docs/judging.md)")
     optional = {key: own.get(key) for key in ("layout", "extras", "read_results", "from_answers", "rewards", "compat")}
     return Suite(name, own["FACTS"], own["items"], own["aggregate"], **optional)
-
-
-def facts_of(name: str) -> Facts:
-    """The facts of a built-in suite, without what its work imports."""
-    own: Excerpt = registry.facts(KIND, name)
-    return own.value("FACTS")
 
 
 # ---- prompts that are read

@@ -1,4 +1,4 @@
-"""The pages and pictures that the code alone gives, and which of them the repository has otherwise."""
+"""The pages, pictures and lists that the code alone gives, and which of them the repository has otherwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from scripts.pages.svg import unlike
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERATED = ("reference", "option-tables", "rewards", "models", "migration", "concept-pictures")
+GENERATED = ("listed", "reference", "option-tables", "rewards", "models", "migration", "concept-pictures")
 """Words, each the name of its module with dashes, which has `pages()`: file -> its text."""
 
 

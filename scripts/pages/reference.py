@@ -5,6 +5,7 @@ Nothing is loaded or downloaded.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -19,7 +20,7 @@ import flowrl
 from flowrl.cli import COMMANDS as COMMAND_NAMES
 from flowrl.commands._arguments import in_full
 from flowrl.commands._listed import credit_rules, described
-from flowrl.commands._option_texts import REQUIRED, OptionText, option_texts
+from flowrl.commands._option_texts import REQUIRED, OptionText, field_texts, option_texts
 from flowrl.config.schema import RunConfig
 from flowrl.core import registry
 from flowrl.credit.advantages import AdvantageConfig
@@ -213,7 +214,8 @@ def signature(thing: Any) -> str:
 
 def members(thing: type) -> Iterator[tuple[str, str]]:
     """Public members that a class defines itself, with the first paragraph of their texts."""
-    own = {one.name: one.about for one in option_texts(thing)} if vars(thing).get("__dataclass_fields__") else {}
+    fields, texts = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else (), field_texts(thing)
+    own = {one.name: texts.get(one.name, "") for one in fields}
     yield from own.items()
     for key, value in vars(thing).items():
         made = value.fget if isinstance(value, property) else value

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from typing import Annotated, Literal
 
 import pytest
@@ -70,6 +72,25 @@ def test_a_list_and_a_component_as_json(capsys):
     }
     listing.command("credits", "gdpo")
     assert "options, below algorithm.advantages\n  name: group" in capsys.readouterr().out
+
+
+def test_a_list_and_a_reward_need_no_torch():
+    code = (
+        "import sys\nfrom flowrl.commands.list import command\n"
+        "for words in ('models',), ('algorithms',), ('rewards',), ('rewards', 'ocr'), ('suites', 'geneval'):\n"
+        "    command(*words)\n"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("samplers", None), ("suites", "geneval"), ("rewards", "jpeg")])
+def test_what_is_not_stored_is_imported(kind, name, capsys, monkeypatch):
+    listing.command(kind, name)
+    stored = capsys.readouterr().out
+    monkeypatch.setattr(_listed, "stored", lambda kind: {})
+    listing.command(kind, name)
+    assert capsys.readouterr().out == stored
 
 
 def test_unknown_names_give_the_nearest():

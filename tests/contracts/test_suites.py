@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -14,7 +13,7 @@ from flowrl.contracts.laws import ContractError
 from flowrl.contracts.suites import FEW, SuiteTrial
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError
-from flowrl.evaluation.suite import facts_of, load_suite
+from flowrl.evaluation.suite import load_suite
 from tests import tiny_suites
 
 NAMES = registry.names("suites")
@@ -45,8 +44,7 @@ def test_every_suite_keeps_its_laws(suite, tmp_path):
         assert [str(finding) for finding in findings if not finding.good] == []
 
 
-def test_the_facts_are_those_of_the_list_and_the_level_is_the_files(suite):
-    assert dataclasses.asdict(facts_of(suite.name)) == dataclasses.asdict(suite.facts)
+def test_the_level_of_the_facts_is_the_files(suite):
     assert suite.facts.level == registry.load("suites", suite.name).LEVEL
 
 

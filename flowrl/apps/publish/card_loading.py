@@ -46,7 +46,7 @@ class Base:
             return cls(path, pipeline_class(path, facts.at("model", "revision"), offline=True))
         except ModelError:  # a folder that has moved, a hub out of reach: a native adapter is of one class
             name = facts.at("model", "name")
-            known = registry.facts("models", name).get("PIPELINE") if name in registry.names("models") else None
+            known = vars(registry.load("models", name)).get("PIPELINE") if name in registry.names("models") else None
             return cls(path, str(known or ""))
 
     @property
