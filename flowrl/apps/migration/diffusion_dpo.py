@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from flowrl.apps.migration.command_line import read_command
-from flowrl.apps.migration.engine import Draft
+from flowrl.apps.migration.engine import DTYPES, Draft, plain_name
 from flowrl.apps.migration.table import Key, Source, Tool
 
 _PAIRS = "data.pairs.per_iteration"
@@ -73,7 +72,6 @@ KEYS = {
     "sft": Key(False, "algorithm.name", "sft, else diffusion_dpo"),
 }
 _SCHEDULES = {"constant_with_warmup": "constant", "constant": "constant", "linear": "linear", "cosine": "cosine"}
-_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "no": "float32"}
 
 
 def read(place: str) -> Source:
@@ -90,23 +88,23 @@ def rules(draft: Draft) -> None:
     draft.put("algorithm.name", "sft" if sft else "diffusion_dpo", *["sft"] * sft)
     draft.put("algorithm.times.name", "timesteps", note="uniform, in their code")
     draft.put("algorithm.times.count", 1, note="one a pair, in their code")
-    if not sft:
-        draft.put("algorithm.beta", float(draft.number("beta_dpo")), "beta_dpo")
-    elif draft.given("beta_dpo"):
-        draft.leave("beta_dpo", "sft does not read it", changes=False)
+    if sft:
+        draft.unread("sft does not read it", "beta_dpo")
+    else:
+        draft.put("algorithm.beta", draft.real("beta_dpo"), "beta_dpo")
     _optim(draft)
 
 
 def _run(draft: Draft) -> None:
     folder = Path(str(draft.get("output_dir")))
-    draft.put("name", re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name) or "converted", "output_dir", note="its last part")
+    draft.put("name", plain_name(folder.name) or "converted", "output_dir", note="its last part")
     draft.put("output", str(folder.parent), "output_dir", note="relative to the working directory")
     if draft.get("seed") is None:
         draft.put("seed", 0, "seed", note="none there, which is a new one each time; a run has one here")
     else:
         draft.put("seed", draft.whole("seed", least=0), "seed", note="random streams differ")
-    draft.put("iterations", draft.whole("max_train_steps"), "max_train_steps", note="one update an iteration")
-    draft.put("checkpoint.every", draft.whole("checkpointing_steps"), "checkpointing_steps", note="there all are kept")
+    draft.copy("max_train_steps", note="one update an iteration")
+    draft.copy("checkpointing_steps", note="there all are kept")
 
 
 def _model(draft: Draft) -> None:
@@ -119,7 +117,7 @@ def _model(draft: Draft) -> None:
         draft.put("model.revision", draft.text("revision"), "revision")
     if draft.get("pretrained_vae_model_name_or_path") is not None:
         draft.put_place("model.vae", "pretrained_vae_model_name_or_path")
-    draft.put("model.dtype", draft.choice("mixed_precision", _DTYPES), "mixed_precision")
+    draft.put("model.dtype", draft.choice("mixed_precision", DTYPES), "mixed_precision")
     draft.put("model.lora", None, note="all weights of the UNet; a LoRA needs far less memory, and another rate")
     size, note = (1024 if big else 512), "none there: by the model"
     if draft.get("resolution") is not None:
@@ -148,17 +146,15 @@ def _data(draft: Draft) -> None:
     gpus, size, many = draft.gpus(), draft.whole("train_batch_size"), draft.whole("gradient_accumulation_steps")
     keys = ("train_batch_size", "gradient_accumulation_steps")
     draft.put("data.pairs.per_iteration", gpus * size * many, *keys, note=f"{gpus} GPUs x {size} x {many}")
-    share = float(draft.number("proportion_empty_prompts"))
-    draft.put("data.pairs.caption_dropout", share, "proportion_empty_prompts", note="of pairs; theirs of pictures")
+    draft.copy("proportion_empty_prompts", note="of pairs; theirs of pictures")
     draft.put("data.pairs.crop", "random" if draft.get("random_crop") else "center", "random_crop")
-    draft.put(
-        "data.pairs.flip", not draft.get("no_hflip"), "no_hflip", note="pairs alike; theirs each picture by itself"
-    )
+    note = "pairs alike; theirs each picture by itself"
+    draft.put("data.pairs.flip", not draft.get("no_hflip"), "no_hflip", note=note)
     draft.put("optim.batch_size", 2 * size, "train_batch_size", note="two rows a pair; per process, memory alone")
 
 
 def _optim(draft: Draft) -> None:
-    rate, pairs = float(draft.number("learning_rate")), draft.lines["data.pairs.per_iteration"].value
+    rate, pairs = draft.real("learning_rate"), draft.lines["data.pairs.per_iteration"].value
     if draft.get("scale_lr"):
         note = f"{rate:g} x {pairs} pairs"
         draft.put("optim.learning_rate", rate * pairs, "learning_rate", "scale_lr", note=note)
@@ -175,21 +171,17 @@ def _optim(draft: Draft) -> None:
     draft.put("optim.warmup_updates", warmup, "lr_warmup_steps", note=late)
     if draft.get("sdxl") or draft.get("use_adafactor"):
         draft.put("optim.name", "adafactor", "use_adafactor", note="their launchers use it with sdxl always")
-        for key in filter(draft.given, ("adam_beta1", "adam_beta2", "adam_epsilon")):
-            draft.leave(key, "Adafactor has none, there and here", changes=False)
+        draft.unread("Adafactor has none, there and here", "adam_beta1", "adam_beta2", "adam_epsilon")
     else:
-        betas = [float(draft.number(f"adam_beta{number}")) for number in (1, 2)]
-        draft.put("optim.betas", betas, "adam_beta1", "adam_beta2")
-        draft.put("optim.eps", float(draft.number("adam_epsilon")), "adam_epsilon")
-    draft.put("optim.weight_decay", float(draft.number("adam_weight_decay")), "adam_weight_decay")
+        draft.put_betas("adam_beta1", "adam_beta2")
+        draft.copy("adam_epsilon")
+    draft.copy("adam_weight_decay")
     if draft.get("use_adafactor"):
-        draft.put(
-            "optim.max_grad_norm", None, "use_adafactor", note="theirs clips no gradient then; with sdxl alone it does"
-        )
-        if draft.given("max_grad_norm"):
-            draft.leave("max_grad_norm", "with --use_adafactor theirs clips no gradient", changes=False)
+        note = "theirs clips no gradient then; with sdxl alone it does"
+        draft.put("optim.max_grad_norm", None, "use_adafactor", note=note)
+        draft.unread("with --use_adafactor theirs clips no gradient", "max_grad_norm")
     else:
-        draft.put("optim.max_grad_norm", float(draft.number("max_grad_norm")), "max_grad_norm")
+        draft.copy("max_grad_norm")
     draft.put("optim.updates_per_iteration", 1, note="an iteration is one of their steps")
 
 

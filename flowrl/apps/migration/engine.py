@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -22,6 +23,7 @@ from flowrl.core.registry import suggest
 
 _WIDTH = 120
 _INDENT = 2
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "no": "float32"}
 _SECTIONS = (
     *("name", "seed", "iterations", "output", "model", "data", "rollout", "algorithm", "rewards"),
     *("optim", "eval", "checkpoint"),
@@ -31,6 +33,11 @@ _SECTIONS = (
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether a value is a finite number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def plain_name(text: str) -> str:
+    """A text as the name of a folder."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +69,11 @@ class Draft:
         self.listed: dict[str, Listed] = {}
         self._used: set[str] = set()
         for key in source.values.keys() - tool.keys.keys():
-            self._unknown(key)
-
-    def _unknown(self, key: str) -> None:
-        near = suggest(key, sorted(self.tool.keys)).rstrip()
-        text = f"{self.tool.name} has no such key{f'; {near}' if near else ''}"
-        if self.tool.refuses_unknown:
-            raise ConfigError(f"{self.source.file}: {key}={self.source.values[key]!r}: {text}")
-        self.leave(key, text, changes=True)
+            near = suggest(key, sorted(tool.keys)).rstrip()
+            text = f"{tool.name} has no such key{f'; {near}' if near else ''}"
+            if tool.refuses_unknown:
+                raise ConfigError(f"{source.file}: {key}={source.values[key]!r}: {text}")
+            self.leave(key, text, changes=True)
 
     def given(self, key: str) -> bool:
         """Whether the configuration itself sets a key."""
@@ -92,6 +96,10 @@ class Draft:
         if least is not None and value < least:
             raise self.fault(key, f"it must be at least {least:g}")
         return value
+
+    def real(self, key: str, *, least: float | None = None) -> float:
+        """The value of a key that is a number, as it is written where fractions may be."""
+        return float(self.number(key, least=least))
 
     def whole(self, key: str, *, least: int = 1) -> int:
         """The value of a key that is a whole number."""
@@ -134,6 +142,35 @@ class Draft:
         plain = Path(os.path.abspath(found))
         same = plain.exists() and plain.samefile(found)
         return os.path.relpath(plain if same else found.resolve(), self.folder.resolve())
+
+    def copy(self, *keys: str, note: str = "") -> None:
+        """Write the option of each key, whose value stands as it is, of the type of its default."""
+        kinds: dict[type, Callable[[str], Any]] = {int: self.whole, float: self.real, bool: self.switch, str: self.text}
+        for key in keys:
+            entry = self.tool.keys[key]
+            self.put(entry.options, kinds[type(entry.default)](key), key, note=note)
+
+    def put_head(self, name: str, seed: str, otherwise: str, why: str) -> None:
+        """Write the name of the run and its seed, from their keys; without a name `otherwise`, with `why` as note."""
+        given = self.get(name)
+        self.put("name", plain_name(str(given or otherwise)), name, note="" if given else why)
+        self.put("seed", self.whole(seed, least=0), seed, note="random streams differ")
+
+    def put_adam(self, prefix: str) -> None:
+        """Write the options of AdamW, from the keys that many scripts give it."""
+        self.copy(f"{prefix}learning_rate")
+        if self.switch(f"{prefix}use_8bit_adam"):
+            self.put("optim.name", "adamw_8bit", f"{prefix}use_8bit_adam")
+        self.put_betas(f"{prefix}adam_beta1", f"{prefix}adam_beta2")
+        self.copy(*(f"{prefix}{name}" for name in ("adam_epsilon", "adam_weight_decay", "max_grad_norm")))
+
+    def put_betas(self, *keys: str) -> None:
+        """Write the two decays of AdamW, a key each."""
+        self.put("optim.betas", [self.real(key) for key in keys], *keys)
+
+    def put_size(self, option: str, size: int, key: str) -> None:
+        """Write a number of rows that go through a network at once."""
+        self.put(option, size, key, note="per process, memory alone")
 
     def put_place(self, option: str, *keys: str) -> None:
         """Write an option that is a path, or a name where there is no such path, from the first of its keys."""
@@ -207,6 +244,11 @@ class Draft:
     def leave(self, key: str, reason: str, *, changes: bool) -> None:
         """List a key that the recipe does without."""
         self.listed[key] = Listed(reason, changes)
+
+    def unread(self, reason: str, *keys: str, changes: bool = False) -> None:
+        """List those of the keys that the configuration sets."""
+        for key in filter(self.given, keys):
+            self.leave(key, reason, changes=changes)
 
     def finish(self) -> None:
         """List what is set and no line has used."""

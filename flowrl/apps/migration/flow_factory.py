@@ -1,27 +1,25 @@
-"""Flow-Factory: what becomes of its options (its commit a0b2bc5), of a method on samples in a module beside it."""
+"""Flow-Factory: what becomes of its options (its commit a0b2bc5); those of a trainer in flow_factory_trainers.py."""
 
 from __future__ import annotations
 
-import re
+from typing import Any
 
-from flowrl.apps.migration import flow_factory_samples as samples
-from flowrl.apps.migration.engine import Draft, is_number
-from flowrl.apps.migration.flow_factory_credit import REWARDS, advantages, bound, rewards
-from flowrl.apps.migration.flow_factory_file import read
-from flowrl.apps.migration.flow_factory_keys import KEYS, OF_TRAINERS
+from flowrl.apps.migration import flow_factory_trainers as trainers
+from flowrl.apps.migration.engine import DTYPES, Draft, is_number
+from flowrl.apps.migration.flow_factory_file import KEYS, OF_TRAINERS, read
 from flowrl.apps.migration.table import Tool
 
-_METHODS = {"grpo": "flow_grpo", "grpo-guard": "grpo_guard"}
 _FAMILIES = {
-    "sd3-5": "sd3",
-    "sd3": "sd3",
-    "flux1": "flux",
-    "qwen-image": "qwen_image",
-    "qwenimage": "qwen_image",
-    "wan2_t2v": "wan",
+    **{"sd3-5": "sd3", "sd3": "sd3", "flux1": "flux", "wan2_t2v": "wan"},
+    **dict.fromkeys(("qwen-image", "qwenimage"), "qwen_image"),
 }
 _NONE = ("ltx2", "wan2_v2v")
-_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "no": "float32", None: "float32"}
+_REWARDS: dict[str, tuple[dict[str, Any], str]] = {
+    "PickScore": ({"name": "pickscore", "scale": 0.0384615}, "theirs divides by 26"),
+    "CLIP": ({"name": "clip_score"}, ""),
+    "OCR": ({"name": "ocr"}, "the reader differs: docs/rewards/ocr.md"),
+}
+_OF_MEMORY = ("name", "reward_model", "weight", "batch_size", "device", "dtype", "async_reward", "num_workers")
 _UNKNOWN_STEPS = 1000
 _WARMUP_EPOCHS = 10
 """w of their average's warm-up, where a trainer has no key for it."""
@@ -30,48 +28,38 @@ _WARMUP_EPOCHS = 10
 def rules(draft: Draft) -> None:
     """Write the lines of a recipe of Flow-Factory."""
     kind = draft.get("train.trainer_type")
-    draft.choice("train.trainer_type", {**_METHODS, **samples.METHODS})
+    draft.choice("train.trainer_type", trainers.METHODS)
     for key in draft.source.values.keys() & OF_TRAINERS.keys():
         if kind not in OF_TRAINERS[key]:
             draft.leave(key, f"their trainer {kind} does not read it", changes=False)
-    family = _family(draft)
+    model = draft.text("model.model_type")
+    if model.startswith(_NONE):
+        raise draft.fault("model.model_type", "flowrl has no adapter of it, so there is nothing to convert to")
+    family = _FAMILIES.get(model, "generic")
     _run(draft)
     _model(draft, family)
-    _data(draft)
+    parts = (("data.prompts", "train"), ("data.eval_prompts", "test"))
+    names = {option: [f"{part}.jsonl", f"{part}.txt"] for option, part in parts}
+    draft.put_prompts(draft.text("data.dataset_dir"), names, ["data.dataset_dir"])
+    if draft.get("data.max_dataset_size") is not None:
+        draft.put("data.max_prompts", draft.whole("data.max_dataset_size"), "data.max_dataset_size")
     _rollout(draft, kind)
-    if kind in _METHODS:
-        _sampler(draft)
-        trained = _method(draft, _METHODS[kind])
-        _credit(draft)
-        updates = _updates(draft, trained)
-    else:
-        updates = _updates(draft, samples.terms(draft)) * draft.whole("train.num_inner_epochs")
-        samples.method(draft, family, updates)
-    rewards(draft)
+    updates = trainers.method(draft, kind, family)
+    _rewards(draft)
     _optim(draft, updates)
     _evaluation(draft)
 
 
-def _family(draft: Draft) -> str:
-    kind = draft.text("model.model_type")
-    if kind.startswith(_NONE):
-        raise draft.fault("model.model_type", "flowrl has no adapter of it, so there is nothing to convert to")
-    return _FAMILIES.get(kind, "generic")
-
-
 def _run(draft: Draft) -> None:
-    name = str(draft.get("log.run_name") or draft.source.label)
-    note = "" if draft.get("log.run_name") else "none there: the name of the file"
-    draft.put("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name), "log.run_name", note=note)
-    draft.put("seed", draft.whole("train.seed", least=0), "train.seed", note="random streams differ")
+    draft.put_head("log.run_name", "train.seed", draft.source.label, "none there: the name of the file")
     epochs = draft.get("train.max_epochs")
     if epochs is None or epochs == -1:
         draft.put("iterations", _UNKNOWN_STEPS, "train.max_epochs", note="no end there; 1000 here")
     else:
         draft.put("iterations", draft.whole("train.max_epochs"), "train.max_epochs")
-    draft.put("output", draft.text("log.save_dir"), "log.save_dir", note="relative to the working directory")
+    draft.copy("log.save_dir", note="relative to the working directory")
     if draft.whole("log.save_freq", least=0):
-        draft.put("checkpoint.every", draft.whole("log.save_freq"), "log.save_freq")
+        draft.copy("log.save_freq")
     else:
         draft.leave("log.save_freq", "the last iteration is saved always", changes=False)
 
@@ -79,7 +67,7 @@ def _run(draft: Draft) -> None:
 def _model(draft: Draft, family: str) -> None:
     draft.put("model.name", family, "model.model_type")
     draft.put_place("model.path", "model.model_name_or_path")
-    draft.put("model.dtype", draft.choice("mixed_precision", _DTYPES), "mixed_precision")
+    draft.put("model.dtype", draft.choice("mixed_precision", {**DTYPES, None: "float32"}), "mixed_precision")
     _lora(draft, family)
     size = draft.get("train.resolution")
     sides = list(size) if isinstance(size, list | tuple) else [size]
@@ -91,20 +79,19 @@ def _model(draft: Draft, family: str) -> None:
         else:
             draft.put(f"model.{side}", value, "train.resolution")
     if family != "generic":
-        draft.put("model.max_sequence_length", draft.whole("train.max_sequence_length"), "train.max_sequence_length")
+        draft.copy("train.max_sequence_length")
     if family == "wan" and draft.get("train.num_frames") is not None:
         draft.put("model.num_frames", draft.whole("train.num_frames"), "train.num_frames")
     shift = draft.get("scheduler.flow_shift")
     if shift is not None and family in ("flux", "qwen_image", "wan"):
-        draft.put("model.shift", float(draft.number("scheduler.flow_shift")), "scheduler.flow_shift")
-    key = "train.enable_gradient_checkpointing"
-    draft.put("model.gradient_checkpointing", draft.switch(key), key)
+        draft.put("model.shift", draft.real("scheduler.flow_shift"), "scheduler.flow_shift")
+    draft.copy("train.enable_gradient_checkpointing")
     if draft.get("model.attn_backend") is not None:
         draft.put("model.attention", draft.text("model.attn_backend"), "model.attn_backend")
     if "fsdp" in str(draft.get("config_file")).lower() and family != "generic":
         draft.put("model.shard", True, "config_file", note="a file of FSDP")
-    elif draft.given("config_file"):
-        draft.leave("config_file", "it is accelerate's; memory and speed alone", changes=False)
+    else:
+        draft.unread("it is accelerate's; memory and speed alone", "config_file")
 
 
 def _lora(draft: Draft, family: str) -> None:
@@ -112,10 +99,9 @@ def _lora(draft: Draft, family: str) -> None:
     start = draft.get("model.resume_path")
     if full:
         draft.put("model.lora", None, "model.finetune_type", note="all weights")
-        for name in ("lora_rank", "lora_alpha", "target_modules"):
-            if draft.given(f"model.{name}"):
-                default = name != "target_modules" or draft.get("model.target_modules") in ("all", "default")
-                draft.leave(f"model.{name}", "all weights are trained", changes=not default)
+        draft.unread("all weights are trained", "model.lora_rank", "model.lora_alpha")
+        own = draft.get("model.target_modules") not in ("all", "default")
+        draft.unread("all weights are trained", "model.target_modules", changes=own)
     else:
         rank = draft.whole("model.lora_rank")
         draft.put("model.lora.rank", rank, "model.lora_rank", "model.finetune_type")
@@ -125,19 +111,15 @@ def _lora(draft: Draft, family: str) -> None:
     if start is not None and not full and draft.get("model.resume_type") in (None, "lora"):
         draft.put_place("model.init_lora", "model.resume_path", "model.resume_type")
     else:
-        for name in ("resume_path", "resume_type"):
-            if draft.given(f"model.{name}"):
-                reason = "their checkpoints cannot be resumed here; model.init_lora takes a LoRA"
-                draft.leave(f"model.{name}", reason, changes=start is not None)
+        reason = "their checkpoints cannot be resumed here; model.init_lora takes a LoRA"
+        draft.unread(reason, "model.resume_path", "model.resume_type", changes=start is not None)
 
 
 def _targets(draft: Draft, family: str) -> None:
     targets = draft.get("model.target_modules")
-    if isinstance(targets, list | tuple):
-        draft.put("model.lora.targets", [str(each) for each in targets], "model.target_modules")
-        return
     if targets not in ("all", "default"):
-        draft.put("model.lora.targets", [str(targets)], "model.target_modules")
+        several = targets if isinstance(targets, list | tuple) else [targets]
+        draft.put("model.lora.targets", [str(each) for each in several], "model.target_modules")
         return
     draft.put("model.lora.targets", None, "model.target_modules", note="the family's own list")
     if targets == "all":
@@ -148,117 +130,66 @@ def _targets(draft: Draft, family: str) -> None:
         draft.leave("model.target_modules", reason, changes=True)
 
 
-def _data(draft: Draft) -> None:
-    names = {
-        option: [f"{part}.jsonl", f"{part}.txt"]
-        for option, part in (("data.prompts", "train"), ("data.eval_prompts", "test"))
-    }
-    draft.put_prompts(draft.text("data.dataset_dir"), names, ["data.dataset_dir"])
-    if draft.get("data.max_dataset_size") is not None:
-        draft.put("data.max_prompts", draft.whole("data.max_dataset_size"), "data.max_dataset_size")
-
-
-def _sampler(draft: Draft) -> None:
-    names = {"Flow-SDE": "flow_sde", "Dance-SDE": "dance_sde", "CPS": "cps"}
-    name = draft.choice("scheduler.dynamics_type", names)
-    draft.put("rollout.sampler.name", name, "scheduler.dynamics_type")
-    option = "eta" if name == "dance_sde" else "noise_level"
-    draft.put(f"rollout.sampler.{option}", float(draft.number("scheduler.noise_level")), "scheduler.noise_level")
-
-
 def _rollout(draft: Draft, kind: str) -> None:
-    for key, option in (
-        ("train.num_inference_steps", "num_inference_steps"),
-        ("train.unique_sample_num_per_epoch", "prompts_per_iteration"),
-        ("train.group_size", "group_size"),
-    ):
-        draft.put(f"rollout.{option}", draft.whole(key), key)
-    draft.put("rollout.guidance_scale", float(draft.number("train.guidance_scale")), "train.guidance_scale")
+    draft.copy("train.num_inference_steps", "train.unique_sample_num_per_epoch", "train.group_size")
+    draft.put("rollout.guidance_scale", draft.real("train.guidance_scale"), "train.guidance_scale")
     size, group = draft.whole("train.per_device_batch_size"), draft.whole("train.group_size")
-    note = "per process, memory alone"
-    draft.put("rollout.batch_size", size, "train.per_device_batch_size", note=note)
+    draft.put_size("rollout.batch_size", size, "train.per_device_batch_size")
     # DGPO and CRD compare the samples of a prompt in one batch, DPO the two of a pair.
     rows = max(size, group) if kind in ("dgpo", "crd") else 2 * size if kind == "dpo" else size
-    draft.put("optim.batch_size", rows, "train.per_device_batch_size", note=note)
+    draft.put_size("optim.batch_size", rows, "train.per_device_batch_size")
 
 
-def _method(draft: Draft, method: str) -> int:
-    """The method and its trained steps, whose number is returned."""
-    steps, count = draft.whole("train.num_inference_steps"), draft.whole("scheduler.num_sde_steps")
-    asked = draft.get("scheduler.sde_steps")
-    places = list(range(steps - 1)) if asked is None else asked
-    if not isinstance(places, list) or not places or not all(type(each) is int and each >= 0 for each in places):
-        raise draft.fault("scheduler.sde_steps", "it must be a list of steps")
-    keys = ("scheduler.num_sde_steps", "scheduler.sde_steps")
-    kept = sorted(each for each in set(places) if each < steps - 1)
-    if not kept:
-        raise draft.fault("scheduler.sde_steps", "the last step is never trained here, and it names no other")
-    if len(kept) < len(set(places)):
-        draft.leave("scheduler.sde_steps", f"the last step is never trained here: {kept} remain", changes=True)
-    row = kept == list(range(kept[0], kept[-1] + 1))
-    if count >= len(kept) or method == "grpo_guard":
-        draft.put("algorithm.name", method, "train.trainer_type")
-        whole = kept == list(range(steps - 1))
-        draft.put("algorithm.sde_steps", None if whole else kept, *keys, note="all of these are trained")
-        if count < len(kept):
-            reason = f"{count} of {len(kept)} steps are drawn there; {method} trains all of them here"
-            draft.leave("scheduler.num_sde_steps", reason, changes=True)
+def _entries(draft: Draft, key: str) -> list[dict[str, Any]]:
+    """The rewards under a key that have a counterpart, as entries of ours; the others are listed."""
+    found = draft.get(key)
+    several = [found] if isinstance(found, dict) else found or ()
+    if not isinstance(several, list | tuple):
+        raise draft.fault(key, "it must be a reward, or a list of them")
+    result: list[dict[str, Any]] = []
+    for number, entry in enumerate(several):
+        if not isinstance(entry, dict):
+            raise draft.fault(key, "each reward must be a mapping with reward_model")
+        name = entry.get("reward_model", "PickScore")
+        if not isinstance(name, str):
+            raise draft.fault(key, "reward_model must be the name of one")
+        if name not in _REWARDS:
+            draft.leave(f"{key}.{number}", f"no reward of flowrl scores as {name} does; left out", changes=True)
+            continue
+        for other in [other for other in entry if other not in _OF_MEMORY]:
+            draft.leave(f"{key}.{number}.{other}", f"an argument of their {name}; left out", changes=True)
+        weight = entry.get("weight", 1.0)
+        if not is_number(weight):
+            raise draft.fault(key, f"the weight of {name} must be a number")
+        result.append({**_REWARDS[name][0], "weight": float(weight)})
+    return result
+
+
+def _rewards(draft: Draft) -> None:
+    """Write the rewards of training and those of evaluations."""
+    entries = _entries(draft, "rewards")
+    for entry in entries:
+        note = next(note for ours, note in _REWARDS.values() if ours["name"] == entry["name"])
+        draft.reward(entry, "rewards", note=note)
+    if not any(entry["weight"] for entry in entries):
+        raise draft.fault("rewards", "none has a counterpart here with a weight, so there is nothing to train on")
+    trained = {entry["name"] for entry in entries}
+    others = [entry for entry in _entries(draft, "eval_rewards") if entry["name"] not in trained]
+    if others:
+        ours = [{key: value for key, value in entry.items() if key != "weight"} for entry in others]
+        draft.put("eval.rewards", ours, "eval_rewards", note="those of training are evaluated anyway")
     else:
-        draft.put("algorithm.name", "flow_grpo_fast", "train.trainer_type", *keys, note="some steps of a row")
-        draft.put("algorithm.window_size", count, "scheduler.num_sde_steps")
-        draft.put("algorithm.low", kept[0], "scheduler.sde_steps")
-        draft.put("algorithm.high", kept[-1] + 1, "scheduler.sde_steps", note="exclusive")
-        if count > 1 or not row:
-            reason = f"theirs draws {count} of {kept} anywhere, the window here is of neighbours"
-            draft.leave("scheduler.num_sde_steps", reason, changes=True)
-    if method == "grpo_guard":
-        draft.put("algorithm.reweight", "none", "train.trainer_type", note="as their grpo-guard")
-    return min(count, len(kept))
-
-
-def _credit(draft: Draft) -> None:
-    draft.put("algorithm.clip_range", bound(draft, "train.clip_range"), "train.clip_range")
-    coef, form = float(draft.number("train.kl_beta", least=0)), draft.get("train.kl_type")
-    if coef and form != "x-based":
-        draft.leave("train.kl_beta", "a KL of velocities has no counterpart here; none is written", changes=True)
-        draft.put("algorithm.kl.coef", 0.0, "train.kl_type")
-    else:
-        draft.put("algorithm.kl.coef", coef, "train.kl_beta")
-        if coef:
-            draft.put("algorithm.kl.divisor", "none", "train.kl_type")
-        elif draft.given("train.kl_type"):
-            draft.leave("train.kl_type", "there is no KL", changes=False)
-    advantages(draft, clip=True)
-
-
-def _updates(draft: Draft, trained: int) -> int:
-    """Write the optimizer steps of a pass, and return their number; `trained`: steps, or times, of a sample."""
-    many = draft.get("train.gradient_accumulation_steps")
-    if many == "auto":
-        updates, keys = draft.whole("train.gradient_step_per_epoch"), ["train.gradient_step_per_epoch"]
-        keys += [key for key in ("train.gradient_accumulation_steps", "num_processes") if draft.given(key)]
-    else:
-        total, part, how = samples.work(draft)
-        part *= draft.whole("train.gradient_accumulation_steps")
-        how = f"{how} x trained steps / accumulation"
-        updates = draft.quotient(total * trained, part, "optim.updates_per_iteration", how)
-        keys = ["train.gradient_accumulation_steps", "num_processes"]
-        if draft.given("train.gradient_step_per_epoch"):
-            draft.leave("train.gradient_step_per_epoch", "an integer accumulation takes its place", changes=False)
-    draft.put("optim.updates_per_iteration", updates, *keys)
-    return updates
+        draft.unread("rewards of training are evaluated anyway", "eval_rewards")
 
 
 def _optim(draft: Draft, updates: int) -> None:
-    draft.put("optim.learning_rate", float(draft.number("train.learning_rate")), "train.learning_rate")
+    draft.copy("train.learning_rate")
     betas = draft.get("train.adam_betas")
     if not (isinstance(betas, list | tuple) and len(betas) == 2 and all(map(is_number, betas))):
         raise draft.fault("train.adam_betas", "it must be two numbers")
     draft.put("optim.betas", [float(beta) for beta in betas], "train.adam_betas")
-    draft.put("optim.eps", float(draft.number("train.adam_epsilon")), "train.adam_epsilon")
-    draft.put("optim.weight_decay", float(draft.number("train.adam_weight_decay")), "train.adam_weight_decay")
-    draft.put("optim.max_grad_norm", float(draft.number("train.max_grad_norm")), "train.max_grad_norm")
-    decay, every = float(draft.number("train.ema_decay", least=0)), draft.whole("train.ema_update_interval")
+    draft.copy("train.adam_epsilon", "train.adam_weight_decay", "train.max_grad_norm")
+    decay, every = draft.real("train.ema_decay", least=0), draft.whole("train.ema_update_interval")
     if decay:
         draft.put("optim.ema.decay", decay, "train.ema_decay")
         note = f"{every} epochs x {updates} updates"
@@ -266,8 +197,7 @@ def _optim(draft: Draft, updates: int) -> None:
         _warmed_up(draft, updates)
     else:
         draft.put("optim.ema", None, "train.ema_decay")
-        if draft.given("train.ema_update_interval"):
-            draft.leave("train.ema_update_interval", "there is no average", changes=False)
+        draft.unread("there is no average", "train.ema_update_interval")
 
 
 def _warmed_up(draft: Draft, updates: int) -> None:
@@ -289,13 +219,10 @@ def _warmed_up(draft: Draft, updates: int) -> None:
 
 def _evaluation(draft: Draft) -> None:
     draft.put("eval.every", draft.whole("eval.eval_freq", least=0), "eval.eval_freq")
-    draft.put("eval.num_inference_steps", draft.whole("eval.num_inference_steps"), "eval.num_inference_steps")
-    draft.put("eval.guidance_scale", float(draft.number("eval.guidance_scale")), "eval.guidance_scale")
-    size = draft.whole("eval.per_device_batch_size")
-    draft.put("eval.batch_size", size, "eval.per_device_batch_size", note="per process")
-    if draft.given("eval.resolution"):
-        other = draft.get("eval.resolution") != draft.get("train.resolution")
-        draft.leave("eval.resolution", "evaluations are at the model's size", changes=other)
+    draft.copy("eval.num_inference_steps", "eval.guidance_scale")
+    draft.copy("eval.per_device_batch_size", note="per process")
+    other = draft.get("eval.resolution") != draft.get("train.resolution")
+    draft.unread("evaluations are at the model's size", "eval.resolution", changes=other)
 
 
 TOOL = Tool(
@@ -307,5 +234,5 @@ TOOL = Tool(
     rules=rules,
     refuses_unknown=False,
     form="a YAML file, such as one of examples/",
-    rewards=REWARDS,
+    rewards=_REWARDS,
 )

@@ -1,28 +1,18 @@
-"""flow_grpo: what becomes of its options (config/base.py and the scripts, yifan123/flow_grpo @879042c)."""
+"""flow_grpo and DiffusionNFT: what becomes of their options (yifan123/flow_grpo @879042c, NVlabs/DiffusionNFT)."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from flowrl.apps.migration import flow_grpo_nft as nft
-from flowrl.apps.migration.engine import Draft
-from flowrl.apps.migration.flow_grpo_file import read
-from flowrl.apps.migration.flow_grpo_keys import BY_HAND, KEYS
+from flowrl.apps.migration.engine import DTYPES, Draft
+from flowrl.apps.migration.flow_grpo_file import BY_HAND, KEYS, read
 from flowrl.apps.migration.table import Tool
 
 _FAMILIES = {
-    "stable-diffusion-3": "sd3",
-    "sd3": "sd3",
-    "kontext": "generic",
-    "qwen-image-edit": "generic",
-    "flux": "flux",
-    "qwen-image": "qwen_image",
-    "wan2": "wan",
-    "stable-diffusion-v1": "sd",
+    **{"stable-diffusion-3": "sd3", "sd3": "sd3", "kontext": "generic", "qwen-image-edit": "generic", "flux": "flux"},
+    **{"qwen-image": "qwen_image", "wan2": "wan", "stable-diffusion-v1": "sd"},
 }
 """Part of a model's path -> adapter; the first that fits."""
-_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "no": "float32"}
 _REWARDS: dict[str, tuple[dict[str, Any], str]] = {
     "pickscore": ({"name": "pickscore", "scale": 0.0384615}, "theirs divides by 26"),
     "geneval": ({"name": "geneval", "mode": "partial"}, "the trained score is inferred"),
@@ -44,6 +34,14 @@ _REWARDS: dict[str, tuple[dict[str, Any], str]] = {
     "unifiedreward": ({"name": "unified_reward"}, "name its model: rewards.N.local.model or http.model"),
     "qwenvl": ({"name": "vlm_judge"}, "its rubric differs; name the model: rewards.N.local.model or http.model"),
 }
+_REWARDS_OF_NFT: dict[str, tuple[dict[str, Any], str]] = {
+    "hpsv2": ({"name": "hpsv2"}, "of DiffusionNFT"),
+    "clipscore": ({"name": "clip_score"}, "DiffusionNFT divides by 100, as ours"),
+}
+"""Rewards that flow_grpo does not have, or scales otherwise."""
+_SOLVERS = {"dpm2": "dpm2_midpoint", "dpm1": "dpm1", **dict.fromkeys(("flow", "dance", "ddim"), "ode")}
+_OLD = {0: "none", 1: "ramp", 2: "late"}
+_MODES = {name: name for name in ("all", "positive_only", "negative_only", "one_only", "binary")}
 _UNKNOWN_STEPS = 1000
 _ON_SAMPLES = ("online_dpo", "raft", "diffusion_nft")
 """Methods that train on finished samples."""
@@ -62,11 +60,11 @@ def rules(draft: Draft) -> None:
     _data(draft)
     _rollout(draft, family, method)
     _algorithm(draft, family, method)
-    _rewards(draft, _REWARDS | nft.REWARDS if method == "diffusion_nft" else _REWARDS)
+    _rewards(draft, _REWARDS | _REWARDS_OF_NFT if method == "diffusion_nft" else _REWARDS)
     _optim(draft, family, method)
     _evaluation(draft, method)
-    if draft.given("resume_from") and not draft.get("resume_from"):
-        draft.leave("resume_from", "it names none", changes=False)
+    if not draft.get("resume_from"):
+        draft.unread("it names none", "resume_from")
 
 
 def _method(draft: Draft, family: str) -> str:
@@ -95,32 +93,26 @@ def _method(draft: Draft, family: str) -> str:
 
 
 def _run(draft: Draft) -> None:
-    name = str(draft.get("run_name") or draft.source.label)
-    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
-    note = "" if draft.get("run_name") else "run_name is empty: the name of the configuration"
-    draft.put("name", clean, "run_name", note=note)
-    draft.put("seed", draft.whole("seed", least=0), "seed", note="random streams differ")
+    draft.put_head("run_name", "seed", draft.source.label, "run_name is empty: the name of the configuration")
     epochs = draft.whole("num_epochs")
     if epochs == BY_HAND:
         draft.put("iterations", _UNKNOWN_STEPS, "num_epochs", note=f"{epochs} stands for: stopped by hand; 1000 here")
     else:
-        draft.put("iterations", epochs, "num_epochs")
+        draft.copy("num_epochs")
     folder = "save_dir" if draft.get("save_dir") else "logdir"
     draft.put("output", draft.text(folder), folder, note="relative to the working directory")
-    if folder == "save_dir" and draft.given("logdir"):
-        draft.leave("logdir", "save_dir takes its place", changes=False)
-    draft.put("checkpoint.every", draft.whole("save_freq"), "save_freq")
-    draft.put("checkpoint.keep", draft.whole("num_checkpoint_limit"), "num_checkpoint_limit")
+    if folder == "save_dir":
+        draft.unread("save_dir takes its place", "logdir")
+    draft.copy("save_freq", "num_checkpoint_limit")
 
 
 def _model(draft: Draft, family: str) -> None:
     draft.put("model.name", family, "pretrained.model", note="adapter by the model's path")
     draft.put_place("model.path", "pretrained.model")
-    draft.put(
-        "model.dtype", draft.choice("mixed_precision", _DTYPES), "mixed_precision", note="trained weights: float32"
-    )
+    dtype = draft.choice("mixed_precision", DTYPES)
+    draft.put("model.dtype", dtype, "mixed_precision", note="trained weights: float32")
     if draft.switch("use_lora"):
-        rank = 64 if family in ("flux", "qwen_image") or family == "generic" else 32
+        rank = 64 if family in ("flux", "qwen_image", "generic") else 32
         draft.put("model.lora.rank", rank, "use_lora", note="in their script's code; targets are the family's")
         draft.put("model.lora.alpha", 2 * rank, "use_lora", note="in their script's code")
     else:
@@ -128,18 +120,15 @@ def _model(draft: Draft, family: str) -> None:
     if draft.get("train.lora_path"):
         draft.put_place("model.init_lora", "train.lora_path")
     if family == "wan":
-        for key, option in (("height", "height"), ("width", "width"), ("frames", "num_frames")):
-            draft.put(f"model.{option}", draft.whole(key), key)
-        if draft.given("resolution"):
-            draft.leave("resolution", "their Wan script takes height and width", changes=False)
+        draft.copy("height", "width", "frames")
+        draft.unread("their Wan script takes height and width", "resolution")
     else:
         for side in ("height", "width"):
             draft.put(f"model.{side}", draft.whole("resolution"), "resolution")
     tokens = {"wan": 512, "sd3": 128, "flux": 128, "qwen_image": 128}
     if family in tokens:
         draft.put("model.max_sequence_length", tokens[family], note="text tokens, in their script's code")
-    checkpointing = draft.switch("activation_checkpointing")
-    draft.put("model.gradient_checkpointing", checkpointing, "activation_checkpointing")
+    draft.copy("activation_checkpointing")
 
 
 def _data(draft: Draft) -> None:
@@ -154,17 +143,16 @@ def _data(draft: Draft) -> None:
 
 def _rollout(draft: Draft, family: str, method: str) -> None:
     _sampler(draft, family, method)
-    draft.put("rollout.num_inference_steps", draft.whole("sample.num_steps"), "sample.num_steps")
-    scale = float(draft.number("sample.guidance_scale"))
+    draft.copy("sample.num_steps")
+    scale = draft.real("sample.guidance_scale")
     draft.put("rollout.guidance_scale", scale, "sample.guidance_scale")
-    if draft.given("train.cfg"):
-        if method in _ON_SAMPLES:
-            draft.leave("train.cfg", f"the training forwards of {method} are without guidance", changes=scale > 1)
-        elif family == "flux" or draft.get("train.cfg") or scale <= 1:
-            draft.leave("train.cfg", "training has the rollout's guidance here, and so has theirs", changes=False)
-        else:
-            reason = "training here has the rollout's guidance always; theirs would train without it"
-            draft.leave("train.cfg", reason, changes=True)
+    if method in _ON_SAMPLES:
+        draft.unread(f"the training forwards of {method} are without guidance", "train.cfg", changes=scale > 1)
+    elif family == "flux" or draft.get("train.cfg") or scale <= 1:
+        draft.unread("training has the rollout's guidance here, and so has theirs", "train.cfg")
+    else:
+        reason = "training here has the rollout's guidance always; theirs would train without it"
+        draft.unread(reason, "train.cfg", changes=True)
     size, size_key = draft.whole("sample.train_batch_size"), "sample.train_batch_size"
     if draft.given("sample.mini_num_image_per_prompt"):
         size_key = "sample.mini_num_image_per_prompt"
@@ -179,70 +167,87 @@ def _rollout(draft: Draft, family: str, method: str) -> None:
     note = f"{gpus} GPUs x {size} x {batches} batches / {group}; all differ, theirs may draw one twice"
     draft.put("rollout.prompts_per_iteration", prompts, *keys, note=note)
     draft.put("rollout.group_size", group, "sample.num_image_per_prompt")
-    draft.put("rollout.batch_size", size, size_key, note="per process, memory alone")
+    draft.put_size("rollout.batch_size", size, size_key)
     if method != "diffusion_nft":
-        draft.put("optim.batch_size", size, size_key, note="per process, memory alone")
-        if draft.given("train.batch_size"):
-            draft.leave("train.batch_size", "their scripts train the batches as they were sampled", changes=False)
-    draft.put("rollout.shared_noise", draft.switch("sample.same_latent"), "sample.same_latent")
-    many = draft.whole("train.gradient_accumulation_steps")
+        draft.put_size("optim.batch_size", size, size_key)
+        draft.unread("their scripts train the batches as they were sampled", "train.batch_size")
+    draft.copy("sample.same_latent")
+    many, how, keys = draft.whole("train.gradient_accumulation_steps"), "M/A", ["sample.num_batches_per_epoch"]
+    samples, rows, note = batches, many, "batches / accumulation"
     if method == "diffusion_nft":
-        nft.updates(draft, size * batches, many)
-    else:
-        steps = draft.quotient(batches, many, "optim.updates_per_iteration", "M/A")
-        keys = ("sample.num_batches_per_epoch", "train.gradient_accumulation_steps")
-        draft.put("optim.updates_per_iteration", steps, *keys, note="batches / accumulation")
+        part = draft.whole("train.batch_size")
+        draft.put_size("optim.batch_size", part, "train.batch_size")
+        samples, rows = size * batches, part * many
+        how, note = (
+            "samples of a GPU / (b in training x accumulation)",
+            f"{samples} samples of a GPU / ({part} x {many})",
+        )
+        keys.append("train.batch_size")
+    steps = draft.quotient(samples, rows, "optim.updates_per_iteration", how)
+    draft.put("optim.updates_per_iteration", steps, *keys, "train.gradient_accumulation_steps", note=note)
     if draft.number("train.num_inner_epochs", least=1) > 1:
         draft.leave("train.num_inner_epochs", "an iteration goes through its samples once", changes=True)
-    elif draft.given("train.num_inner_epochs"):
-        draft.leave("train.num_inner_epochs", "1, as here", changes=False)
+    else:
+        draft.unread("1, as here", "train.num_inner_epochs")
 
 
 def _sampler(draft: Draft, family: str, method: str) -> None:
+    of_noise = ("sample.noise_level", "sample.sde_type")
     if method == "diffusion_nft":
-        nft.solver(draft)
-        return
-    if method in _RANKING:
+        solver = draft.choice("sample.solver", _SOLVERS)
+        draft.put("algorithm.solver", solver, "sample.solver", "sample.deterministic")
+        if not draft.switch("sample.deterministic"):
+            reason = "theirs adds noise to the rollout; the method takes a solver without noise here"
+            draft.leave("sample.deterministic", reason, changes=True)
+        draft.unread("the rollout is without noise", "sample.noise_level")
+    elif method in _RANKING:
         draft.put("algorithm.solver", "ode", note="their script samples without noise")
-        for key in ("sample.noise_level", "sample.sde_type"):
-            if draft.given(key):
-                draft.leave(key, f"their script of {method} samples without noise", changes=False)
-        return
-    if family == "wan":
+        draft.unread(f"their script of {method} samples without noise", *of_noise)
+    elif family == "wan":
         draft.put("rollout.sampler.name", "wan_sde", note="their Wan script's sampler, which has no strength")
-        for key in ("sample.noise_level", "sample.sde_type"):
-            if draft.given(key):
-                draft.leave(key, "their Wan script does not read it", changes=False)
-        return
-    name = draft.choice("sample.sde_type", {None: "flow_sde", "sde": "flow_sde", "cps": "cps"})
-    keys = ["sample.sde_type"] if draft.given("sample.sde_type") else []
-    draft.put("rollout.sampler.name", name, *keys, note="" if keys else "their script's sampler")
-    draft.put("rollout.sampler.noise_level", float(draft.number("sample.noise_level")), "sample.noise_level")
+        draft.unread("their Wan script does not read it", *of_noise)
+    else:
+        name = draft.choice("sample.sde_type", {None: "flow_sde", "sde": "flow_sde", "cps": "cps"})
+        keys = ["sample.sde_type"] if draft.given("sample.sde_type") else []
+        draft.put("rollout.sampler.name", name, *keys, note="" if keys else "their script's sampler")
+        draft.copy("sample.noise_level")
 
 
 def _algorithm(draft: Draft, family: str, method: str) -> None:
     if method in _RANKING:
         _refreshed(draft, method)
-    elif method == "diffusion_nft":
-        nft.method(draft)
+        keys = ("sample.global_std", "train.adv_clip_max", "per_prompt_stat_tracking")
+        draft.unread(f"{method} only ranks the samples of a prompt", *keys)
+        return
+    if method == "diffusion_nft":
+        _nft(draft)
     else:
         _clipped(draft, family, method)
-    if method in _RANKING:
-        for key in ("sample.global_std", "train.adv_clip_max", "per_prompt_stat_tracking"):
-            if draft.given(key):
-                draft.leave(key, f"{method} only ranks the samples of a prompt", changes=False)
-        return
     tracking = draft.switch("per_prompt_stat_tracking")
     draft.put("algorithm.advantages.name", "group" if tracking else "batch", "per_prompt_stat_tracking")
     if not tracking:
         draft.put("algorithm.advantages.history", None, "per_prompt_stat_tracking")
-        if draft.given("sample.global_std"):
-            draft.leave("sample.global_std", "without tracking the std is that of the batch", changes=False)
+        draft.unread("without tracking the std is that of the batch", "sample.global_std")
     else:
         std = "global" if draft.switch("sample.global_std") else "group"
         draft.put("algorithm.advantages.std", std, "sample.global_std")
     draft.put("algorithm.advantages.eps", 1e-4, note="in their code")
-    draft.put("algorithm.advantages.clip", float(draft.number("train.adv_clip_max")), "train.adv_clip_max")
+    draft.put("algorithm.advantages.clip", draft.real("train.adv_clip_max"), "train.adv_clip_max")
+
+
+def _nft(draft: Draft) -> None:
+    """DiffusionNFT, but for its advantages."""
+    draft.copy("beta")
+    draft.put("algorithm.old", draft.choice("decay_type", _OLD), "decay_type")
+    draft.put("algorithm.mode", draft.choice("train.adv_mode", _MODES), "train.adv_mode")
+    draft.put("algorithm.kl.coef", draft.real("train.beta", least=0), "train.beta")
+    draft.put("algorithm.times.name", "permutation", note="in their code")
+    draft.put("algorithm.times.count", None, note="all of the share")
+    share = draft.real("train.timestep_fraction", least=0)
+    draft.put("algorithm.times.fraction", share, "train.timestep_fraction")
+    if draft.number("sample.guidance_scale") > 1:
+        reason = "their script takes none in training, as here, and fails there with a scale above 1"
+        draft.leave("sample.guidance_scale", reason, changes=True)
 
 
 def _refreshed(draft: Draft, method: str) -> None:
@@ -250,7 +255,7 @@ def _refreshed(draft: Draft, method: str) -> None:
     every = draft.whole("train.ref_update_step")
     never = every >= BY_HAND
     if method == "online_dpo":
-        draft.put("algorithm.beta", float(draft.number("train.beta")), "train.beta")
+        draft.put("algorithm.beta", draft.real("train.beta"), "train.beta")
         draft.put("algorithm.behaviour", "reference" if never else "lagged", "train.ref_update_step")
         if not never:
             draft.put("algorithm.ref_update", every, "train.ref_update_step")
@@ -259,15 +264,14 @@ def _refreshed(draft: Draft, method: str) -> None:
         draft.leave("train.ref_update_step", reason, changes=True)
     else:
         draft.put("algorithm.refresh", every, "train.ref_update_step")
-    for key in ("train.clip_range", "train.timestep_fraction"):
-        if draft.given(key):
-            draft.leave(key, f"{method} has no ratio and no trained steps: its times are drawn", changes=True)
+    reason = f"{method} has no ratio and no trained steps: its times are drawn"
+    draft.unread(reason, "train.clip_range", "train.timestep_fraction", changes=True)
 
 
 def _clipped(draft: Draft, family: str, method: str) -> None:
     """The methods of a clipped ratio."""
-    draft.put("algorithm.clip_range", float(draft.number("train.clip_range")), "train.clip_range")
-    coef = float(draft.number("train.beta", least=0))
+    draft.copy("train.clip_range")
+    coef = draft.real("train.beta", least=0)
     draft.put("algorithm.kl.coef", coef, "train.beta")
     if coef:
         exact = family == "wan" or draft.get("sample.sde_type") == "cps"
@@ -288,10 +292,8 @@ def _trained(draft: Draft) -> None:
     if trained < 1:
         raise draft.fault("train.timestep_fraction", f"it trains none of the {steps} steps")
     note = f"the {trained} noisiest of {steps}, the last is an ODE step; theirs keeps its noise"
-    if trained >= steps - 1:
-        draft.put("algorithm.sde_steps", None, "train.timestep_fraction", note=note)
-    else:
-        draft.put("algorithm.sde_steps", list(range(trained)), "train.timestep_fraction", note=note)
+    places = None if trained >= steps - 1 else list(range(trained))
+    draft.put("algorithm.sde_steps", places, "train.timestep_fraction", note=note)
     if trained >= steps:
         draft.leave("train.timestep_fraction", "the last step is never trained here", changes=True)
     elif trained < steps - 1:
@@ -316,10 +318,9 @@ def _window(draft: Draft) -> None:
         if high != place[1]:
             reason = f"the last step is never trained here: windows end at {high}, not {place[1]}"
             draft.leave("sample.sde_window_range", reason, changes=True)
-    elif draft.given("sample.sde_window_range"):
-        draft.leave("sample.sde_window_range", "no window is drawn", changes=False)
-    if draft.given("train.timestep_fraction"):
-        draft.leave("train.timestep_fraction", "their scripts with a window do not read it", changes=False)
+    else:
+        draft.unread("no window is drawn", "sample.sde_window_range")
+    draft.unread("their scripts with a window do not read it", "train.timestep_fraction")
     if draft.given("sample.mini_num_image_per_prompt"):
         share, group = (draft.whole(f"sample.{name}_image_per_prompt") for name in ("mini_num", "num"))
         if group % share:
@@ -347,21 +348,15 @@ def _rewards(draft: Draft, entries: dict[str, tuple[dict[str, Any], str]]) -> No
 
 
 def _optim(draft: Draft, family: str, method: str) -> None:
-    draft.put("optim.learning_rate", float(draft.number("train.learning_rate")), "train.learning_rate")
-    if draft.switch("train.use_8bit_adam"):
-        draft.put("optim.name", "adamw_8bit", "train.use_8bit_adam")
-    betas = [float(draft.number(f"train.adam_beta{number}")) for number in (1, 2)]
-    draft.put("optim.betas", betas, "train.adam_beta1", "train.adam_beta2")
-    draft.put("optim.eps", float(draft.number("train.adam_epsilon")), "train.adam_epsilon")
-    draft.put("optim.weight_decay", float(draft.number("train.adam_weight_decay")), "train.adam_weight_decay")
-    draft.put("optim.max_grad_norm", float(draft.number("train.max_grad_norm")), "train.max_grad_norm")
+    draft.put_adam("train.")
     if not draft.switch("train.ema"):
         draft.put("optim.ema", None, "train.ema")
     elif family == "qwen_image":
         draft.put("optim.ema", None, "train.ema", note="their Qwen-Image script has none")
         draft.leave("train.ema", "their Qwen-Image script does not read it", changes=False)
-    elif method == "diffusion_nft":
-        nft.average(draft)
+    elif method == "diffusion_nft":  # one update for each optimizer step
+        draft.put("optim.ema.decay", 0.9, "train.ema", note="in their code")
+        draft.put("optim.ema.every", 1, note="in their code")
     else:
         many = draft.whole("train.gradient_accumulation_steps")
         draft.put("optim.ema.decay", 0.9, "train.ema", note="in their code")
@@ -372,14 +367,13 @@ def _optim(draft: Draft, family: str, method: str) -> None:
 
 
 def _evaluation(draft: Draft, method: str) -> None:
-    draft.put("eval.every", draft.whole("eval_freq"), "eval_freq")
-    draft.put("eval.num_inference_steps", draft.whole("sample.eval_num_steps"), "sample.eval_num_steps")
+    draft.copy("eval_freq", "sample.eval_num_steps")
     own = method == "flow_grpo_fast" and draft.given("sample.eval_guidance_scale")
     key = "sample.eval_guidance_scale" if own else "sample.guidance_scale"
-    draft.put("eval.guidance_scale", float(draft.number(key)), key)
-    if not own and draft.given("sample.eval_guidance_scale"):
-        draft.leave("sample.eval_guidance_scale", "only their scripts with a window read it", changes=False)
-    draft.put("eval.batch_size", draft.whole("sample.test_batch_size"), "sample.test_batch_size", note="per process")
+    draft.put("eval.guidance_scale", draft.real(key), key)
+    if not own:
+        draft.unread("only their scripts with a window read it", "sample.eval_guidance_scale")
+    draft.copy("sample.test_batch_size", note="per process")
 
 
 TOOL = Tool(
@@ -392,5 +386,5 @@ TOOL = Tool(
     form="`config/grpo.py:NAME`, `config/nft.py:NAME`: a configuration file and the name of one of its functions. "
     "Functions of the file that these call are followed with their arguments, in arithmetic, conditions and `while`; "
     "what else would have to be executed is refused with its line",
-    rewards=_REWARDS | {"hpsv2": nft.REWARDS["hpsv2"]},
+    rewards=_REWARDS | {"hpsv2": _REWARDS_OF_NFT["hpsv2"]},
 )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 from typing import Any
 
 from flowrl.apps.migration.command_line import read_command
-from flowrl.apps.migration.engine import Draft
+from flowrl.apps.migration.engine import DTYPES, Draft
 from flowrl.apps.migration.table import Key, Source, Tool
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import parse_yaml, read_text
@@ -70,7 +69,6 @@ KEYS = {
     "use_lora": Key(True, "model.lora", "rank 4, alpha 4; False: null, all weights"),
 }
 _ALIGNPROP = ("log_image_freq", "truncated_backprop_rand", "truncated_backprop_timestep")
-_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "no": "float32", None: "float32"}
 
 
 def read(place: str) -> Source:
@@ -124,33 +122,25 @@ def rules(draft: Draft) -> None:
     _run(draft)
     _rollout(draft)
     draft.put("algorithm.name", "ddpo", note="DDPOTrainer")
-    draft.put("algorithm.clip_range", float(draft.number("train_clip_range")), "train_clip_range")
-    share = float(draft.number("train_timestep_fraction"))
-    draft.put("algorithm.timestep_fraction", share, "train_timestep_fraction")
-    draft.put("algorithm.passes", draft.whole("train_num_inner_epochs"), "train_num_inner_epochs")
+    draft.copy("train_clip_range", "train_timestep_fraction", "train_num_inner_epochs")
     _advantages(draft)
-    known = draft.source.label == _SCRIPT
     draft.reward({"name": "aesthetic", "version": "v2"}, note="the function of their example script")
-    if not known:
+    if draft.source.label != _SCRIPT:
         reason = "a reward is a function in their code; aesthetic, that of their example script, stands in its place"
         draft.leave("reward_function", reason, changes=True)
-    _optim(draft)
+    draft.put_adam("train_")
 
 
 def _run(draft: Draft) -> None:
-    name = str(draft.get("run_name") or draft.source.file.stem)
-    note = "" if draft.get("run_name") else "empty: the name of the file"
-    draft.put("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name), "run_name", note=note)
-    draft.put("seed", draft.whole("seed", least=0), "seed", note="random streams differ")
-    draft.put("iterations", draft.whole("num_epochs"), "num_epochs")
-    draft.put("output", draft.text("logdir"), "logdir", note="relative to the working directory")
-    draft.put("checkpoint.every", draft.whole("save_freq"), "save_freq")
-    draft.put("checkpoint.keep", draft.whole("num_checkpoint_limit"), "num_checkpoint_limit")
+    draft.put_head("run_name", "seed", draft.source.file.stem, "empty: the name of the file")
+    draft.copy("num_epochs")
+    draft.copy("logdir", note="relative to the working directory")
+    draft.copy("save_freq", "num_checkpoint_limit")
     draft.put("model.name", "sd", note="DefaultDDPOStableDiffusionPipeline")
     draft.put_place("model.path", "pretrained_model")
     if draft.given("pretrained_revision"):
-        draft.put("model.revision", draft.text("pretrained_revision"), "pretrained_revision")
-    draft.put("model.dtype", draft.choice("mixed_precision", _DTYPES), "mixed_precision")
+        draft.copy("pretrained_revision")
+    draft.put("model.dtype", draft.choice("mixed_precision", {**DTYPES, None: "float32"}), "mixed_precision")
     draft.put("model.final_alpha", "first", note="their last step keeps noise and is trained")
     if draft.switch("use_lora"):
         draft.put("model.lora.rank", 4, "use_lora", note="in their code")
@@ -158,7 +148,7 @@ def _run(draft: Draft) -> None:
     else:
         draft.put("model.lora", None, "use_lora", note="all weights")
     if draft.get("negative_prompts"):
-        draft.put("model.negative_prompt", draft.text("negative_prompts"), "negative_prompts")
+        draft.copy("negative_prompts")
     draft.put("data.prompts", "simple-animals.txt", note="45 animals; theirs are drawn by a function, with replacement")
     reason = "prompts are a function in their code; data.prompts is flowrl's list of animals: put yours in a file"
     draft.leave("prompt_function", reason, changes=True)
@@ -166,52 +156,35 @@ def _run(draft: Draft) -> None:
 
 def _rollout(draft: Draft) -> None:
     draft.put("rollout.sampler.name", "ddim", note="their pipeline's sampler")
-    draft.put("rollout.sampler.eta", float(draft.number("sample_eta")), "sample_eta")
-    draft.put("rollout.num_inference_steps", draft.whole("sample_num_steps"), "sample_num_steps")
-    scale = float(draft.number("sample_guidance_scale"))
-    draft.put("rollout.guidance_scale", scale, "sample_guidance_scale")
-    if draft.given("train_cfg"):
-        lost = not draft.switch("train_cfg") and scale > 1
-        draft.leave("train_cfg", "training has the rollout's guidance here always", changes=lost)
+    draft.copy("sample_eta", "sample_num_steps", "sample_guidance_scale")
+    lost = not draft.switch("train_cfg") and draft.real("sample_guidance_scale") > 1
+    draft.unread("training has the rollout's guidance here always", "train_cfg", changes=lost)
     gpus, size = draft.gpus(), draft.whole("sample_batch_size")
     batches = draft.whole("sample_num_batches_per_epoch")
     keys = ("sample_batch_size", "sample_num_batches_per_epoch")
     note = f"{gpus} GPUs x {size} x {batches} batches"
     draft.put("rollout.prompts_per_iteration", gpus * size * batches, *keys, note=note)
     draft.put("rollout.group_size", 1, note="each sample has its own prompt")
-    draft.put("rollout.batch_size", size, "sample_batch_size", note="per process, memory alone")
+    draft.put_size("rollout.batch_size", size, "sample_batch_size")
     part, many = draft.whole("train_batch_size"), draft.whole("train_gradient_accumulation_steps")
     how = "sample_batch_size x batches / (train_batch_size x accumulation)"
     updates = draft.quotient(size * batches, part * many, "optim.updates_per_iteration", how)
     keys = (*keys, "train_batch_size", "train_gradient_accumulation_steps")
     draft.put("optim.updates_per_iteration", updates, *keys, note=f"{size} x {batches} / ({part} x {many})")
-    draft.put("optim.batch_size", part, "train_batch_size", note="per process, memory alone")
+    draft.put_size("optim.batch_size", part, "train_batch_size")
 
 
 def _advantages(draft: Draft) -> None:
     tracking = draft.switch("per_prompt_stat_tracking")
     draft.put("algorithm.advantages.name", "batch", "per_prompt_stat_tracking")
     draft.put("algorithm.advantages.eps", 1e-6 if tracking else 1e-8, "per_prompt_stat_tracking", note="in their code")
-    draft.put("algorithm.advantages.clip", float(draft.number("train_adv_clip_max")), "train_adv_clip_max")
-    if not tracking:
+    draft.copy("train_adv_clip_max")
+    keys = ("per_prompt_stat_tracking_buffer_size", "per_prompt_stat_tracking_min_count")
+    if tracking:
+        draft.copy(*keys)
+    else:
         draft.put("algorithm.advantages.history", None, "per_prompt_stat_tracking")
-    for name in ("buffer_size", "min_count"):
-        key = f"per_prompt_stat_tracking_{name}"
-        if tracking:
-            draft.put(f"algorithm.advantages.history.{name}", draft.whole(key), key)
-        elif draft.given(key):
-            draft.leave(key, "without per_prompt_stat_tracking there is no history", changes=False)
-
-
-def _optim(draft: Draft) -> None:
-    draft.put("optim.learning_rate", float(draft.number("train_learning_rate")), "train_learning_rate")
-    if draft.switch("train_use_8bit_adam"):
-        draft.put("optim.name", "adamw_8bit", "train_use_8bit_adam")
-    betas = [float(draft.number(f"train_adam_beta{number}")) for number in (1, 2)]
-    draft.put("optim.betas", betas, "train_adam_beta1", "train_adam_beta2")
-    draft.put("optim.eps", float(draft.number("train_adam_epsilon")), "train_adam_epsilon")
-    draft.put("optim.weight_decay", float(draft.number("train_adam_weight_decay")), "train_adam_weight_decay")
-    draft.put("optim.max_grad_norm", float(draft.number("train_max_grad_norm")), "train_max_grad_norm")
+        draft.unread("without per_prompt_stat_tracking there is no history", *keys)
 
 
 TOOL = Tool(

@@ -1,13 +1,16 @@
-"""Flow-Factory's trainers on finished samples: nft, awm, dgpo, crd and dpo (its commit a0b2bc5)."""
+"""Flow-Factory's trainers: what becomes of the options of each (its commit a0b2bc5)."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from flowrl.apps.migration.engine import Draft, is_number
-from flowrl.apps.migration.flow_factory_credit import advantages, bound
 
-METHODS = {"nft": "diffusion_nft", "awm": "awm", "dgpo": "dgpo", "crd": "crd", "dpo": "online_dpo"}
+_ON_EDGES = {"grpo": "flow_grpo", "grpo-guard": "grpo_guard"}
+_ON_SAMPLES = {"nft": "diffusion_nft", "awm": "awm", "dgpo": "dgpo", "crd": "crd", "dpo": "online_dpo"}
+METHODS = {**_ON_EDGES, **_ON_SAMPLES}
+_SAMPLERS = {"Flow-SDE": "flow_sde", "Dance-SDE": "dance_sde", "CPS": "cps"}
 # Shift of the grid that the family's published models have; the others' depends on the size of the image.
 _SHIFTS = {"sd3": 3.0}
 _TRAINING_STEPS = 1000
@@ -27,27 +30,132 @@ _LEAST_PULL = 1e-4
 """Least coefficient of CRD's pull, in their code."""
 
 
-def method(draft: Draft, family: str, updates: int) -> None:
-    """Write the method and its options; `updates`: optimizer steps of an iteration."""
-    kind = draft.get("train.trainer_type")
+def method(draft: Draft, kind: str, family: str) -> int:
+    """Write the sampler or solver, the method and its options; returns the optimizer steps of an iteration."""
+    if kind in _ON_EDGES:
+        name = draft.choice("scheduler.dynamics_type", _SAMPLERS)
+        draft.put("rollout.sampler.name", name, "scheduler.dynamics_type")
+        option = "eta" if name == "dance_sde" else "noise_level"
+        draft.put(f"rollout.sampler.{option}", draft.real("scheduler.noise_level"), "scheduler.noise_level")
+        trained = _grpo(draft, _ON_EDGES[kind])
+        _ratio(draft)
+        return _updates(draft, trained)
+    updates = _updates(draft, _terms(draft)) * draft.whole("train.num_inner_epochs")
+    _on_samples(draft, kind, family, updates)
+    return updates
+
+
+def _updates(draft: Draft, trained: int) -> int:
+    """Write the optimizer steps of a pass, and return their number; `trained`: steps, or times, of a sample."""
+    many = draft.get("train.gradient_accumulation_steps")
+    if many == "auto":
+        updates, keys = draft.whole("train.gradient_step_per_epoch"), ["train.gradient_step_per_epoch"]
+        keys += [key for key in ("train.gradient_accumulation_steps", "num_processes") if draft.given(key)]
+    else:
+        total, part, how = _work(draft)
+        part *= draft.whole("train.gradient_accumulation_steps")
+        how = f"{how} x trained steps / accumulation"
+        updates = draft.quotient(total * trained, part, "optim.updates_per_iteration", how)
+        keys = ["train.gradient_accumulation_steps", "num_processes"]
+        draft.unread("an integer accumulation takes its place", "train.gradient_step_per_epoch")
+    draft.put("optim.updates_per_iteration", updates, *keys)
+    return updates
+
+
+def _grpo(draft: Draft, method: str) -> int:
+    """The method and its trained steps, whose number is returned."""
+    steps, count = draft.whole("train.num_inference_steps"), draft.whole("scheduler.num_sde_steps")
+    asked = draft.get("scheduler.sde_steps")
+    places = list(range(steps - 1)) if asked is None else asked
+    if not isinstance(places, list) or not places or not all(type(each) is int and each >= 0 for each in places):
+        raise draft.fault("scheduler.sde_steps", "it must be a list of steps")
+    keys = ("scheduler.num_sde_steps", "scheduler.sde_steps")
+    kept = sorted(each for each in set(places) if each < steps - 1)
+    if not kept:
+        raise draft.fault("scheduler.sde_steps", "the last step is never trained here, and it names no other")
+    if len(kept) < len(set(places)):
+        draft.leave("scheduler.sde_steps", f"the last step is never trained here: {kept} remain", changes=True)
+    row = kept == list(range(kept[0], kept[-1] + 1))
+    if count >= len(kept) or method == "grpo_guard":
+        draft.put("algorithm.name", method, "train.trainer_type")
+        whole = kept == list(range(steps - 1))
+        draft.put("algorithm.sde_steps", None if whole else kept, *keys, note="all of these are trained")
+        if count < len(kept):
+            reason = f"{count} of {len(kept)} steps are drawn there; {method} trains all of them here"
+            draft.leave("scheduler.num_sde_steps", reason, changes=True)
+    else:
+        draft.put("algorithm.name", "flow_grpo_fast", "train.trainer_type", *keys, note="some steps of a row")
+        draft.put("algorithm.window_size", count, "scheduler.num_sde_steps")
+        draft.put("algorithm.low", kept[0], "scheduler.sde_steps")
+        draft.put("algorithm.high", kept[-1] + 1, "scheduler.sde_steps", note="exclusive")
+        if count > 1 or not row:
+            reason = f"theirs draws {count} of {kept} anywhere, the window here is of neighbours"
+            draft.leave("scheduler.num_sde_steps", reason, changes=True)
+    if method == "grpo_guard":
+        draft.put("algorithm.reweight", "none", "train.trainer_type", note="as their grpo-guard")
+    return min(count, len(kept))
+
+
+def _ratio(draft: Draft) -> None:
+    draft.put("algorithm.clip_range", _bound(draft, "train.clip_range"), "train.clip_range")
+    coef, form = draft.real("train.kl_beta", least=0), draft.get("train.kl_type")
+    if coef and form != "x-based":
+        draft.leave("train.kl_beta", "a KL of velocities has no counterpart here; none is written", changes=True)
+        draft.put("algorithm.kl.coef", 0.0, "train.kl_type")
+    else:
+        draft.put("algorithm.kl.coef", coef, "train.kl_beta")
+        if coef:
+            draft.put("algorithm.kl.divisor", "none", "train.kl_type")
+        else:
+            draft.unread("there is no KL", "train.kl_type")
+    _advantages(draft, clip=True)
+
+
+def _bound(draft: Draft, key: str) -> float:
+    """The bound of a symmetric range, given as one number or two."""
+    value = draft.get(key)
+    pair = list(value) if isinstance(value, list | tuple) else [value]
+    if not 1 <= len(pair) <= 2 or not all(is_number(each) and each for each in pair):
+        raise draft.fault(key, "it must be a number, or a lower and an upper bound")
+    if len(pair) == 2 and pair[0] != -pair[1]:
+        draft.leave(key, f"ranges are symmetric here: {pair[1]:g} is written", changes=True)
+    return abs(float(pair[-1]))
+
+
+def _advantages(draft: Draft, *, clip: bool) -> None:
+    """Write the advantage rule; `clip`: whether the trainer bounds advantages."""
+    rule = draft.choice("train.advantage_aggregation", {"gdpo": "gdpo", "sum": "group"})
+    draft.put("algorithm.advantages.name", rule, "train.advantage_aggregation")
+    if rule == "gdpo":
+        draft.put("algorithm.advantages.std", "group", "train.advantage_aggregation")
+        draft.unread("gdpo does not read it", "train.global_std")
+    else:
+        std = "global" if draft.switch("train.global_std") else "group"
+        draft.put("algorithm.advantages.std", std, "train.global_std")
+    draft.put("algorithm.advantages.eps", 1e-6, note="in their code, as the least std; added to it here")
+    if clip:
+        draft.put("algorithm.advantages.clip", _bound(draft, "train.adv_clip_range"), "train.adv_clip_range")
+
+
+def _on_samples(draft: Draft, kind: str, family: str, updates: int) -> None:
+    """Write a method on finished samples and its options."""
     note = "centred within a prompt here, over a batch of all prompts there" if kind == "crd" else ""
     draft.put("algorithm.name", METHODS[kind], "train.trainer_type", note=note)
     _solver(draft)
     if draft.given("train.num_inner_epochs"):
-        draft.put("algorithm.passes", draft.whole("train.num_inner_epochs"), "train.num_inner_epochs")
+        draft.copy("train.num_inner_epochs")
     if kind != "dgpo":  # which trains without guidance
-        note = "training is under it there too"
-        scale = float(draft.number("train.guidance_scale"))
+        scale, note = draft.real("train.guidance_scale"), "training is under it there too"
         draft.put("algorithm.guidance_scale", scale, "train.guidance_scale", note=note)
     _times(draft, kind, family)
-    advantages(draft, clip=kind != "dpo")
+    _advantages(draft, clip=kind != "dpo")
     if kind != "dpo":
-        draft.put("algorithm.kl.coef", float(draft.number("train.kl_beta", least=0)), "train.kl_beta")
+        draft.put("algorithm.kl.coef", draft.real("train.kl_beta", least=0), "train.kl_beta")
         draft.put("algorithm.kl.weight", "uniform", "train.kl_type", note="of velocities")
     {"nft": _nft, "awm": _awm, "dgpo": _dgpo, "crd": _crd, "dpo": _dpo}[kind](draft, updates)
 
 
-def terms(draft: Draft) -> int:
+def _terms(draft: Draft) -> int:
     """Training times of a sample (T) in their code."""
     low, high = _span(draft)
     count = draft.get("train.num_train_timesteps")
@@ -56,7 +164,7 @@ def terms(draft: Draft) -> int:
     return draft.whole("train.num_train_timesteps")
 
 
-def work(draft: Draft) -> tuple[int, int, str]:
+def _work(draft: Draft) -> tuple[int, int, str]:
     """Batches of an epoch in their training, as a fraction and in words: of samples, with dpo of pairs."""
     prompts, part = draft.whole("train.unique_sample_num_per_epoch"), draft.whole("train.per_device_batch_size")
     gpus = draft.gpus()
@@ -72,9 +180,8 @@ def _solver(draft: Draft) -> None:
     if kind != "ODE":
         reason = f"{kind} adds noise to the rollout there; the method takes a solver without noise here"
         draft.leave("scheduler.dynamics_type", reason, changes=True)
-    for name in ("noise_level", "num_sde_steps", "sde_steps"):
-        if draft.given(f"scheduler.{name}"):
-            draft.leave(f"scheduler.{name}", "the rollout is without noise, all steps alike", changes=False)
+    keys = ("scheduler.noise_level", "scheduler.num_sde_steps", "scheduler.sde_steps")
+    draft.unread("the rollout is without noise, all steps alike", *keys)
 
 
 def _span(draft: Draft) -> tuple[float, float]:
@@ -93,15 +200,14 @@ def _times(draft: Draft, kind: str, family: str) -> None:
     names = ("logit_normal", "uniform") if kind == "dpo" else _RULES
     name = str(draft.choice(key, {each: each for each in names}))
     draft.put("algorithm.times.name", name, key)
-    count = terms(draft)
+    count = _terms(draft)
     low, high = _span(draft)
     if low > 0:
         reason = f"times here start at pure noise: 0 is taken for {low:g}"
         draft.leave("train.timestep_range", reason, changes=True)
     if name.startswith("discrete"):
         count = _grid(draft, name, count, high, family)
-        if draft.given("train.time_shift"):
-            draft.leave("train.time_shift", f"{name} takes the times of the rollout", changes=False)
+        draft.unread(f"{name} takes the times of the rollout", "train.time_shift")
     else:
         _sigmas(draft, name, high, shifted=kind != "dpo" or name == "logit_normal")
     note = "" if draft.get("train.num_train_timesteps") else "0 there: steps x range"
@@ -149,7 +255,7 @@ def _last_node(steps: int, high: float, shift: float) -> int:
 
 def _sigmas(draft: Draft, name: str, high: float, *, shifted: bool) -> None:
     """A rule on sigma. Theirs shifts the fraction walked from noise, and 1 - shift(u, s) = shift(1 - u, 1 / s)."""
-    shift = float(draft.number("train.time_shift")) if shifted else 1.0
+    shift = draft.real("train.time_shift") if shifted else 1.0
     if shift <= 0:
         raise draft.fault("train.time_shift", "it must be positive")
     note = f"1 / {shift:g}: theirs shifts the fraction walked from noise, ours sigma" if shift != 1 else ""
@@ -165,7 +271,7 @@ def _sigmas(draft: Draft, name: str, high: float, *, shifted: bool) -> None:
 
 def _average(draft: Draft, option: str, updates: int, *given: str) -> None:
     """The pace of a network that follows the policy, from their average's, which counts epochs; `given`: other keys."""
-    kind, decay = draft.get("train.ema_decay_schedule"), float(draft.number("train.ema_decay", least=0))
+    kind, decay = draft.get("train.ema_decay_schedule"), draft.real("train.ema_decay", least=0)
     flat = start = slope = 0.0
     keys = ["train.ema_decay_schedule", *given]
     if kind == "constant":
@@ -177,7 +283,7 @@ def _average(draft: Draft, option: str, updates: int, *given: str) -> None:
     elif kind == "piecewise_linear":
         # After the first epoch theirs counts 0, ours its optimizer steps.
         flat = (draft.whole("train.flat_steps", least=0) + 1) * updates
-        slope = float(draft.number("train.ramp_rate")) / updates
+        slope = draft.real("train.ramp_rate") / updates
         keys += ["train.flat_steps", "train.ramp_rate"]
     else:
         start = decay
@@ -194,7 +300,7 @@ def _average(draft: Draft, option: str, updates: int, *given: str) -> None:
 
 
 def _nft(draft: Draft, updates: int) -> None:
-    draft.put("algorithm.mix", float(draft.number("train.nft_beta")), "train.nft_beta")
+    draft.copy("train.nft_beta")
     if draft.switch("train.off_policy") and draft.number("train.ema_decay", least=0):
         _average(draft, "algorithm.old", updates, "train.off_policy")
     else:
@@ -204,13 +310,13 @@ def _nft(draft: Draft, updates: int) -> None:
 def _awm(draft: Draft, updates: int) -> None:
     draft.put("algorithm.weighting", draft.choice("train.awm_weighting", _WEIGHTINGS), "train.awm_weighting")
     if draft.get("train.awm_weighting") == "ghuber":
-        draft.put("algorithm.power", float(draft.number("train.ghuber_power")), "train.ghuber_power")
-    elif draft.given("train.ghuber_power"):
-        draft.leave("train.ghuber_power", "ghuber alone has it", changes=False)
-    draft.put("algorithm.clip_range", bound(draft, "train.clip_range"), "train.clip_range")
+        draft.copy("train.ghuber_power")
+    else:
+        draft.unread("ghuber alone has it", "train.ghuber_power")
+    draft.put("algorithm.clip_range", _bound(draft, "train.clip_range"), "train.clip_range")
     note = "clipped and not rescaled"
-    draft.put("algorithm.advantage_max", bound(draft, "train.adv_clip_range"), "train.adv_clip_range", note=note)
-    pull, away = float(draft.number("train.ema_kl_beta", least=0)), draft.switch("train.off_policy")
+    draft.put("algorithm.advantage_max", _bound(draft, "train.adv_clip_range"), "train.adv_clip_range", note=note)
+    pull, away = draft.real("train.ema_kl_beta", least=0), draft.switch("train.off_policy")
     averaged = bool(draft.number("train.ema_decay", least=0))
     draft.put("algorithm.ema_kl.coef", pull if averaged else 0.0, "train.ema_kl_beta")
     draft.put("algorithm.off_policy", away and averaged, "train.off_policy")
@@ -219,20 +325,19 @@ def _awm(draft: Draft, updates: int) -> None:
 
 
 def _dgpo(draft: Draft, updates: int) -> None:
-    draft.put("algorithm.beta", float(draft.number("train.dpo_beta")), "train.dpo_beta")
-    draft.put("algorithm.clip_range", bound(draft, "train.clip_range"), "train.clip_range")
+    draft.copy("train.dpo_beta")
+    draft.put("algorithm.clip_range", _bound(draft, "train.clip_range"), "train.clip_range")
     start, keys = draft.whole("train.switch_ema_ref", least=0), ["train.switch_ema_ref"]
     if draft.switch("train.off_policy"):
         start, keys = 0, ["train.off_policy"]
-        if draft.given("train.switch_ema_ref"):
-            draft.leave("train.switch_ema_ref", "off_policy samples with the average from the start", changes=False)
+        draft.unread("off_policy samples with the average from the start", "train.switch_ema_ref")
     elif draft.given("train.off_policy"):
         keys.append("train.off_policy")
     draft.put("algorithm.sample_average_from", start, *keys)
     reason = "the average of the ratio draws the samples here, there the slower one of ema_decay"
     draft.leave(keys[0], reason, changes=True)
-    draft.put("algorithm.against_average", draft.switch("train.use_ema_ref"), "train.use_ema_ref")
-    guidance = float(draft.number("train.kl_cfg"))
+    draft.copy("train.use_ema_ref")
+    guidance = draft.real("train.kl_cfg")
     draft.put("algorithm.reference_guidance", guidance if guidance > 1 else None, "train.kl_cfg")
     limit, slope = draft.number("train.ema_ref_max_decay", least=0), draft.number("train.ema_ref_ramp_rate", least=0)
     draft.put("algorithm.average.limit", float(limit), "train.ema_ref_max_decay")
@@ -241,57 +346,51 @@ def _dgpo(draft: Draft, updates: int) -> None:
         reason = f"the average follows after an iteration, there after each of its {updates} optimizer steps"
         draft.leave("train.ema_ref_max_decay", reason, changes=True)
     for name, needed in (("use_shared_noise", True), ("clip_dsm", True), ("clip_kl", False)):
-        if draft.switch(f"train.{name}") is not needed:
-            draft.leave(f"train.{name}", f"it is {str(needed).lower()} here, without an option", changes=True)
-        elif draft.given(f"train.{name}"):
-            draft.leave(f"train.{name}", "as it always is here", changes=False)
+        _fixed(draft, f"train.{name}", needed, f"it is {str(needed).lower()} here, without an option")
+
+
+def _fixed(draft: Draft, key: str, needed: bool, reason: str) -> None:
+    """List a switch that has one place here, with the reason why the other one is left out."""
+    if draft.switch(key) is not needed:
+        draft.leave(key, reason, changes=True)
+    else:
+        draft.unread("as it always is here", key)
 
 
 def _pace(draft: Draft, option: str, key: str) -> None:
     """A pace of CRD, which counts optimizer steps: a number or name of theirs, or steps-start-slope-limit."""
     value = draft.get(key)
-    if isinstance(value, str) and value.isdigit():
-        value = int(value)
-    pace: tuple[float, ...] | None = None
-    if isinstance(value, int | str) and not isinstance(value, bool):  # True would be 1
-        pace = _PACES.get(value)
-    if pace is None and isinstance(value, str):
-        try:
-            pace = tuple(float(part) for part in value.split("-"))
-        except ValueError:
-            pace = None
+    name = int(value) if isinstance(value, str) and value.isdigit() else value
+    pace = _PACES.get(name) if type(name) in (int, str) else None  # True would be 1
+    if pace is None and isinstance(name, str):
+        with suppress(ValueError):
+            pace = tuple(float(part) for part in name.split("-"))
     if pace is None or len(pace) != 4 or not all(map(is_number, pace)):
         known = ", ".join(str(name) for name in _PACES)
         raise draft.fault(key, f"it must be steps-start-slope-limit, or one of {known}")
-    flat, start, slope, limit = pace
-    draft.put(f"{option}.flat", int(flat), key)
-    draft.put(f"{option}.start", start, key)
-    draft.put(f"{option}.slope", slope, key)
-    draft.put(f"{option}.limit", limit, key)
+    for name, part in zip(("flat", "start", "slope", "limit"), (int(pace[0]), *pace[1:]), strict=True):
+        draft.put(f"{option}.{name}", part, key)
 
 
 def _crd(draft: Draft, updates: int) -> None:
-    draft.put("algorithm.beta", float(draft.number("train.crd_beta")), "train.crd_beta")
+    draft.copy("train.crd_beta")
     draft.put("algorithm.fit", draft.choice("train.crd_loss_type", {"mse": "mse", "bce": "bce"}), "train.crd_loss_type")
-    draft.put("algorithm.adaptive", draft.switch("train.adaptive_logp"), "train.adaptive_logp")
-    heat = float(draft.number("train.weight_temp"))
+    draft.copy("train.adaptive_logp")
+    heat = draft.real("train.weight_temp")
     draft.put("algorithm.pools", None if heat < 0 else heat, "train.weight_temp", note="below 0: the plain mean")
     if heat == 0:
         draft.leave("train.weight_temp", "their two pools test r > 0 where A > 0 is meant, ours A", changes=True)
     _pace(draft, "algorithm.old", "train.old_model_decay")
     _pace(draft, "algorithm.sampling", "train.sampling_model_decay")
-    draft.put("algorithm.reference_guidance", max(1.0, float(draft.number("train.kl_cfg"))), "train.kl_cfg")
-    pull = float(draft.number("train.kl_beta", least=0))
+    draft.put("algorithm.reference_guidance", max(1.0, draft.real("train.kl_cfg")), "train.kl_cfg")
+    pull = draft.real("train.kl_beta", least=0)
     least = min(1.0, _LEAST_PULL / pull) if pull and draft.switch("train.reward_adaptive_kl") else 1.0
     draft.put("algorithm.least_pull", round(least, 9), "train.reward_adaptive_kl", note="false: 1, alike for all")
-    if not draft.switch("train.use_old_for_loss"):
-        draft.leave("train.use_old_for_loss", "the implicit reward is against `old` alone", changes=True)
-    elif draft.given("train.use_old_for_loss"):
-        draft.leave("train.use_old_for_loss", "as it always is here", changes=False)
+    _fixed(draft, "train.use_old_for_loss", True, "the implicit reward is against `old` alone")
 
 
 def _dpo(draft: Draft, updates: int) -> None:
-    draft.put("algorithm.beta", float(draft.number("train.beta")), "train.beta")
+    draft.copy("train.beta")
     draft.put("algorithm.behaviour", "policy", "train.trainer_type", note="the policy draws its samples")
     for name, needed in (("logit_mean", 0), ("logit_std", 1)):
         other = draft.get("train.weighting_scheme") == "logit_normal" and draft.number(f"train.{name}") != needed
