@@ -24,6 +24,20 @@ def parameters(function: Function) -> int:
     return len([a for a in (*given.posonlyargs, *given.args, *given.kwonlyargs) if a.arg not in ("self", "cls")])
 
 
+def of_literals(source: str) -> int:
+    """Lines within displays and strings of several lines; docstrings are none."""
+    tree = ast.parse(source)
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    kinds = ast.Dict | ast.List | ast.Tuple | ast.Set | ast.Constant | ast.JoinedStr
+    found = [node for node in ast.walk(tree) if isinstance(node, kinds) and id(node) not in docs]
+    ends = [(node.lineno, node.end_lineno or node.lineno) for node in found]
+    return len({line for first, last in ends if last > first for line in range(first, last + 1)})
+
+
+def test_lines_of_literals_are_counted_once_and_without_docstrings():
+    assert of_literals('"""x\ny"""\na = {\n    1: (2,\n 3),\n}\nb = """c\nd"""\ne = [4]\nf = g(\n5)\n') == 6
+
+
 def test_parameters_are_counted_without_self_and_with_those_by_keyword():
     (function,) = functions("class A:\n    def f(self, a, /, b, *c, d=1, **e): ...\n")
     assert parameters(function) == 3
@@ -39,7 +53,8 @@ def test_the_root_holds_few_packages_and_few_modules():
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_a_module_and_its_functions_are_short_and_narrow(file: Path):
     source = file.read_text(encoding="utf-8")
-    assert source.count("\n") <= 400
+    lines = source.count("\n")
+    assert lines <= 400 or (lines <= 500 and of_literals(source) > lines / 2)
     for function in functions(source):
         assert (function.end_lineno or 0) - function.lineno < 60, function.name
         # A command's parameters are its options.

@@ -68,7 +68,7 @@ class Draft:
         self.rewards: list[Line] = []
         self.listed: dict[str, Listed] = {}
         self._used: set[str] = set()
-        for key in source.values.keys() - tool.keys.keys():
+        for key in [key for key in source.values if key not in tool.keys]:
             near = suggest(key, sorted(tool.keys)).rstrip()
             text = f"{tool.name} has no such key{f'; {near}' if near else ''}"
             if tool.refuses_unknown:

@@ -29,9 +29,8 @@ def rules(draft: Draft) -> None:
     """Write the lines of a recipe of Flow-Factory."""
     kind = draft.get("train.trainer_type")
     draft.choice("train.trainer_type", trainers.METHODS)
-    for key in draft.source.values.keys() & OF_TRAINERS.keys():
-        if kind not in OF_TRAINERS[key]:
-            draft.leave(key, f"their trainer {kind} does not read it", changes=False)
+    others = [key for key, readers in OF_TRAINERS.items() if kind not in readers]
+    draft.unread(f"their trainer {kind} does not read it", *others)
     model = draft.text("model.model_type")
     if model.startswith(_NONE):
         raise draft.fault("model.model_type", "flowrl has no adapter of it, so there is nothing to convert to")

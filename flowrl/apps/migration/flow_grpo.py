@@ -178,10 +178,8 @@ def _rollout(draft: Draft, family: str, method: str) -> None:
         part = draft.whole("train.batch_size")
         draft.put_size("optim.batch_size", part, "train.batch_size")
         samples, rows = size * batches, part * many
-        how, note = (
-            "samples of a GPU / (b in training x accumulation)",
-            f"{samples} samples of a GPU / ({part} x {many})",
-        )
+        how = "samples of a GPU / (b in training x accumulation)"
+        note = f"{samples} samples of a GPU / ({part} x {many})"
         keys.append("train.batch_size")
     steps = draft.quotient(samples, rows, "optim.updates_per_iteration", how)
     draft.put("optim.updates_per_iteration", steps, *keys, "train.gradient_accumulation_steps", note=note)

@@ -6,20 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.apps.migration.engine import Draft, convert, recipe_text
-from flowrl.apps.migration.tools import TOOLS
-from flowrl.config.load import load_config, resolve
+from flowrl.apps.migration.engine import Draft, recipe_text
 from flowrl.core.errors import ConfigError
+from tests.apps.migration import drafts
 from tests.recipes import at, recipe
 
-SD15 = Path(__file__).parent / "published" / "sd15.sh"
-TEXT = SD15.read_text(encoding="ascii")
+TEXT = drafts.text_of("sd15.sh")
 
 
 def converted(folder: Path, text: str = TEXT, gpus: int | None = 16) -> Draft:
-    file = folder / "run.sh"
-    file.write_text(text, encoding="ascii")
-    return convert(TOOLS["diffusion_dpo"], str(file), gpus, folder)
+    return drafts.converted("diffusion_dpo", folder, text, "run.sh", gpus)
 
 
 def with_flags(flags: str) -> str:
@@ -34,9 +30,7 @@ def test_a_published_launcher_has_the_values_of_the_shipped_recipe(name, tmp_pat
         text = text.replace("runwayml/stable-diffusion-v1-5", "stabilityai/stable-diffusion-xl-base-1.0")
         text = text.replace("lr_warmup_steps=500", "lr_warmup_steps=200")
     draft = converted(tmp_path, text)
-    made = tmp_path / "recipe.yaml"
-    made.write_text(recipe_text(draft), encoding="ascii")
-    ours, theirs = resolve(load_config(made), offline=True).tree(), recipe(f"{name}/diffusion_dpo-pickapic").tree()
+    ours, theirs = drafts.resolved(draft, tmp_path).tree(), recipe(f"{name}/diffusion_dpo-pickapic").tree()
     keys = ("seed", "model.name", "model.dtype", "data.pairs.path", "algorithm")
     keys += ("data.pairs.crop", "data.pairs.flip", "data.pairs.caption_dropout", "optim.betas", "optim.eps")
     keys += ("optim.weight_decay", "optim.max_grad_norm", "optim.schedule", "optim.warmup_updates")
@@ -49,23 +43,12 @@ def test_a_published_launcher_has_the_values_of_the_shipped_recipe(name, tmp_pat
     assert ours["data"]["pairs"]["per_iteration"] == 2048
     assert ours["optim"]["learning_rate"] == pytest.approx(2.048e-5, rel=1e-12)
     assert ours["model"]["lora"] is None
-    assert not [key for key, entry in draft.listed.items() if entry.changes]
+    assert not drafts.changing(draft)
     assert at(ours, "optim.name") == ("adafactor" if name == "sdxl" else "adamw")
-    assert {"cache_dir", "dataloader_num_workers"} <= set(draft.listed)
 
 
-def test_every_flag_is_a_line_or_listed(tmp_path):
-    values = {None: "3", str: "linear", bool: "", int: "3", float: "0.5"}
-    tool = TOOLS["diffusion_dpo"]
-    flags = " ".join(
-        f"--{key} {values[None if entry.default is None else type(entry.default)]}"
-        for key, entry in tool.keys.items()
-        if key not in ("mixed_precision", "use_adafactor") and f"--{key}" not in TEXT
-    )
-    draft = converted(tmp_path, with_flags(f"--use_adafactor --beta_dpo 5000 {flags}"))
-    used = {key for line in draft.lines.values() for key in line.keys}
-    assert set(draft.source.values) == tool.keys.keys() - {"mixed_precision"}
-    assert set(draft.source.values) <= used | set(draft.listed)
+def test_sft_is_a_method_of_its_own(tmp_path):
+    draft = converted(tmp_path, with_flags("--sft --noise_offset 0.1 --beta_dpo 5000"))
     assert draft.listed["noise_offset"].changes
     assert not draft.listed["beta_dpo"].changes, "sft does not read it"
     assert draft.lines["algorithm.name"].value == "sft"

@@ -1,4 +1,4 @@
-"""Configurations of Flow-Factory as recipes: the published values of GRPO on SD 3.5 Medium."""
+"""Configurations of Flow-Factory as recipes: what has no counterpart, bad input, and what is computed."""
 
 from __future__ import annotations
 
@@ -6,83 +6,25 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from flowrl.apps.migration.engine import Draft, convert, recipe_text
-from flowrl.apps.migration.tools import TOOLS
-from flowrl.config.load import load_config, resolve
+from flowrl.algorithms._matching import LagConfig
+from flowrl.apps.migration.engine import Draft
 from flowrl.core.errors import ConfigError
-from tests.recipes import at
+from flowrl.diffusion.schedules import shift_sigmas
+from tests.apps.migration import drafts
 
-TEXT = (Path(__file__).parent / "published" / "sd3_5.yaml").read_text(encoding="ascii")
-# The sheet of migration derives these from the published file; no recipe is shipped of this experiment.
-VALUES = {
-    "iterations": 1000,
-    "seed": 42,
-    "model.name": "sd3",
-    "model.dtype": "bfloat16",
-    "model.lora": None,
-    "model.height": 512,
-    "model.width": 512,
-    "model.max_sequence_length": 512,
-    "model.shard": True,
-    "data.max_prompts": 1000,
-    "rollout.sampler": {"name": "flow_sde", "noise_level": 0.7},
-    "rollout.num_inference_steps": 10,
-    "rollout.guidance_scale": 4.5,
-    "rollout.prompts_per_iteration": 48,
-    "rollout.group_size": 16,
-    "algorithm.name": "flow_grpo_fast",
-    "algorithm.window_size": 1,
-    "algorithm.low": 1,
-    "algorithm.high": 4,
-    "algorithm.clip_range": 1e-4,
-    "algorithm.kl.coef": 0.0,
-    "algorithm.advantages.name": "gdpo",
-    "algorithm.advantages.std": "group",
-    "algorithm.advantages.eps": 1e-6,
-    "algorithm.advantages.clip": 5.0,
-    "optim.learning_rate": 1e-5,
-    "optim.betas": [0.9, 0.999],
-    "optim.weight_decay": 1e-4,
-    "optim.eps": 1e-8,
-    "optim.max_grad_norm": 1.0,
-    "optim.updates_per_iteration": 2,
-    "optim.ema.decay": 0.9,
-    "optim.ema.every": 8,
-    "optim.ema.warmup_terms": [0.0, 18.0],
-    "eval.every": 20,
-    "eval.num_inference_steps": 40,
-    "eval.guidance_scale": 4.5,
-    "checkpoint.every": 20,
-}
+GRPO = "sd3_5"
 
 
-def converted(folder: Path, *changes: tuple[str, str], gpus: int | None = None) -> Draft:
-    text = TEXT
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
-    file = folder / "sd3_5.yaml"
-    file.write_text(text, encoding="ascii")
-    return convert(TOOLS["flow_factory"], str(file), gpus, folder)
-
-
-def test_the_published_configuration_has_its_values(tmp_path):
-    draft = converted(tmp_path)
-    made = tmp_path / "recipe.yaml"
-    made.write_text(recipe_text(draft), encoding="ascii")
-    run = resolve(load_config(made), offline=True)
-    tree = run.tree()
-    assert {key: at(tree, key) for key in VALUES} == VALUES
-    assert [(plan.name, plan.entry.weight) for plan in run.rewards] == [("clip_score", 1.0), ("pickscore", 0.5)]
-    assert [key for key, entry in draft.listed.items() if entry.changes] == []
+def converted(kind: str, folder: Path, *changes: tuple[str, str], gpus: int | None = None) -> Draft:
+    return drafts.converted("flow_factory", folder, drafts.text_of(f"{kind}.yaml", *changes), f"{kind}.yaml", gpus)
 
 
 def test_the_average_warms_up_by_epochs_as_theirs_does(tmp_path):
     """At the end of epoch e from 0, where e + 1 is a multiple of the interval 4: min(0.9, (1 + e) / (10 + e))."""
-    made = tmp_path / "recipe.yaml"
-    made.write_text(recipe_text(converted(tmp_path)), encoding="ascii")
-    ema = resolve(load_config(made), offline=True).run.optim.ema
+    ema = drafts.resolved(converted(GRPO, tmp_path), tmp_path).run.optim.ema
     assert ema is not None
     theirs = [min(0.9, (1 + e) / (10 + e)) if (e + 1) % 4 == 0 else 1.0 for e in range(100)]
     # Two optimizer steps an epoch; after the odd ones there is no update.
@@ -90,76 +32,135 @@ def test_the_average_warms_up_by_epochs_as_theirs_does(tmp_path):
     assert [ema.weight(n) for n in range(2, 201, 2)] == pytest.approx(theirs, rel=1e-12)
 
 
-def test_every_key_is_a_line_or_listed(tmp_path):
-    tool = TOOLS["flow_factory"]
-    names = [key.split(".") for key in tool.keys if "." in key and f" {key.split('.')[1]}:" not in TEXT]
-    extra: dict[str, str] = {}
-    for section, name in names:
-        default = tool.keys[f"{section}.{name}"].default
-        value = "null" if default is None else str(default).lower() if isinstance(default, bool) else f"{default}"
-        extra[section] = f"{extra.get(section, '')}  {name}: {value}\n"
-    text = TEXT.replace("train:\n", f"train:\n{extra['train']}").replace("model:\n", f"model:\n{extra['model']}")
-    file = tmp_path / "sd3_5.yaml"
-    file.write_text(text, encoding="ascii")
-    draft = convert(tool, str(file), None, tmp_path)
-    used = {key for line in (*draft.lines.values(), *draft.rewards) for key in line.keys}
-    assert {key for key in tool.keys if key.startswith(("train.", "model."))} <= set(draft.source.values)
-    assert set(draft.source.values) <= used | set(draft.listed)
-
-
 @pytest.mark.parametrize(
-    ("old", "new", "key", "reason"),
+    ("kind", "old", "new", "key", "reason"),
     [
-        ("group_size: 16", "group_size: 16\n  clip_rnage: 2", "train.clip_rnage", "did you mean 'train.clip_range'"),
-        ("kl_beta: 0", "kl_beta: 0.1", "train.kl_beta", "a KL of velocities"),
-        ("clip_range: 1.0e-4", "clip_range: [-1.0e-4, 2.0e-4]", "train.clip_range", "symmetric"),
-        ("num_sde_steps: 1", "num_sde_steps: 2", "scheduler.num_sde_steps", "2 of .1, 2, 3. anywhere"),
-        ("sde_steps: [1, 2, 3]", "sde_steps: [1, 2, 9]", "scheduler.sde_steps", "last step is never trained"),
-        ("eval: {resolution: 512", "eval: {resolution: 1024", "eval.resolution", "at the model's size"),
-        ("reward_model: CLIP", "reward_model: PickScore_Rank", "rewards.0", "no reward of flowrl scores"),
+        (GRPO, "kl_beta: 0", "kl_beta: 0.1", "train.kl_beta", "a KL of velocities"),
+        (GRPO, "clip_range: 1.0e-4", "clip_range: [-1.0e-4, 2.0e-4]", "train.clip_range", "symmetric"),
+        (GRPO, "num_sde_steps: 1", "num_sde_steps: 2", "scheduler.num_sde_steps", "2 of .1, 2, 3. anywhere"),
+        (GRPO, "sde_steps: [1, 2, 3]", "sde_steps: [1, 2, 9]", "scheduler.sde_steps", "last step is never trained"),
+        (GRPO, "eval: {resolution: 512", "eval: {resolution: 1024", "eval.resolution", "at the model's size"),
+        (GRPO, "reward_model: CLIP", "reward_model: PickScore_Rank", "rewards.0", "no reward of flowrl scores"),
+        ("nft", "dynamics_type: ODE", "dynamics_type: Flow-SDE", "scheduler.dynamics_type", "adds noise"),
+        ("nft", "ema_update_interval: 1", "ema_update_interval: 4", "train.ema_update_interval", "every iteration"),
+        ("nft", "model_type: sd3-5", "model_type: flux1", "train.timestep_range", "other nodes"),
+        ("nft", "timestep_range: 0.5", "timestep_range: [0.1, 0.5]", "train.timestep_range", "0 is taken for 0.1"),
+        ("nft", "nft_beta: 1.0", "nft_beta: 1.0\n  nft_betta: 1", "train.nft_betta", "did you mean 'train.nft_beta'"),
+        ("dgpo", "clip_kl: false", "clip_kl: true", "train.clip_kl", "false here"),
+        ("dgpo", "use_shared_noise: true", "use_shared_noise: false", "train.use_shared_noise", "true here"),
+        ("dgpo", "step_per_epoch: 1", "step_per_epoch: 2", "train.ema_ref_max_decay", "each of its 2"),
+        ("crd", "weight_temp: -1.0", "weight_temp: 0", "train.weight_temp", "two pools"),
+        ("crd", "use_old_for_loss: true", "use_old_for_loss: false", "train.use_old_for_loss", "against `old`"),
+        ("dpo", "logit_mean: 0.0", "logit_mean: 0.5", "train.logit_mean", "has 0 here"),
+        ("awm", "name: default, learning", "foreach: true, learning", "optimizers.0.foreach", "no such key"),
+        ("awm", "eval: {}}", "eval: {num: 2}}", "data.datasets.0.eval", "no such key"),
     ],
 )
-def test_what_has_no_counterpart_is_listed(old, new, key, reason, tmp_path):
-    draft = converted(tmp_path, (old, new))
+def test_what_has_no_counterpart_is_listed(kind, old, new, key, reason, tmp_path):
+    draft = converted(kind, tmp_path, (old, new))
     assert draft.listed[key].changes
     assert re.search(reason, draft.listed[key].reason)
 
 
 def test_a_lora_all_steps_and_the_guard(tmp_path):
-    draft = converted(tmp_path, ("finetune_type: full", "finetune_type: lora\n  lora_rank: 64"))
+    draft = converted(GRPO, tmp_path, ("finetune_type: full", "finetune_type: lora\n  lora_rank: 64"))
     assert draft.lines["model.lora.alpha"].value == 128, "twice the rank"
-    draft = converted(tmp_path, ("num_sde_steps: 1", "num_sde_steps: 3"))
+    draft = converted(GRPO, tmp_path, ("num_sde_steps: 1", "num_sde_steps: 3"))
     assert (draft.lines["algorithm.name"].value, draft.lines["algorithm.sde_steps"].value) == ("flow_grpo", [1, 2, 3])
-    draft = converted(tmp_path, ("trainer_type: grpo", "trainer_type: grpo-guard"))
+    draft = converted(GRPO, tmp_path, ("trainer_type: grpo", "trainer_type: grpo-guard"))
     assert draft.lines["algorithm.reweight"].value == "none"
     assert draft.listed["scheduler.num_sde_steps"].changes
     steps = ("gradient_step_per_epoch: 2", "gradient_accumulation_steps: 12")
-    assert converted(tmp_path, steps).lines["optim.updates_per_iteration"].value == 4, "768 / (8 x 2 x 12)"
+    assert converted(GRPO, tmp_path, steps).lines["optim.updates_per_iteration"].value == 4, "768 / (8 x 2 x 12)"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "reason"),
+    ("kind", "old", "new", "reason"),
     [
-        ("trainer_type: grpo", "trainer_type: dppo", "it must be one of 'grpo', 'grpo-guard', 'nft'"),
-        ("model_type: sd3-5", "model_type: ltx2_t2v", "no adapter"),
-        ("group_size: 16", "group_size: 16\n  group_size: 8", "group_size"),
-        ("dynamics_type: Flow-SDE", "dynamics_type: ODE", "must be one of 'Flow-SDE'"),
-        ("gradient_step_per_epoch: 2", "gradient_accumulation_steps: 7", "no whole number"),
-        ("num_processes: 8", "num_processes: auto", "num_processes='auto'"),
-        ("train:\n", "training:\n", "with the section train"),
-        ("adam_betas: [0.9, 0.999]", "adam_betas: [a, 0.9]", "two numbers"),
-        ("group_size: 16", "group_size: .nan", "must be a number"),
-        ("reward_model: CLIP", "reward_model: [CLIP]", "reward_model must be the name of one"),
-        ("rewards:\n", "rewards: 5\neval_rewards:\n", "rewards=5: it must be a reward, or a list of them"),
-        ("dataset_dir: ", "dataset_dir: ~, sampler_type: ", "data.dataset_dir=None: it must be text"),
-        ("group_size: 16", "group_size: 16\n  enable_gradient_checkpointing: 'false'", "one of True, False"),
+        (GRPO, "trainer_type: grpo", "trainer_type: dppo", "it must be one of 'grpo', 'grpo-guard', 'nft'"),
+        (GRPO, "model_type: sd3-5", "model_type: ltx2_t2v", "no adapter"),
+        (GRPO, "group_size: 16", "group_size: 16\n  group_size: 8", "group_size"),
+        (GRPO, "dynamics_type: Flow-SDE", "dynamics_type: ODE", "must be one of 'Flow-SDE'"),
+        (GRPO, "gradient_step_per_epoch: 2", "gradient_accumulation_steps: 7", "no whole number"),
+        (GRPO, "num_processes: 8", "num_processes: auto", "num_processes='auto'"),
+        (GRPO, "train:\n", "training:\n", "with the section train"),
+        (GRPO, "adam_betas: [0.9, 0.999]", "adam_betas: [a, 0.9]", "two numbers"),
+        (GRPO, "group_size: 16", "group_size: .nan", "must be a number"),
+        (GRPO, "reward_model: CLIP", "reward_model: [CLIP]", "reward_model must be the name of one"),
+        (GRPO, "rewards:\n", "rewards: 5\neval_rewards:\n", "rewards=5: it must be a reward, or a list of them"),
+        (GRPO, "dataset_dir: ", "dataset_dir: ~, sampler_type: ", "data.dataset_dir=None: it must be text"),
+        (GRPO, "group_size: 16", "group_size: 16\n  enable_gradient_checkpointing: 'false'", "one of True, False"),
+        ("crd", "old_model_decay: 0-0.25-0.005-0.999", "old_model_decay: quick", "steps-start-slope-limit"),
+        ("crd", "old_model_decay: 0-0.25-0.005-0.999", "old_model_decay: nan-0-0-1", "steps-start-slope-limit"),
+        ("crd", "old_model_decay: 0-0.25-0.005-0.999", "old_model_decay: true", "steps-start-slope-limit"),
+        ("awm", "awm_weighting: ghuber", "awm_weighting: t**3", r"must be one of 'Uniform', 't'"),
+        ("nft", "timestep_range: 0.5", "timestep_range: [0.5, 0.1]", r"must be in \[0, 1\]"),
+        ("nft", "timestep_range: 0.5", "timestep_range: 0.01", "leaves no node of 14 steps"),
+        ("dpo", "unique_sample_num_per_epoch: 24", "unique_sample_num_per_epoch: 20", "no whole number"),
+        ("dpo", "weighting_scheme: logit_normal", "weighting_scheme: discrete", "'logit_normal', 'uniform'"),
     ],
 )
-def test_bad_input_is_named(old, new, reason, tmp_path):
+def test_bad_input_is_named(kind, old, new, reason, tmp_path):
     with pytest.raises(ConfigError, match=reason):
-        converted(tmp_path, (old, new))
+        converted(kind, tmp_path, (old, new))
 
 
 def test_another_number_of_gpus_than_the_file_states_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--gpus 4: .* states 8"):
-        converted(tmp_path, gpus=4)
+        converted(GRPO, tmp_path, gpus=4)
+
+
+@pytest.mark.parametrize(
+    ("steps", "fraction", "strategy"),
+    [(10, 0.6, "discrete"), (14, 0.5, "discrete"), (20, 0.9, "discrete_with_init"), (10, 0.99, "discrete_wo_init")],
+)
+def test_the_nodes_that_are_drawn_are_those_of_their_bound_on_the_models_grid(steps, fraction, strategy, tmp_path):
+    times = ("time_sampling_strategy: discrete", f"time_sampling_strategy: {strategy}")
+    grid = ("num_inference_steps: 14", f"num_inference_steps: {steps}")
+    draft = converted("nft", tmp_path, times, grid, ("timestep_range: 0.5", f"timestep_range: {fraction}"))
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(steps)
+    reached = int((scheduler.timesteps >= 1000 * (1 - fraction)).sum())
+    share = draft.lines["algorithm.times.fraction"].value
+    assert int(steps * share) == reached - 1, "their last node bounds the strata and is never drawn"
+
+
+def test_their_shift_of_the_fraction_walked_is_ours_of_sigma_by_the_inverse(tmp_path):
+    """Theirs: sigma = 1 - s f / (1 + (s - 1) f) of a fraction f that is walked from noise."""
+    changes = ("time_sampling_strategy: discrete", "time_sampling_strategy: uniform")
+    draft = converted("nft", tmp_path, changes)
+    shift, low = (draft.lines[f"algorithm.times.{name}"].value for name in ("shift", "low"))
+    fraction = torch.linspace(0, 0.5, 9, dtype=torch.float64)
+    theirs = 1 - 3 * fraction / (1 + 2 * fraction)
+    # 1 / 3 is written with six digits, which moves sigma by at most as much.
+    assert torch.allclose(shift_sigmas(1 - fraction, shift), theirs, atol=1e-6)
+    assert low == 0.5, "1 - range"
+    logit = converted("nft", tmp_path, ("strategy: discrete", "strategy: logit_normal"))
+    assert logit.listed["train.timestep_range"].changes
+
+
+def test_paces_count_optimizer_steps_where_theirs_count_epochs(tmp_path):
+    two = ("gradient_step_per_epoch: 1", "gradient_step_per_epoch: 2")
+    old = "algorithm.old"
+    draft = converted("nft", tmp_path, two, ("flat_steps: 0", "flat_steps: 75"), ("0.001", "0.0075"))
+    assert [draft.lines[f"{old}.{name}"].value for name in ("flat", "slope", "limit")] == [152, 0.00375, 0.5]
+    # Theirs, at the end of epoch e from 0: 0 before epoch 75, then (e - 75) x 0.0075; ours after 2 (e + 1) steps.
+    pace = LagConfig(**{name: draft.lines[f"{old}.{name}"].value for name in ("flat", "start", "slope", "limit")})
+    assert [pace.decay(2 * (e + 1)) for e in (0, 74, 75, 76, 99, 500)] == pytest.approx([0, 0, 0, 0.0075, 0.18, 0.5])
+    draft = converted("nft", tmp_path, ("piecewise_linear", "constant"))
+    assert [draft.lines[f"{old}.{name}"].value for name in ("flat", "start", "slope", "limit")] == [0, 0.5, 0, 0.5]
+    draft = converted("nft", tmp_path, ("piecewise_linear", "cosine"))
+    assert draft.listed["train.ema_decay_schedule"].changes
+    draft = converted("nft", tmp_path, ("off_policy: true", "off_policy: false"))
+    assert draft.lines[old].value == "none"
+    assert not draft.listed["train.ramp_rate"].changes, "its default, and nothing follows"
+    draft = converted("crd", tmp_path, ("old_model_decay: 0-0.25-0.005-0.999", "old_model_decay: 2"))
+    assert [draft.lines[f"{old}.{name}"].value for name in ("flat", "slope", "limit")] == [75, 0.0075, 0.999]
+
+
+def test_several_data_sets_or_optimizers_are_listed(tmp_path):
+    two = ("optimizers:\n", "optimizers:\n  - {name: other, learning_rate: 1.0}\n")
+    sets = ("datasets:\n", "datasets:\n    - {name: other, dataset_dir: dataset/ocr}\n")
+    draft = converted("awm", tmp_path, two, sets)
+    assert draft.listed["optimizers"].changes
+    assert draft.listed["data.datasets"].changes
