@@ -122,7 +122,7 @@ _UNBOUNDED = Card(
 CARD = _bounded(_UNBOUNDED, PUBLISHED["v2"].fingerprint[0], PUBLISHED["v2"].fingerprint[4])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(ClipOptions):
     version: Version = "v2"
     """Version of the head; numbers of two are not comparable."""
@@ -137,7 +137,7 @@ class Config(ClipOptions):
     """CLIP ViT-L/14 or SigLIP so400m, a folder or a hub id; null: the one that the head was trained on."""
 
     def __post_init__(self) -> None:
-        ClipOptions.__post_init__(self)
+        super().__post_init__()
         if self.version != "v2" and self.head is None:
             known = PUBLISHED[self.version]
             raise ValueError(

@@ -46,7 +46,7 @@ CARD = Card(
 _CONVENTIONS = {"cos": ("clip_cos", 1.0), "clip_s": ("clip_s", 2.5), "percent": ("clip_percent", 100.0)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(ClipOptions):
     model: Annotated[str, NAME_OR_PATH] = "openai/clip-vit-large-patch14"
     """A folder, a hub id, the embedded tiny-clip, or a network's name of open_clip (ViT-H-14), with `pretrained`."""
@@ -62,7 +62,7 @@ class Config(ClipOptions):
     """The cosine, 2.5 max(cosine, 0), or 100 max(cosine, 0); "percent" is torchmetrics' up to 77 tokens."""
 
     def __post_init__(self) -> None:
-        ClipOptions.__post_init__(self)
+        super().__post_init__()
         if self.backend == "transformers" and (self.pretrained is not None or self.quick_gelu is not None):
             raise ValueError("pretrained and quick_gelu are open_clip's; with transformers, model brings its weights")
         if self.backend == "open_clip" and self.tokenizer is not None:

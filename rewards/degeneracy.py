@@ -50,7 +50,7 @@ CARD = Card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     black: float = 0.03
     """Mean luminance below which an image is near black, and above 1 less it near white, in [0, 1]."""

@@ -52,7 +52,7 @@ CARD = Card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     backbone: Annotated[str, NAME_OR_PATH] = "fixed"
     """`fixed`: grids of 8 x 8 mean colours, compared by a Gaussian; else a CLIP or DINOv2, a folder or a hub id."""

@@ -70,7 +70,7 @@ has none.
 {_FORM}"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(Backend):
     num_pass: int = 1
     """Answers that are averaged."""

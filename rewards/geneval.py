@@ -70,7 +70,7 @@ CARD = Card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     mode: Literal["partial", "strict", "official", "legacy"] = "partial"
     """Score that is trained on; partial, strict and official are always reported."""

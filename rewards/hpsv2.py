@@ -56,7 +56,7 @@ CARD = Card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(ClipOptions):
     version: Version = "v2.1"
     """Release of the weights; numbers of two are not comparable."""
@@ -68,7 +68,7 @@ class Config(ClipOptions):
     """As today's torchvision resizes; false: as before its 0.17, when the published tables were made."""
 
     def __post_init__(self) -> None:
-        ClipOptions.__post_init__(self)
+        super().__post_init__()
         if self.frames < 1:
             raise ValueError(f"frames={self.frames} must be at least 1")
 

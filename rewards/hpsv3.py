@@ -48,7 +48,7 @@ CARD = Card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     model: Annotated[str, NAME_OR_PATH] = "MizzenAI/HPSv3"
     """HPSv3.safetensors: the file, its folder or a hub id (17 GB)."""

@@ -73,7 +73,7 @@ _RENAMED = (
 _UNUSED = re.compile(r"^blip\.(vision_proj|text_proj)\.|\.position_ids$")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     model: Annotated[str, NAME_OR_PATH] = "THUDM/ImageReward"
     """Folder or hub id with ImageReward.pt and med_config.json (1.8 GB)."""

@@ -33,7 +33,7 @@ CARD = Card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     mode: Literal["compressibility", "incompressibility"] = "compressibility"
     """The better direction: smaller files or larger ones. The raw value is the size either way."""

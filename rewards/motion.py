@@ -56,7 +56,7 @@ CARD = Card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     fps: float = 8.0
     """Frames per second at which the videos are meant to be played."""

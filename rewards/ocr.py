@@ -54,7 +54,7 @@ CARD = Card(
 _FRAME_INTERVAL = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     allow_extra_text: bool = True
     """Full score where the target is part of what was read; false punishes every extra letter. Flow-GRPO: true for

@@ -35,7 +35,7 @@ CARD = Card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(ClipOptions):
     model: Annotated[str, NAME_OR_PATH] = "yuvalkirstain/PickScore_v1"
     """Weights: a folder or a hub id (4 GB in float32)."""
@@ -43,7 +43,7 @@ class Config(ClipOptions):
     """Tokenizer: a folder or a hub id."""
 
     def __post_init__(self) -> None:
-        ClipOptions.__post_init__(self)
+        super().__post_init__()
         if self.frames < 1:
             raise ValueError(f"frames={self.frames} must be at least 1")
 

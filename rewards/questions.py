@@ -67,7 +67,7 @@ TOGETHER = (
 _FORM = 'Answer with a JSON object {{"points": [{{"reason": "...", "score": 0 or 1}}, ...]}} with exactly {} entries.'
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(Backend):
     ask: Literal["each", "together"] = "each"
     """Each question by itself, whose answer is read off its probabilities; or all questions of a sample at once, with

@@ -50,7 +50,7 @@ CARD = Card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(FrameOptions):
     model: Annotated[str, NAME_OR_PATH] = "Falconsai/nsfw_image_detection"
     """Weights of an image classifier: a folder or a hub id."""
@@ -60,7 +60,7 @@ class Config(FrameOptions):
     """P(unsafe) from which safety_ok is 0."""
 
     def __post_init__(self) -> None:
-        FrameOptions.__post_init__(self)
+        super().__post_init__()
         if not 0 < self.veto_above <= 1:
             raise ValueError(f"veto_above={self.veto_above} must be above 0 and at most 1")
         if self.frames < 1:

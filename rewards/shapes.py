@@ -37,7 +37,7 @@ CARD = Card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     surplus_penalty: float = 0.25
     """Loss of the partial score for each surplus object; two at most count."""

@@ -49,7 +49,7 @@ LOOKS, CHANGES, STAYS = 0.5, 0.4, 0.1
 """Shares of the partial score: shape and colour, asked changes, what is asked to stay."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     surplus_penalty: float = 0.25
     """Loss of the partial score for each surplus object, in the mean over frames; two at most count."""

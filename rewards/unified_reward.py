@@ -90,7 +90,7 @@ _AXIS_LINES = {axis: re.compile(rf"\b{axis} score\W*(?:\(1-5\)\W*)?:{_NUMBER}", 
 _FINAL_LINE = re.compile(rf"\bfinal score\W*?:{_NUMBER}", re.I)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(Backend):
     version: Literal["v2.0", "v1.5"] = "v2.0"
     """Version of the model, which decides the text of the question."""

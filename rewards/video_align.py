@@ -52,7 +52,7 @@ CARD = Card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     model: Annotated[str, NAME_OR_PATH] = "KwaiVGI/VideoReward"
     """Folder or hub id with model_config.json and checkpoint-N, of which the last is taken."""
@@ -76,7 +76,7 @@ class Config:
             raise ValueError(f"fps={self.fps} must be above 0, in frames a second")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings of scoring in model_config.json."""
 

@@ -46,7 +46,7 @@ CARD = judge_card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(Backend):
     mode: Literal["bertscore", "strict"] = "bertscore"
     """Scored answers: to `question`, or to the record's own questions."""

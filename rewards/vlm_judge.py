@@ -57,7 +57,7 @@ CARD = judge_card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(Backend):
     rubric: Annotated[str, NAME_OR_PATH] = "alignment"
     """A built-in rubric (alignment, alignment_digits, quality, preference, wise_legacy, wise_verified), or the path of

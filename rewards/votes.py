@@ -40,7 +40,7 @@ CARD = Card(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     votes_per_sample: int = 2
     """Comparisons of each sample with others of its prompt, after which the prompt's scores are made; 2 take as many

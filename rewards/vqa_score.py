@@ -42,7 +42,7 @@ _WORDINGS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(Backend):
     question: str | None = None
     """{} stands for the prompt; null: the words of t2v_metrics for the judge's family."""

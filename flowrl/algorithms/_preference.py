@@ -1,18 +1,44 @@
-"""The margin of a pair, which the methods on pairs train, and what they report of it.
+"""The loss of a pair, for the methods that train on pairs, and what they report of it.
 
     l = mean over dims of (v - v*)^2        Delta = (l_w - l_ref_w) - (l_l - l_ref_l), at one sigma and one eps
+    loss = -log sigmoid(-beta / 2 Delta) + kl mean (v - v_ref)^2
 
 The sign of a sample (+1 preferred, -1 not) travels as its advantage.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
 from torch import Tensor
 
+from flowrl.algorithms._matching import AnchorConfig, pull
+from flowrl.algorithms._options import Options
+from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.core.strict import require_positive
 from flowrl.diffusion.process import Process, VPProcess
+from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import group_sum
-from flowrl.losses.preference import pair_margin
+from flowrl.losses.preference import pair_margin, preference_loss
 from flowrl.rollout.outputs import Outputs, Space
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions(Options):
+    """Options of a method that trains the margin of a pair."""
+
+    beta: float | None = None
+    """Inverse temperature of the margin; null: 5000 on noise-prediction models, 2000 on flows. The larger, the smaller
+    the learning rate must be."""
+    space: Space = "output"
+    """Errors of what the network predicts, or of the noise that this implies: on a flow beta times (1 - sigma)^2."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(beta=self.beta)
 
 
 def default_beta(process: Process) -> float:
@@ -34,6 +60,36 @@ def margin(outputs: Outputs, against: str, space: Space, sign: Tensor | None = N
     batch = outputs.batch
     errors = outputs.error("policy", space), outputs.error(against, space)
     return pair_margin(batch.advantage if sign is None else sign, *errors, batch.group)
+
+
+def pair_loss(
+    pair: PairOptions,
+    kl: AnchorConfig,
+    outputs: Outputs,
+    against: str,
+    sign: Tensor | None = None,
+    metrics: Mapping[str, Tensor] = MappingProxyType({}),
+) -> LossOutput:
+    """The loss of an update, summed over its rows.
+
+    Args:
+        pair: options of the margin.
+        kl: pull to the untouched network.
+        outputs: those of the policy, of `against`, and of the untouched network where the loss pulls to it.
+        against: the network that the margin is taken against.
+        sign: see `margin`.
+        metrics: name -> [M], reported too.
+    """
+    delta = margin(outputs, against, pair.space, sign)
+    policy = preference_loss(delta, pair.beta or default_beta(outputs.adapter.process))
+    told = {"policy/loss": policy, **metrics} | pair_metrics(outputs, delta, pair.space) | outputs.metrics()
+    return summed(policy + pull(kl, outputs, "reference"), told)
+
+
+def agreement(method: SampleMethod[Any], batch: NoisedBatch, networks: Networks) -> Tensor:
+    """Minus the margin against the untouched network, [M] float64: `preferred` of a method on pairs."""
+    outputs = method.outputs(batch, networks, ("reference",))
+    return -margin(outputs, "reference", method.config.space).detach()
 
 
 def pair_metrics(outputs: Outputs, margin: Tensor, space: Space) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Pieces of the methods on trees: the plan with its tree, and credit by edge from the rewards of the leaves.
+"""Pieces of the methods on trees: their options, and credit by edge from the rewards of the leaves.
 
 A prompt has `rollout.group_size` / leaves trees: its samples are their leaves.
 """
@@ -6,24 +6,21 @@ A prompt has `rollout.group_size` / leaves trees: its samples are their leaves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import by_steps
-from flowrl.algorithms.base import EdgeMethod
+from flowrl.algorithms._options import Options
 from flowrl.credit.advantages import Advantages, RuleConfig
 from flowrl.credit.tree_credit import LeafRewards
-from flowrl.diffusion.plan import StepPlan, window
-from flowrl.diffusion.schedules import Schedule
-from flowrl.diffusion.tree_shapes import Branching
+from flowrl.diffusion.tree_shapes import Branching, offshoots
 from flowrl.diffusion.windows import subset
-from flowrl.samplers.base import Sampler
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class NodeConfig:
     """The rewards that a method compares between the nodes of a step, by its `scale`."""
 
@@ -40,44 +37,52 @@ class NodeConfig:
         return RuleConfig(name=self.name, clip=self.clip)
 
 
-# ---- the plan
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions(Options):
+    """Options of a method that compares the nodes of a step, in place of a rule for samples."""
+
+    advantages: NodeConfig = field(default_factory=NodeConfig)
+    """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result."""
 
 
-def tree_plan(self: EdgeMethod[Any], schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-    """Stochastic and trained where the tree of the iteration is, deterministic elsewhere."""
-    tree = self.config.tree(len(schedule), iteration, seed)
-    assert tree is not None
-    steps = [k for k, taken in enumerate(tree.stochastic) if taken]
-    return replace(window(schedule, sampler.default_noise_level(), steps), tree=tree)
+@dataclass(frozen=True, kw_only=True)
+class OffshootOptions(Options):
+    """A tree whose children leave one deterministic path."""
 
+    children: int = 6
+    """Children at each of the steps that branch."""
+    steps: list[int] | None = None
+    """Steps that may branch, counted from 0; null: all but the last."""
+    steps_per_iteration: int | None = None
+    """Number of them drawn in every iteration; null: all."""
+    merge: int = 1
+    """Grid steps that the stochastic step spans (E-GRPO)."""
 
-def branching_steps(
-    steps: Sequence[int], num_steps: int, merge: int, count: int | None, seed: int, iteration: int
-) -> Sequence[int]:
-    """Steps at which children leave one deterministic path in an iteration.
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.children < 2 or self.merge < 1:
+            raise ValueError(f"children={self.children} must be at least 2 and merge={self.merge} at least 1")
 
-    Args:
-        steps: that may branch.
-        num_steps: of the grid.
-        merge: grid steps that the stochastic step spans.
-        count: steps that are drawn from `steps`; None: all.
-        seed: of the run.
-        iteration: keys the draw.
+    @property
+    def grains(self) -> tuple[int, ...]:
+        """Strides by which a child goes on, each to a leaf of its own."""
+        return (1,)
 
-    Raises:
-        ValueError: they do not fit the grid.
-    """
-    if not steps or min(steps) < 0 or max(steps) + merge > num_steps - 1:
-        raise ValueError(
-            f"steps={steps}, merge={merge}: of {num_steps} steps those can branch whose stochastic step ends "
-            f"before the last one, 0..{num_steps - 1 - merge}"
-        )
-    return steps if count is None else subset(num_steps, count, seed, iteration, steps)
+    def every_step(self, num_steps: int) -> list[int]:
+        """Steps that may branch."""
+        return list(range(num_steps - self.merge)) if self.steps is None else self.steps
 
-
-def check_children(children: int, merge: int) -> None:
-    if children < 2 or merge < 1:
-        raise ValueError(f"children={children} must be at least 2 and merge={merge} at least 1")
+    def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
+        steps, last = self.every_step(num_steps), num_steps - 1 - self.merge
+        if not steps or min(steps) < 0 or max(steps) > last:
+            raise ValueError(
+                f"steps={steps}, merge={self.merge}: of {num_steps} steps those can branch whose stochastic step ends "
+                f"before the last one, 0..{last}"
+            )
+        drawn: Sequence[int] = steps
+        if self.steps_per_iteration is not None:
+            drawn = subset(num_steps, self.steps_per_iteration, seed, iteration, steps)
+        return offshoots(num_steps, drawn, self.children, self.grains, self.merge)
 
 
 # ---- credit

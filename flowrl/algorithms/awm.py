@@ -20,11 +20,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig, pull, pulling
+from flowrl.algorithms._matching import AnchorConfig, LagConfig, pull, pulling
+from flowrl.algorithms._options import CreditOptions, SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.types import Identity
-from flowrl.credit.advantages import AdvantageConfig, Advantages
+from flowrl.credit.advantages import Advantages
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import ErrorWeighting, group_mean, matching_log_prob
@@ -34,8 +35,8 @@ from flowrl.rollout.outputs import Outputs
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(DrawnOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete_wo_init"))
     weighting: ErrorWeighting = "ghuber"
     """Weight of the error in the log-prob; see `flowrl/losses/matching.py`."""
@@ -47,7 +48,6 @@ class Config(DrawnOptions):
     """Bound on |ratio - 1|, in units of a mean over dims."""
     advantage_max: float = 1.0
     """The clipped advantages are rescaled to this bound."""
-    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1e-3))
     """Pull to the untouched network."""
     ema_kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1.0))
@@ -58,7 +58,7 @@ class Config(DrawnOptions):
     """Sample with the average and take the ratio against it."""
 
     def __post_init__(self) -> None:
-        DrawnOptions.__post_init__(self)
+        super().__post_init__()
         if not 0 < self.power <= 1:
             raise ValueError(f"power={self.power} must be in (0, 1]")
         if self.clip_range <= 0 or self.advantage_max <= 0:

@@ -1,6 +1,6 @@
 """The interface of a training method: its data, its plan, its advantage rule, its loss. The trainer does the rest.
 
-A new method is a file with a `Config` (an `Options`) and a `build(config)` that gives one of
+A new method is a file with a `Config`, made of the classes of `_options.py`, and a `build(config)` that gives one of
 
     EdgeMethod     trains on the stochastic steps of a rollout and their log-probs
     SampleMethod   trains on finished samples, drawn or given as pairs and labels, that are noised again
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import Rule, by_steps, given_signs, leaf_advantages
-from flowrl.algorithms._options import Options as Options
+from flowrl.algorithms._options import EdgeOptions, NoiseOptions, Options, SampleOptions
 from flowrl.core.registry import name_of
 from flowrl.core.types import Edges, Identity, Member, SampleId, Unit
 from flowrl.credit.advantages import Advantages, RuleConfig
@@ -30,7 +30,8 @@ from flowrl.credit.saliency import SpatialConfig
 from flowrl.credit.tree_credit import LeafRewards, propagated
 from flowrl.diffusion.plan import StepPlan, solver_plan, window
 from flowrl.diffusion.schedules import Schedule
-from flowrl.diffusion.training_times import Times, draw, of_process
+from flowrl.diffusion.solvers import SolverName
+from flowrl.diffusion.training_times import Times, draw
 from flowrl.losses.batches import LossOutput, Microbatch, NoisedBatch
 from flowrl.models.weights.roles import Weights
 from flowrl.rollout.learned_noise import NoiseWeights
@@ -78,7 +79,7 @@ class Method(Generic[C]):
     """A training method. Attributes and hooks are defaults; `plan`, `advantages` and `loss` are the method's own."""
 
     Config: ClassVar[type[Options]] = Options
-    """The options of a method whose file defines no `Config`; one that does extends it."""
+    """The options of a method whose file defines no `Config`, by its kind; one that does extends it."""
     members: tuple[Member, ...] = ()
     """Origin of each sample of a slot; empty: the rollout draws all of them."""
     prefers: bool = False
@@ -87,8 +88,23 @@ class Method(Generic[C]):
     """Snapshots of the weights that the method needs: "reference", "anchor", "old", ..."""
     behaviour: str = "policy"
     """The role whose weights draw the samples."""
+    options: ClassVar[Sequence[str]] = (
+        "guidance_scale",
+        "reference_guidance",
+        "old_log_prob",
+        "passes",
+        "shift",
+        "spatial",
+    )
+    """The attributes that an option of the same name sets, where the method's `Config` has it."""
     passes: int = 1
     """Times that an iteration goes through its data."""
+    guidance_scale: float | None = None
+    """Guidance scale of the training forward; None: by that of the rollout."""
+    old_log_prob: Literal["rollout", "recompute"] = "rollout"
+    """Source of the old log-probs."""
+    reference_guidance: float | None = None
+    """That of the role "reference" where guidance is CFG; None: the policy's."""
     feedback: tuple[str, ...] = ()
     """Names of loss metrics; their means over all processes are passed to `after_update`."""
     unit: Unit = "term"
@@ -97,13 +113,14 @@ class Method(Generic[C]):
     """Whether the loss takes the means of what is `measured`, in a pass of its own before each update."""
     spatial: SpatialConfig | None = None
     """Map by which advantages count over an image; None: a sample has one advantage."""
+    shift: float = 1.0
+    """Resolution shift of the grid that the plan presumes."""
     remembers: tuple[str, ...] = ()
     """Attributes with plain data for the checkpoint."""
 
     def __init__(self, config: C) -> None:
-        rule = RuleConfig() if config.advantages is None else config.advantages.rule()
-        self.config, self.rule = config, Rule(rule)
-        self.passes, self.spatial = config.passes, config.spatial
+        self.config, self.rule = config, Rule(config.credit_rule() or RuleConfig())
+        vars(self).update({name: value for name, value in vars(config).items() if name in self.options})
 
     @property
     def level(self) -> str:
@@ -118,7 +135,7 @@ class Method(Generic[C]):
     @property
     def recompute(self) -> bool:
         """Whether old log-probs are evaluated once more at training geometry."""
-        return self.config.old_log_prob == "recompute"
+        return self.old_log_prob == "recompute"
 
     def taken(self, group_size: int) -> int:
         """Samples of a group that take part in the updates, at most."""
@@ -193,6 +210,8 @@ class Method(Generic[C]):
 class EdgeMethod(Method[C]):
     """A method on the stochastic steps of a rollout and their log-probs."""
 
+    Config: ClassVar[type[Options]] = EdgeOptions
+    options = (*Method.options, "sde_steps", "path_weight")
     columns: tuple[str, ...] = ()
     """Extra tensors that the rollout records for each edge."""
     transitions: Transitions | None = None
@@ -200,6 +219,10 @@ class EdgeMethod(Method[C]):
     steps, each once a pass."""
     critic: ValueNetwork | None = None
     """The network that expects the rewards of `transitions`."""
+    path_weight: float = 0.0
+    """Weight of a leaf's log-prob where a tree's leaves are averaged; 0: all alike."""
+    sde_steps: Sequence[int] | None = None
+    """Steps that an option names; None: none does."""
 
     def __init__(self, config: C) -> None:
         super().__init__(config)
@@ -208,17 +231,21 @@ class EdgeMethod(Method[C]):
     @property
     def weighs_paths(self) -> bool:
         """Whether credit needs the log-probs of a tree's paths, `Rollout.paths`."""
-        return self.config.path_weight != 0
+        return self.path_weight != 0
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        """Stochastic and trained at `sde_steps`, or at all steps but the last."""
-        return window(schedule, sampler.default_noise_level(), self.config.sde_steps)
+        """Stochastic and trained where the tree of the iteration is, else at the steps that the options name."""
+        tree = self.config.tree(len(schedule), iteration, seed)
+        if tree is None:
+            steps = self.config.stochastic_steps(schedule, iteration, seed)
+        else:
+            steps = [k for k, taken in enumerate(tree.stochastic) if taken]
+        return replace(window(schedule, sampler.default_noise_level(), steps), tree=tree)
 
     def on_tree(self, credit: Advantages, leaves: LeafRewards, iteration: int) -> Advantages:
         """Credit by edge from that of the samples, if the plan branches: the mean of the leaves after an edge."""
-        rule, paths = self.config.advantages, leaves.path_weights(self.config.path_weight)
-        steps = propagated(leaf_advantages(credit), leaves.tree, paths)
-        return by_steps(credit, steps, None if rule is None else rule.clip)
+        steps = propagated(leaf_advantages(credit), leaves.tree, leaves.path_weights(self.path_weight))
+        return by_steps(credit, steps, self.rule.config.clip)
 
     def annotated(self, rollout: Rollout, credit: Advantages) -> Edges:
         """The edges of this rank, with columns that follow from the credit where the loss has some."""
@@ -244,6 +271,12 @@ class EdgeMethod(Method[C]):
 class SampleMethod(Method[C]):
     """A method on finished samples, noised again; with `members` on given pairs or labelled images."""
 
+    Config: ClassVar[type[Options]] = SampleOptions
+    options = (*Method.options, "solver", "solver_noise")
+    solver: SolverName = "ode"
+    """Solver of the rollout."""
+    solver_noise: float = 0.0
+    """tau of the solver `sa`."""
     shared_times: Literal["sample", "group", "all"] = "sample"
     """The samples that share their training times: none, those of a prompt, all."""
     shared_eps: bool = False
@@ -273,7 +306,7 @@ class SampleMethod(Method[C]):
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         """Steps of the solver alone."""
-        return solver_plan(schedule, self.config.solver, self.config.solver_noise)
+        return solver_plan(schedule, self.solver, self.solver_noise)
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         """Credit by the advantage rule; of given images the signs of the data."""
@@ -281,8 +314,7 @@ class SampleMethod(Method[C]):
 
     def times(self, schedule: Schedule, ids: Sequence[SampleId], iteration: int, seed: int) -> Times:
         """Training times of B samples, [B, T]."""
-        rule = self.config.times or of_process(schedule, self.config.default_terms)
-        return draw(rule, schedule, ids, (seed, iteration), shared=self.shared_times)
+        return draw(self.config.times_on(schedule), schedule, ids, (seed, iteration), shared=self.shared_times)
 
     def outputs(self, batch: NoisedBatch, networks: Networks, roles: Sequence[str] | None = None) -> Outputs:
         """The policy's outputs with gradients, and those of `roles`; None: of `compared`."""
@@ -291,8 +323,8 @@ class SampleMethod(Method[C]):
 
     def guidance(self, networks: Networks, roles: Sequence[str]) -> dict[str, float]:
         """Guidance scale of the policy and of each of `roles` in training."""
-        policy, own = networks.policy, self.config.reference_guidance
-        scale = training_guidance(policy.adapter, policy.guidance_scale, self.config.guidance_scale)
+        policy, own = networks.policy, self.reference_guidance
+        scale = training_guidance(policy.adapter, policy.guidance_scale, self.guidance_scale)
         scales = dict.fromkeys(("policy", *roles), scale)
         if "reference" in scales and own is not None and is_cfg(policy.adapter):
             scales["reference"] = own
@@ -321,6 +353,10 @@ class SampleMethod(Method[C]):
 class NoiseMethod(Method[C]):
     """A method on the initial noise, whose distribution it learns for each training prompt; the network is frozen."""
 
+    Config: ClassVar[type[Options]] = NoiseOptions
+    options = (*Method.options, "solver")
+    solver: SolverName = "ode"
+    """Solver of the rollout, deterministic."""
     train_std: bool = True
     """False learns the means alone."""
     value: ValueConfig | None = None
@@ -328,7 +364,7 @@ class NoiseMethod(Method[C]):
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         """Steps of a deterministic solver."""
-        return solver_plan(schedule, self.config.solver)
+        return solver_plan(schedule, self.solver)
 
     def calibrated(self, credit: Advantages, numbers: Tensor, weights: NoiseWeights) -> tuple[Tensor, float | None]:
         """(advantages [P, G], V's mean squared error) for the noise distributions `numbers` [P] that drew."""

@@ -25,9 +25,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._tree import NodeConfig, by_nodes, tree_plan
-from flowrl.algorithms.base import EdgeMethod
-from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
+from flowrl.algorithms._options import PathOptions, RatioOptions
+from flowrl.algorithms._tree import NodeOptions, by_nodes
+from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.flow_grpo import ClipOptions, clipped_loss
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import DepthWindow, LeafRewards, Scale, depthwise, extremes, fuse, parent_top1
@@ -35,6 +36,7 @@ from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import Branching, splits
 from flowrl.diffusion.windows import MixWindow, mix_window
+from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"
@@ -42,15 +44,10 @@ _PRESET = {"dance_sde": 1e-3}
 """Sampler -> published clip range of this method; with others that of the family."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(NodeOptions, PathOptions, ClipOptions, RatioOptions):
     default_sampler: ClassVar[str] = "dance_sde"
 
-    path_weight: float = 0.0
-    """beta: leaves after an edge count by exp(beta z), z how likely the path to them was among them (standardised
-    log-prob); 0: all alike."""
-    advantages: NodeConfig = field(default_factory=NodeConfig)
-    """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result."""
     scale: Scale = field(default_factory=Scale)
     """Comparison of the nodes of a step (`flowrl/credit/tree_credit.py`)."""
     splits: list[int] | None = None
@@ -72,7 +69,7 @@ class Config(ClippedOptions):
     {strategy: frozen, size: 4}."""
 
     def __post_init__(self) -> None:
-        ClippedOptions.__post_init__(self)
+        super().__post_init__()
         if self.spread is not None and not (math.isfinite(self.spread) and self.spread >= 0):
             raise ValueError(f"spread={self.spread} must be a number of at least 0, or null for independent siblings")
         given = self.splits
@@ -83,10 +80,10 @@ class Config(ClippedOptions):
 
     def clip(self, sampler: Sampler) -> float:
         preset = _PRESET.get(sampler.name) if self.clip_range is None else None
-        return ClippedOptions.clip(self, sampler) if preset is None else preset
+        return super().clip(sampler) if preset is None else preset
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
-        ClippedOptions.check(self, sampler, num_steps)
+        super().check(sampler, num_steps)
         if self.split_inflation != 1 and sampler.log_prob_form == "unscaled":
             raise OptionError(
                 f"split_inflation={self.split_inflation}: the sampler's log-prob form 'unscaled' leaves the std out, "
@@ -127,14 +124,12 @@ class Config(ClippedOptions):
 
 
 class BranchGrpo(EdgeMethod[Config]):
-    loss = clipped_loss
-
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        result = tree_plan(self, schedule, sampler, iteration, seed)
+        result = super().plan(schedule, sampler, iteration, seed)
         return replace(result, sibling_noise=self.config.spread, inflation=self.config.split_inflation)
 
     def on_tree(self, credit: Advantages, leaves: LeafRewards, iteration: int) -> Advantages:
-        config, paths = self.config, leaves.path_weights(self.config.path_weight)
+        config, paths = self.config, leaves.path_weights(self.path_weight)
 
         def compare(total: Tensor, tree: Branching) -> Tensor:
             return depthwise(fuse(total, tree, paths), total, tree, config.scale)
@@ -153,6 +148,9 @@ class BranchGrpo(EdgeMethod[Config]):
         elif config.prune == "extremes":
             left_out |= extremes(total, tree, config.keep)
         return left_out
+
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        return clipped_loss(self, batch, networks)
 
 
 build = BranchGrpo

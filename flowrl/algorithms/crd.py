@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig, pull, pulling
+from flowrl.algorithms._matching import AnchorConfig, LagConfig, pull, pulling
+from flowrl.algorithms._options import CreditOptions, ReferenceOptions, SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.errors import OptionError, Remedy
-from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import centred, group_sum, implicit_reward, optimality
@@ -32,10 +32,9 @@ from flowrl.losses.matching import centred, group_sum, implicit_reward, optimali
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(DrawnOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(ReferenceOptions, CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="permutation", count=None, fraction=0.99))
-    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     beta: float = 1.0
     """Scale of the implicit reward against the given one."""
     fit: Literal["mse", "bce"] = "mse"
@@ -57,7 +56,7 @@ class Config(DrawnOptions):
     """CFG of the untouched network; where guidance is an input of the network, it gets the policy's value."""
 
     def __post_init__(self) -> None:
-        DrawnOptions.__post_init__(self)
+        super().__post_init__()
         if self.beta <= 0:
             raise ValueError(f"beta={self.beta} must be positive")
         if not 0 <= self.least_pull <= 1:

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from flowrl.algorithms._options import Options, RatioOptions, SpatialOptions, StepOptions
 from flowrl.algorithms.base import EdgeMethod, Networks
-from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_terms, with_reference
+from flowrl.algorithms.flow_grpo import ClipOptions, clipped_terms, with_reference
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import AdvantageConfig
-from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.windows import step_subsets
 from flowrl.losses.batches import LossOutput, Microbatch
@@ -33,60 +33,55 @@ from flowrl.samplers.base import Sampler
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SeparateConfig(AdvantageConfig):
     """An advantage rule, or one advantage for each reward, which no other method's loss takes."""
 
     name: Literal["group", "per_reward", "gdpo", "separate", "median", "batch"] = "group"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedOptions):
+@dataclass(frozen=True, kw_only=True)
+class ShareOptions(Options):
+    """The share of the steps that a sample trains."""
+
+    timestep_fraction: float = 1.0
+    """Share of the trained steps that each sample keeps, rounded down."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.timestep_fraction <= 1:
+            raise ValueError(f"timestep_fraction={self.timestep_fraction} must be in (0, 1]")
+
+    def check_trained(self, samples: int, trained: int) -> None:
+        """Refuse a share that leaves a sample of `trained` steps none."""
+        if int(trained * self.timestep_fraction) < 1:
+            raise ValueError(
+                f"timestep_fraction={self.timestep_fraction} of {trained} trained steps keeps none; "
+                f"it must be at least {1 / max(trained, 1):.3g}"
+            )
+
+    def kept(self, ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor:
+        """The steps that each sample keeps of the plan's trained ones, [E] bool."""
+        return step_subsets(ids, plan.train, self.timestep_fraction, seed, iteration).flatten()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ShareOptions, SpatialOptions, StepOptions, ClipOptions, RatioOptions):
     default_sampler: ClassVar[str] = "dance_sde"
 
-    sde_steps: list[int] | None = None
-    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
-    spatial: SpatialConfig | None = None
-    """ViPO: advantages that count where an image has something to see (docs/algorithms/vipo.md); null: everywhere."""
     timestep_fraction: float = 0.6
-    """Share of the trained steps that each sample keeps, rounded down."""
     advantages: SeparateConfig = field(
         default_factory=lambda: SeparateConfig(name="separate", std="group", eps=1e-8, ddof=1)
     )
 
-    def __post_init__(self) -> None:
-        ClippedOptions.__post_init__(self)
-        check_share(self.timestep_fraction)
-
     def check(self, sampler: Sampler, num_steps: int) -> None:
-        ClippedOptions.check(self, sampler, num_steps)
-        self.check_trained(1, num_steps - 1 if self.sde_steps is None else len(self.sde_steps))
-
-    def check_trained(self, samples: int, trained: int) -> None:
-        check_kept(self.timestep_fraction, trained)
-
-
-def check_share(timestep_fraction: float) -> None:
-    if not 0 < timestep_fraction <= 1:
-        raise ValueError(f"timestep_fraction={timestep_fraction} must be in (0, 1]")
-
-
-def check_kept(timestep_fraction: float, trained: int) -> None:
-    """Refuse a share that leaves a sample of `trained` steps none."""
-    if int(trained * timestep_fraction) < 1:
-        raise ValueError(
-            f"timestep_fraction={timestep_fraction} of {trained} trained steps keeps none; "
-            f"it must be at least {1 / max(trained, 1):.3g}"
-        )
-
-
-def random_steps(self: EdgeMethod[Any], ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor:
-    """The steps that each sample keeps of the plan's trained ones, [E] bool."""
-    return step_subsets(ids, plan.train, self.config.timestep_fraction, seed, iteration).flatten()
+        super().check(sampler, num_steps)
+        self.check_trained(1, self.most_trained(num_steps))
 
 
 class DanceGrpo(EdgeMethod[Config]):
-    kept_edges = random_steps
+    def kept_edges(self, ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor:
+        return self.config.kept(ids, plan, iteration, seed)
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         policy, sampler = networks.transition(batch), networks.policy.sampler

@@ -15,13 +15,17 @@ Source: arXiv 2305.13301; kvablack/ddpo-pytorch:scripts/train.py, config/base.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from torch import Tensor
+
+from flowrl.algorithms._options import RatioOptions, StepOptions
 from flowrl.algorithms.base import EdgeMethod, Networks
-from flowrl.algorithms.dance_grpo import check_kept, check_share, random_steps
+from flowrl.algorithms.dance_grpo import ShareOptions
 from flowrl.algorithms.flow_grpo import (
-    ClippedOptions,
+    ClipOptions,
     Terms,
     clipped_terms,
     ratio_metrics,
@@ -29,9 +33,10 @@ from flowrl.algorithms.flow_grpo import (
     with_reference,
 )
 from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.types import SampleId
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.credit.history import HistoryConfig
-from flowrl.diffusion.plan import StepPlan, noisy_steps, window
+from flowrl.diffusion.plan import StepPlan, noisy_steps
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.samplers.base import Sampler
@@ -39,14 +44,12 @@ from flowrl.samplers.base import Sampler
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(ShareOptions, StepOptions, ClipOptions, RatioOptions):
     default_sampler: ClassVar[str] = "ddim"
 
     sde_steps: list[int] | None = None
     """Steps that are stochastic and trained, counted from 0 (noisiest); null: all that leave noise."""
-    timestep_fraction: float = 1.0
-    """Share of the trained steps that each sample keeps, rounded down."""
     estimator: Literal["importance", "score"] = "importance"
     """`importance`: the clipped ratio (DDPO-IS); `score`: REINFORCE (DDPO-SF), for one update per rollout."""
     advantages: AdvantageConfig = field(
@@ -56,8 +59,7 @@ class Config(ClippedOptions):
     """Times that an iteration goes through its samples."""
 
     def __post_init__(self) -> None:
-        ClippedOptions.__post_init__(self)
-        check_share(self.timestep_fraction)
+        super().__post_init__()
         if self.passes < 1:
             raise ValueError(f"passes={self.passes} must be at least 1")
         if self.estimator == "score" and self.passes > 1:
@@ -66,13 +68,13 @@ class Config(ClippedOptions):
                 remedies=[Remedy({"passes": 1})],
             )
 
+    def stochastic_steps(self, schedule: Schedule, iteration: int, seed: int) -> Sequence[int]:
+        return noisy_steps(schedule) if self.sde_steps is None else self.sde_steps
+
     def check(self, sampler: Sampler, num_steps: int) -> None:
-        ClippedOptions.check(self, sampler, num_steps)
+        super().check(sampler, num_steps)
         # An upper bound: whether the last step is trained is known once there is a grid.
         self.check_trained(1, num_steps if self.sde_steps is None else len(self.sde_steps))
-
-    def check_trained(self, samples: int, trained: int) -> None:
-        check_kept(self.timestep_fraction, trained)
 
     def check_geometry(self, samples: int, num_steps: int, updates: int) -> None:
         """Refuse optimizer steps of an iteration that the estimator does not allow."""
@@ -84,15 +86,9 @@ class Config(ClippedOptions):
             )
 
 
-def noisy_plan(self: EdgeMethod[Any], schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-    """Stochastic and trained at `sde_steps`, or at all steps that leave noise."""
-    steps = noisy_steps(schedule) if self.config.sde_steps is None else self.config.sde_steps
-    return window(schedule, sampler.default_noise_level(), steps)
-
-
 class Ddpo(EdgeMethod[Config]):
-    plan = noisy_plan
-    kept_edges = random_steps
+    def kept_edges(self, ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor:
+        return self.config.kept(ids, plan, iteration, seed)
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
         policy, sampler = networks.transition(batch), networks.policy.sampler

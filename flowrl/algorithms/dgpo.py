@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig, pull, pulling
+from flowrl.algorithms._matching import AnchorConfig, LagConfig, pull, pulling
+from flowrl.algorithms._options import CreditOptions, ReferenceOptions, SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.strict import require_positive
 from flowrl.credit.advantages import AdvantageConfig
@@ -31,8 +32,8 @@ from flowrl.models.weights.roles import Weights
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(DrawnOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(ReferenceOptions, CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="subset", count=4, fraction=0.7))
     advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(std="group"))
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1e-3))
@@ -48,12 +49,9 @@ class Config(DrawnOptions):
     """The average of the policy, which is also the `old` of the ratio."""
     sample_average_from: int | None = 200
     """Optimizer steps after which the average draws the samples; null: never."""
-    reference_guidance: float | None = None
-    """CFG of the untouched network, in the pipeline's units; null: as the policy, by default none. Where guidance is an
-    input of the network, it gets the policy's value."""
 
     def __post_init__(self) -> None:
-        DrawnOptions.__post_init__(self)
+        super().__post_init__()
         require_positive(beta=self.beta, clip_range=self.clip_range)
 
 

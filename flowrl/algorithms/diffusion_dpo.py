@@ -12,35 +12,22 @@ Source: arXiv 2311.12908; SalesforceAIResearch/DiffusionDPO:train.py; flow form:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, GivenOptions, pull
-from flowrl.algorithms._preference import default_beta, margin, pair_metrics
+from flowrl.algorithms._matching import PullOptions
+from flowrl.algorithms._options import TimesOptions
+from flowrl.algorithms._preference import PairOptions, agreement, pair_loss
 from flowrl.algorithms.base import Networks, SampleMethod
-from flowrl.core.strict import require_positive
-from flowrl.losses.batches import LossOutput, NoisedBatch, summed
-from flowrl.losses.preference import preference_loss
-from flowrl.rollout.outputs import Space
+from flowrl.losses.batches import LossOutput, NoisedBatch
 
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(GivenOptions):
-    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
-    """Pull to the untouched network."""
-    beta: float | None = None
-    """Inverse temperature of the margin; null: 5000 on noise-prediction models, 2000 on flows. The larger, the smaller
-    the learning rate must be."""
-    space: Space = "output"
-    """Errors of what the network predicts, or of the noise that this implies: on a flow beta times (1 - sigma)^2."""
-
-    def __post_init__(self) -> None:
-        GivenOptions.__post_init__(self)
-        if self.beta is not None:
-            require_positive(beta=self.beta)
+@dataclass(frozen=True, kw_only=True)
+class Config(PairOptions, PullOptions, TimesOptions):
+    """The times, and what every method on pairs has."""
 
 
 class DiffusionDpo(SampleMethod[Config]):
@@ -52,14 +39,10 @@ class DiffusionDpo(SampleMethod[Config]):
     compared = ("reference",)
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        config, outputs = self.config, self.outputs(batch, networks)
-        delta = margin(outputs, "reference", config.space)
-        policy = preference_loss(delta, config.beta or default_beta(outputs.adapter.process))
-        metrics = {"policy/loss": policy} | pair_metrics(outputs, delta, config.space) | outputs.metrics()
-        return summed(policy + pull(config.kl, outputs, "reference"), metrics)
+        return pair_loss(self.config, self.config.kl, self.outputs(batch, networks), "reference")
 
     def preferred(self, batch: NoisedBatch, networks: Networks) -> Tensor:
-        return -margin(self.outputs(batch, networks), "reference", self.config.space).detach()
+        return agreement(self, batch, networks)
 
 
 build = DiffusionDpo

@@ -11,13 +11,14 @@ Source: arXiv 2404.04465; jacklishufan/diffusion-kto:train_kto_sd_v1.5.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, GivenOptions, pull
+from flowrl.algorithms._matching import PullOptions, pull
+from flowrl.algorithms._options import TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.strict import require_positive
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
@@ -27,10 +28,8 @@ from flowrl.rollout.outputs import Outputs, Space
 LEVEL = "experimental"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(GivenOptions):
-    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
-    """Pull to the untouched network."""
+@dataclass(frozen=True, kw_only=True)
+class Config(PullOptions, TimesOptions):
     beta: float = 1000.0
     """Scale of the gain."""
     utility: Utility = "kahneman_tversky"
@@ -45,7 +44,7 @@ class Config(GivenOptions):
     """Errors of what the network predicts, or of the noise that this implies."""
 
     def __post_init__(self) -> None:
-        GivenOptions.__post_init__(self)
+        super().__post_init__()
         require_positive(beta=self.beta)
         if not 0 < self.liked_share < 1:
             raise ValueError(f"liked_share={self.liked_share} must be in (0, 1): both classes are drawn")

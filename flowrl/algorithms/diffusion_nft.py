@@ -20,12 +20,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig, pull, pulling
+from flowrl.algorithms._matching import AnchorConfig, LagConfig, pull, pulling
+from flowrl.algorithms._options import CreditOptions, SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
-from flowrl.credit.advantages import AdvantageConfig, Advantages, aggregate
+from flowrl.credit.advantages import Advantages, aggregate
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import negative_aware_loss, optimality
@@ -42,7 +43,7 @@ OLD_SCHEDULES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class FilterConfig:
     """Groups that are trained, by mean and std of their weighted raw rewards."""
 
@@ -54,8 +55,8 @@ class FilterConfig:
     """Prompts of groups with less std and more mean are not drawn again."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(DrawnOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="permutation", count=None, fraction=0.99))
     mix: float = 1.0
     """beta: distance of the implicit policies from `old`, in units of the policy's own distance."""
@@ -63,7 +64,6 @@ class Config(DrawnOptions):
     """Divide each branch by its mean absolute error; false leaves its time weight plain."""
     mode: AdvantageMode = "all"
     """Advantages that count: all, one sign only, 1 for the positive ones, or the sign alone."""
-    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1e-4))
     """Pull to the untouched network."""
     old: Literal["none", "ramp", "late"] | LagConfig = "ramp"
@@ -72,7 +72,7 @@ class Config(DrawnOptions):
     """Groups that are trained (Edit-R1); null: all."""
 
     def __post_init__(self) -> None:
-        DrawnOptions.__post_init__(self)
+        super().__post_init__()
         require_positive(mix=self.mix)
         if self.advantages.clip is None:
             raise OptionError(
@@ -81,7 +81,7 @@ class Config(DrawnOptions):
             )
 
     def check_group(self, group_size: int) -> None:
-        DrawnOptions.check_group(self, group_size)
+        super().check_group(group_size)
         if self.filter is not None and group_size < 2:
             raise OptionError(
                 "filter compares the samples of a prompt, and rollout.group_size=1", remedies=[Remedy({"filter": None})]

@@ -20,35 +20,35 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import plain_rewards
-from flowrl.algorithms._options import Options
+from flowrl.algorithms._options import StepOptions
 from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
-from flowrl.algorithms.ddpo import noisy_plan
-from flowrl.algorithms.flow_grpo import check_steps, clip_preset, ratio_metrics, single_advantage
+from flowrl.algorithms.flow_grpo import ClipOptions, ratio_metrics, single_advantage
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.critic import ValueConfig, ValueNetwork
+from flowrl.diffusion.plan import noisy_steps
+from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.losses.ratio import clamped_ratio_loss, clipped_ratio_loss
 from flowrl.rollout.transitions import Transitions
-from flowrl.samplers.base import Sampler
 
 LEVEL = "experimental"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CriticConfig(ValueConfig):
     batch_size: int = 256
     """Transitions of a critic's step."""
 
     def __post_init__(self) -> None:
-        ValueConfig.__post_init__(self)
+        super().__post_init__()
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size} must be positive")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AnchorKL:
     coef: float = 0.01
     """Weight of the KL to the reference; 0 computes no reference."""
@@ -61,16 +61,14 @@ class AnchorKL:
             raise ValueError(f"coef={self.coef} must not be negative")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(Options):
+@dataclass(frozen=True, kw_only=True)
+class Config(ClipOptions, StepOptions):
     default_sampler: ClassVar[str] = "ddim"
 
     sde_steps: list[int] | None = None
     """Steps that are stochastic and trained, counted from 0 (noisiest); null: all that leave noise."""
     guidance_scale: float | None = None
     """Guidance scale of the training forward; only rollout's or null is accepted."""
-    clip_range: float | None = None
-    """Bound on |ratio - 1|, in the units of the sampler's log-prob form; null: the published value for the sampler."""
     buffer: int = 1000
     """Newest transitions of the run that are kept."""
     batch: int = 24
@@ -88,9 +86,8 @@ class Config(Options):
     """KL to the reference."""
 
     def __post_init__(self) -> None:
-        check_steps(self.sde_steps)
+        super().__post_init__()
         require_positive(
-            clip_range=self.clip_range,
             buffer=self.buffer,
             batch=self.batch,
             policy_steps=self.policy_steps,
@@ -101,11 +98,8 @@ class Config(Options):
     def roles(self) -> tuple[str, ...]:
         return ("reference",) if self.kl.coef > 0 else ()
 
-    def clip(self, sampler: Sampler) -> float:
-        return clip_preset(sampler, "plain") if self.clip_range is None else self.clip_range
-
-    def check(self, sampler: Sampler, num_steps: int) -> None:
-        self.clip(sampler)
+    def stochastic_steps(self, schedule: Schedule, iteration: int, seed: int) -> Sequence[int]:
+        return noisy_steps(schedule) if self.sde_steps is None else self.sde_steps
 
     def check_geometry(self, samples: int, num_steps: int, updates: int) -> None:
         """Refuse more than one update, and a buffer smaller than an iteration."""
@@ -116,7 +110,7 @@ class Config(Options):
                 remedies=[Remedy({"optim.updates_per_iteration": 1})],
             )
         # The least there can be: whether the last step is trained too is known once there is a grid.
-        self.check_trained(samples, num_steps - 1 if self.sde_steps is None else len(self.sde_steps))
+        self.check_trained(samples, self.most_trained(num_steps))
 
     def check_trained(self, samples: int, trained: int) -> None:
         """Refuse a buffer that cannot hold `samples` of `trained` steps."""
@@ -130,8 +124,6 @@ class Config(Options):
 
 
 class Dpok(EdgeMethod[Config]):
-    plan = noisy_plan
-
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.passes = config.policy_steps

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import leaf_advantages
-from flowrl.algorithms._tree import tree_plan
+from flowrl.algorithms._options import PathOptions, RatioOptions
 from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
-from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_terms, single_advantage, with_reference
+from flowrl.algorithms.flow_grpo import ClipOptions, clipped_terms, single_advantage, with_reference
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.types import Edges
 from flowrl.credit.advantages import Advantages, RuleConfig
@@ -45,7 +45,7 @@ _LEAST = 0.1
 """Share of the clip range that is always left."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TuningConfig:
     """Regression to the velocities of the best path (LayerTuning)."""
 
@@ -59,8 +59,8 @@ class TuningConfig:
             raise ValueError(f"tuning: coef={self.coef} must be positive, decay={self.decay} in [0, 1)")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(PathOptions, ClipOptions, RatioOptions):
     children: int = 2
     """Children of each node in the window; a tree has children^size leaves."""
     window: MixWindow = field(default_factory=MixWindow)
@@ -73,13 +73,10 @@ class Config(ClippedOptions):
     """s: how the clip range depends on the advantage; 0: not at all."""
     tuning: TuningConfig | None = None
     """Regression to the velocities of the best path (LayerTuning); null: none."""
-    path_weight: float = 0.0
-    """beta: leaves after an edge count by exp(beta z), z how likely the path to them was among them (standardised
-    log-prob); 0: all alike."""
     advantages: RuleConfig = field(default_factory=lambda: RuleConfig(std="group"))
 
     def __post_init__(self) -> None:
-        ClippedOptions.__post_init__(self)
+        super().__post_init__()
         if self.children < 2 or self.growth < 0 or self.clip_sensitivity < 0:
             raise ValueError(
                 f"children={self.children} must be at least 2, growth={self.growth} and "
@@ -92,7 +89,7 @@ class Config(ClippedOptions):
             )
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
-        ClippedOptions.check(self, sampler, num_steps)
+        super().check(sampler, num_steps)
         depth, level, bound = self.depth(num_steps), sampler.default_noise_level(), sampler.largest
         share = (depth - 1) / depth
         if level * (1 + self.growth * share) > bound:
@@ -127,7 +124,7 @@ class DynamicTreeRpo(EdgeMethod[Config]):
         """[P, G] weight of the tuning for each sample's tree."""
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        plan = tree_plan(self, schedule, sampler, iteration, seed)
+        plan = super().plan(schedule, sampler, iteration, seed)
         start, depth = plan.train[0], len(plan.train)
         layer = [1 + self.config.growth * (k - start) / depth for k in range(len(plan))]
         return replace(plan, noise_level=tuple(a * b for a, b in zip(plan.noise_level, layer, strict=True)))

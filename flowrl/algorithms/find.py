@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import plain_rewards
-from flowrl.algorithms._options import Options
+from flowrl.algorithms._options import CreditOptions, NoiseOptions
 from flowrl.algorithms.base import Networks, NoiseMethod
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
-from flowrl.credit.advantages import AdvantageConfig, Advantages
+from flowrl.credit.advantages import AdvantageConfig, Advantages, RuleConfig
 from flowrl.credit.critic import ValueConfig
-from flowrl.diffusion.solvers import SOLVERS, SolverName
 from flowrl.losses.batches import InitialBatch, LossOutput, summed
 from flowrl.losses.ratio import NoiseForm, clipped_ratio_loss, gaussian_log_prob, noise_prior
 from flowrl.models.weights.roles import Weights
@@ -37,10 +36,8 @@ LEVEL = "tested"
 _GROUP = AdvantageConfig(std="none", clip=None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(Options):
-    solver: SolverName = "ode"
-    """Solver of the rollout; `sa` is refused."""
+@dataclass(frozen=True, kw_only=True)
+class Config(NoiseOptions, CreditOptions):
     baseline: Literal["value", "group"] = "value"
     """Baseline of a reward: V, or the other samples of its prompt (`advantages`)."""
     value: ValueConfig = field(default_factory=ValueConfig)
@@ -63,15 +60,9 @@ class Config(Options):
     """After each step scale mu and s back to mean(mu^2 + s^2) = 1: z keeps the size that the network was trained on."""
     refresh: int = 1
     """Iterations for which one distribution draws; above 1 a copy of it is kept."""
-    passes: int = 1
-    """Times that an iteration goes through its samples."""
 
     def __post_init__(self) -> None:
-        if SOLVERS[self.solver].stochastic:
-            raise OptionError(
-                f"solver={self.solver} adds noise, so z would not decide the image",
-                remedies=[Remedy({"solver": "ode"})],
-            )
+        super().__post_init__()
         if self.baseline == "value" and self.advantages != _GROUP:
             raise OptionError(
                 "advantages is the rule of baseline=group",
@@ -85,14 +76,13 @@ class Config(Options):
         if not 0 < self.least_std <= 1:
             raise ValueError(f"least_std={self.least_std} must be in (0, 1]: every std begins at 1")
         require_positive(reward_scale=self.reward_scale, clip_range=self.clip_range)
-        require_positive(refresh=self.refresh, passes=self.passes)
+        require_positive(refresh=self.refresh)
         if not self.prior_coef >= 0:
             raise ValueError(f"prior_coef={self.prior_coef} must not be negative")
 
-    def check_group(self, group_size: int) -> None:
+    def credit_rule(self) -> RuleConfig | None:
         """V compares a sample with no other of its prompt, so one is enough for it."""
-        if self.baseline == "group":
-            self.advantages.check_group(group_size)
+        return self.advantages.rule() if self.baseline == "group" else None
 
 
 class Find(NoiseMethod[Config]):

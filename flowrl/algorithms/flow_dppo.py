@@ -11,34 +11,23 @@ Source: arXiv 2606.11025; Tencent-Hunyuan/UniRL:unirl/algorithms/flowdppo.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._options import Options
+from flowrl.algorithms._options import RatioOptions, StepOptions
 from flowrl.algorithms.base import EdgeMethod, Networks
-from flowrl.algorithms.flow_grpo import KLConfig, Terms, check_steps, ratio_metrics, single_advantage, with_reference
-from flowrl.credit.advantages import AdvantageConfig
-from flowrl.diffusion.process import Process
+from flowrl.algorithms.flow_grpo import Terms, ratio_metrics, single_advantage, with_reference
 from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.samplers.base import StepDistribution
 
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(Options):
-    sde_steps: list[int] | None = None
-    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
-    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
-    kl: KLConfig = field(default_factory=KLConfig)
-    """KL to the reference: the network without LoRA, or a frozen copy of full weights."""
-    guidance_scale: float | None = None
-    """Guidance scale of the training forward; only rollout's or null is accepted."""
-    old_log_prob: Literal["rollout", "recompute"] = "rollout"
-    """`recompute` evaluates it once more at training geometry, where the two differ by more than the parity gate."""
+@dataclass(frozen=True, kw_only=True)
+class Config(RatioOptions, StepOptions):
     threshold: float = 1e-5
     """KL to the old policy from which on an aligned term is dropped; a mean over dims, so small latents need more."""
     divisor: Literal["variance", "none"] = "variance"
@@ -46,16 +35,9 @@ class Config(Options):
     compares without its coefficient."""
 
     def __post_init__(self) -> None:
-        check_steps(self.sde_steps)
+        super().__post_init__()
         if not self.threshold >= 0:
             raise ValueError(f"threshold={self.threshold} must not be negative")
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return self.kl.roles
-
-    def check_process(self, process: Process) -> None:
-        self.kl.check_process(process)
 
 
 def masked_ratio_loss(log_ratio: Tensor, advantage: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:

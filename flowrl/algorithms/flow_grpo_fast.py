@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flowrl.algorithms.base import EdgeMethod
-from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
+from flowrl.algorithms._options import RatioOptions, SpatialOptions
+from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.flow_grpo import ClipOptions, clipped_loss
 from flowrl.core.errors import OptionError, Remedy
-from flowrl.credit.saliency import SpatialConfig
-from flowrl.diffusion.plan import StepPlan, window
+from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import splits
 from flowrl.diffusion.windows import random_window
+from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"
@@ -31,10 +32,8 @@ LEVEL = "tested"
 _LARGEST_PRESET = 1e-5
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedOptions):
-    spatial: SpatialConfig | None = None
-    """ViPO: advantages that count where an image has something to see (docs/algorithms/vipo.md); null: everywhere."""
+@dataclass(frozen=True, kw_only=True)
+class Config(SpatialOptions, ClipOptions, RatioOptions):
     window_size: int = 3
     """Steps in the window (w); 0: all steps but the last, in every iteration."""
     low: int = 0
@@ -45,7 +44,7 @@ class Config(ClippedOptions):
     """Samples that share the path to the window, a divisor of `rollout.group_size`; null: none do."""
 
     def __post_init__(self) -> None:
-        ClippedOptions.__post_init__(self)
+        super().__post_init__()
         if self.window_size < 0 or self.low < 0:
             raise ValueError(f"window_size={self.window_size} and low={self.low} must not be negative")
         if self.high is not None and self.high < self.low + self.window_size:
@@ -63,17 +62,20 @@ class Config(ClippedOptions):
                 )
 
     def clip(self, sampler: Sampler) -> float:
-        preset = ClippedOptions.clip(self, sampler)
+        preset = super().clip(sampler)
         return preset if self.clip_range is not None else min(preset, _LARGEST_PRESET)
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
-        ClippedOptions.check(self, sampler, num_steps)
-        self.steps(num_steps, 1, 0)
+        super().check(sampler, num_steps)
+        self.window(num_steps, 1, 0)
 
     def leaves(self, num_steps: int) -> int:
         return self.branch or 1
 
-    def steps(self, num_steps: int, iteration: int, seed: int) -> tuple[int, ...] | None:
+    def stochastic_steps(self, schedule: Schedule, iteration: int, seed: int) -> tuple[int, ...] | None:
+        return self.window(len(schedule), iteration, seed)
+
+    def window(self, num_steps: int, iteration: int, seed: int) -> tuple[int, ...] | None:
         """The window of an iteration; None: all steps but the last."""
         if self.window_size == 0:
             return None
@@ -82,14 +84,14 @@ class Config(ClippedOptions):
 
 
 class FlowGrpoFast(EdgeMethod[Config]):
-    loss = clipped_loss
-
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        config, count = self.config, len(schedule)
-        plan = window(schedule, sampler.default_noise_level(), config.steps(count, iteration, seed))
-        if config.branch is None:
+        plan, branch = super().plan(schedule, sampler, iteration, seed), self.config.branch
+        if branch is None:
             return plan
-        return replace(plan, tree=splits(count, {plan.train[0]: config.branch}, plan.train))
+        return replace(plan, tree=splits(len(schedule), {plan.train[0]: branch}, plan.train))
+
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        return clipped_loss(self, batch, networks)
 
 
 build = FlowGrpoFast

@@ -17,10 +17,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pull, pulling
+from flowrl.algorithms._matching import PullOptions, pull, pulling
+from flowrl.algorithms._options import CreditOptions, SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.strict import require_positive
-from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import group_mean
@@ -31,12 +31,9 @@ LEVEL = "tested"
 _BOUND = 3.0  # of a log ratio
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(DrawnOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(PullOptions, CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="uniform", count=8, low=0.0, shift=1.0))
-    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
-    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
-    """Pull to the untouched network."""
     passes: int = 2
     clip_range: float = 1e-4
     """Bound on |ratio - 1|, in units of a mean over dims."""
@@ -46,7 +43,7 @@ class Config(DrawnOptions):
     """Error of the noise that the network implies, (1 - sigma)^2 l on a flow, or of its output, l."""
 
     def __post_init__(self) -> None:
-        DrawnOptions.__post_init__(self)
+        super().__post_init__()
         require_positive(clip_range=self.clip_range)
 
 

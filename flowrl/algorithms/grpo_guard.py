@@ -21,23 +21,22 @@ from typing import Literal
 
 from torch import Tensor
 
+from flowrl.algorithms._options import RatioOptions, StepOptions
 from flowrl.algorithms.base import EdgeMethod, Networks
-from flowrl.algorithms.flow_grpo import ClippedOptions, Ratio, clipped_loss
+from flowrl.algorithms.flow_grpo import ClipOptions, clipped_loss
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.types import Step
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.process import Process, VPProcess, expand
 from flowrl.losses.batches import LossOutput, Microbatch
-from flowrl.samplers.base import Sampler, StepDistribution
+from flowrl.samplers.base import Ratio, Sampler, StepDistribution
 
 LEVEL = "tested"
 Reweight = Literal["exact", "flow_grpo", "dance_grpo", "none"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedOptions):
-    sde_steps: list[int] | None = None
-    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
+@dataclass(frozen=True, kw_only=True)
+class Config(StepOptions, ClipOptions, RatioOptions):
     ratio_norm: bool = True
     """False keeps the plain ratio, with its own clip range."""
     reweight: Reweight = "exact"
@@ -55,10 +54,10 @@ class Config(ClippedOptions):
                 f"ratio_norm=true normalises a Gaussian log-prob, the sampler's form is {sampler.log_prob_form!r}",
                 remedies=[Remedy({"ratio_norm": False})],
             )
-        ClippedOptions.check(self, sampler, num_steps)
+        super().check(sampler, num_steps)
 
     def check_process(self, process: Process) -> None:
-        ClippedOptions.check_process(self, process)
+        super().check_process(process)
         if self.reweight in ("flow_grpo", "dance_grpo") and isinstance(process, VPProcess):
             raise OptionError(
                 f"reweight={self.reweight} divides by |dt|, which belongs to a flow's SDE; on this noise-prediction "
@@ -99,9 +98,8 @@ class GrpoGuard(EdgeMethod[Config]):
         return normalised_log_ratio(policy, batch.columns["mean_old"], batch.next_latents)
 
     def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
-        return clipped_loss(
-            self, batch, networks, step_weight(self.config.reweight, networks.policy.sampler, batch.step)
-        )
+        weight = step_weight(self.config.reweight, networks.policy.sampler, batch.step)
+        return clipped_loss(self, batch, networks, weight)
 
 
 build = GrpoGuard

@@ -13,41 +13,46 @@ Source: arXiv 2507.21802; Tencent-Hunyuan/MixGRPO:fastvideo/train_grpo_flux.py, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flowrl.algorithms.base import EdgeMethod
-from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
+from flowrl.algorithms._options import Options, RatioOptions, SpatialOptions
+from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.flow_grpo import ClipOptions, clipped_loss
 from flowrl.credit.advantages import AdvantageConfig
-from flowrl.credit.saliency import SpatialConfig
-from flowrl.diffusion.plan import StepPlan, window
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.windows import MixWindow, mix_window
+from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedOptions):
-    spatial: SpatialConfig | None = None
-    """ViPO: advantages that count where an image has something to see (docs/algorithms/vipo.md); null: everywhere."""
+@dataclass(frozen=True, kw_only=True)
+class WindowOptions(Options):
+    """The window that moves over the grid."""
+
     window: MixWindow = field(default_factory=MixWindow)
     """The window and its moves; see `flowrl/diffusion/windows.py`."""
+
+    def stochastic_steps(self, schedule: Schedule, iteration: int, seed: int) -> Sequence[int]:
+        return mix_window(self.window, len(schedule), seed, iteration)
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        super().check(sampler, num_steps)
+        mix_window(self.window, num_steps, 0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(WindowOptions, SpatialOptions, ClipOptions, RatioOptions):
     advantages: AdvantageConfig = field(
         default_factory=lambda: AdvantageConfig(name="per_reward", std="group", eps=1e-8, ddof=1)
     )
 
-    def check(self, sampler: Sampler, num_steps: int) -> None:
-        ClippedOptions.check(self, sampler, num_steps)
-        mix_window(self.window, num_steps, 0, 1)
-
 
 class MixGrpo(EdgeMethod[Config]):
-    loss = clipped_loss
-
-    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
-        steps = mix_window(self.config.window, len(schedule), seed, iteration)
-        return window(schedule, sampler.default_noise_level(), steps)
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        return clipped_loss(self, batch, networks)
 
 
 build = MixGrpo

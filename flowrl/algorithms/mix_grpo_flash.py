@@ -15,25 +15,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flowrl.algorithms.base import EdgeMethod
-from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
+from flowrl.algorithms._options import RatioOptions, SpatialOptions
+from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.flow_grpo import ClipOptions, clipped_loss
+from flowrl.algorithms.mix_grpo import WindowOptions
 from flowrl.credit.advantages import AdvantageConfig
-from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.flash import flash
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
-from flowrl.diffusion.windows import MixWindow, mix_window
+from flowrl.diffusion.windows import MixWindow
+from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.samplers.base import Sampler
 
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedOptions):
-    spatial: SpatialConfig | None = None
-    """ViPO: advantages that count where an image has something to see (docs/algorithms/vipo.md); null: everywhere."""
+@dataclass(frozen=True, kw_only=True)
+class Config(WindowOptions, SpatialOptions, ClipOptions, RatioOptions):
     window: MixWindow = field(default_factory=lambda: MixWindow(interval=20))
-    """The window and its moves; see `flowrl/diffusion/windows.py`."""
     ratio_kept: float = 0.4
     """Share of the nodes after the window that are kept, in (0, 1]."""
     shift: float = 3.0
@@ -45,31 +44,27 @@ class Config(ClippedOptions):
     )
 
     def __post_init__(self) -> None:
-        ClippedOptions.__post_init__(self)
+        super().__post_init__()
         if not 0 < self.ratio_kept <= 1:
             raise ValueError(f"ratio_kept={self.ratio_kept} must be in (0, 1]")
         if not self.shift > 0:
             raise ValueError(f"shift={self.shift} must be positive")
 
-    def check(self, sampler: Sampler, num_steps: int) -> None:
-        ClippedOptions.check(self, sampler, num_steps)
-        mix_window(self.window, num_steps, 0, 1)
-
 
 class MixGrpoFlash(EdgeMethod[Config]):
-    loss = clipped_loss
-
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         config = self.config
-        steps = mix_window(config.window, len(schedule), seed, iteration)
         return flash(
             schedule,
             sampler.default_noise_level(),
-            steps,
+            config.stochastic_steps(schedule, iteration, seed),
             ratio=config.ratio_kept,
             shift=config.shift,
             solver=config.solver,
         )
+
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        return clipped_loss(self, batch, networks)
 
 
 build = MixGrpoFlash

@@ -23,39 +23,34 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pull, pulling
-from flowrl.algorithms._preference import margin, pair_metrics
+from flowrl.algorithms._matching import PullOptions, pulling
+from flowrl.algorithms._options import CreditOptions, SolverOptions, TimesOptions
+from flowrl.algorithms._preference import PairOptions, pair_loss
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, RuleConfig, aggregate
 from flowrl.credit.selection import best_and_worst
 from flowrl.diffusion.training_times import TimesConfig
-from flowrl.losses.batches import LossOutput, NoisedBatch, summed
-from flowrl.losses.preference import preference_loss
-from flowrl.rollout.outputs import Space
+from flowrl.losses.batches import LossOutput, NoisedBatch
 
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RankConfig(RuleConfig):
     """An advantage rule that ranks the samples of a prompt; nothing is clipped."""
 
     clip: ClassVar[float | None] = 5.0  # no option: a class variable
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(DrawnOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(PairOptions, PullOptions, CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=4))
     advantages: RankConfig = field(default_factory=RankConfig)
     """Rule that ranks the samples of a prompt."""
-    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
-    """Pull to the untouched network."""
     beta: float = 100.0
     """Inverse temperature of the margin, in units of a mean over dims."""
-    space: Space = "output"
-    """Errors of what the network predicts, or of the noise that this implies: on a flow beta times (1 - sigma)^2."""
     least_gap: float = 0.0
     """Least difference of a pair's weighted rewards, exclusive; a pair below it is left out."""
     behaviour: Literal["policy", "reference", "lagged"] = "policy"
@@ -64,8 +59,8 @@ class Config(DrawnOptions):
     """Optimizer steps between refreshes of `lagged`."""
 
     def __post_init__(self) -> None:
-        DrawnOptions.__post_init__(self)
-        require_positive(beta=self.beta, ref_update=self.ref_update)
+        super().__post_init__()
+        require_positive(ref_update=self.ref_update)
         if self.least_gap < 0:
             raise ValueError(f"least_gap={self.least_gap} must not be negative")
 
@@ -92,11 +87,7 @@ class OnlineDpo(SampleMethod[Config]):
         return best_against_worst(credit, aggregate(rewards, weights), self.config.least_gap)
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        config, outputs = self.config, self.outputs(batch, networks)
-        delta = margin(outputs, self.against, config.space)
-        policy = preference_loss(delta, config.beta)
-        metrics = {"policy/loss": policy} | pair_metrics(outputs, delta, config.space) | outputs.metrics()
-        return summed(policy + pull(config.kl, outputs, "reference"), metrics)
+        return pair_loss(self.config, self.config.kl, self.outputs(batch, networks), self.against)
 
 
 def best_against_worst(credit: Advantages, total: Tensor, least_gap: float) -> Advantages:

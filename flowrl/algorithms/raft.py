@@ -1,6 +1,6 @@
 """RAFT: fine-tuning on the best samples of each prompt.
 
-    1. sample x0 with the network that was the policy at the last refresh (see rwr.py)
+    1. sample x0 with the network that was the policy at the last refresh (`_imitation.py` says why)
     2. keep the k best of a prompt; `ties` keeps all that equal the k-th
     3. loss = mean (v - v*)^2 over those kept + kl mean (v - v_ref)^2
 
@@ -18,23 +18,22 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import imitation
-from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, pulling
-from flowrl.algorithms.base import SampleMethod
-from flowrl.algorithms.rwr import weighted_loss
+from flowrl.algorithms._imitation import ImitationOptions, weighted_loss
+from flowrl.algorithms._matching import PullOptions, pulling
+from flowrl.algorithms._options import SolverOptions, TimesOptions
+from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, aggregate
+from flowrl.diffusion.training_times import TimesConfig
+from flowrl.losses.batches import LossOutput, NoisedBatch
 
 LEVEL = "experimental"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(DrawnOptions):
-    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
-    """Pull to the untouched network."""
-    refresh: int | None = 40
-    """Optimizer steps after which the samples are drawn by the policy as it then is; until then by the one before.
-    0: always by the policy; null: always by the untouched one (offline)."""
+@dataclass(frozen=True, kw_only=True)
+class Config(ImitationOptions, PullOptions, SolverOptions, TimesOptions):
+    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete"))
     best: int = 1
     """k."""
     ties: bool = False
@@ -43,9 +42,7 @@ class Config(DrawnOptions):
     """Leave out prompts whose samples are all equal: none of them is best."""
 
     def __post_init__(self) -> None:
-        DrawnOptions.__post_init__(self)
-        if self.refresh is not None and self.refresh < 0:
-            raise ValueError(f"refresh={self.refresh} must not be negative; null never refreshes")
+        super().__post_init__()
         if self.best < 1:
             raise ValueError(f"best={self.best} must be at least 1")
 
@@ -62,16 +59,17 @@ class Config(DrawnOptions):
 
 class Raft(SampleMethod[Config]):
     remembers = ("refreshes",)
-    loss = weighted_loss
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.compared = pulling(reference=config.kl)
-        self.behaviour = "policy" if config.refresh == 0 else "sampling"
-        self.refresh = ("sampling", config.refresh) if config.refresh else None
+        self.behaviour, self.refresh = config.drawing
 
     def taken(self, group_size: int) -> int:
         return group_size if self.config.ties else self.config.best
+
+    def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
+        return weighted_loss(self.config.kl, self.outputs(batch, networks))
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         total, config = aggregate(rewards, weights), self.config

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flowrl.algorithms._matching import DrawnOptions, LagConfig
+from flowrl.algorithms._matching import LagConfig
+from flowrl.algorithms._options import CreditOptions, SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.strict import require_positive
 from flowrl.credit.advantages import AdvantageConfig
@@ -25,8 +26,8 @@ from flowrl.losses.matching import matched_target, mean_square
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(DrawnOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="power", count=8))
     advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(clip=None))
     strength: float = 100.0
@@ -35,7 +36,7 @@ class Config(DrawnOptions):
     """Pace of `old`, which draws the samples."""
 
     def __post_init__(self) -> None:
-        DrawnOptions.__post_init__(self)
+        super().__post_init__()
         require_positive(strength=self.strength)
 
 

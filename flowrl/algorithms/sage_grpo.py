@@ -22,8 +22,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from flowrl.algorithms._options import RatioOptions, StepOptions
 from flowrl.algorithms.base import EdgeMethod, Networks
-from flowrl.algorithms.flow_grpo import ClippedOptions, Terms, clipped_terms, single_advantage, with_reference
+from flowrl.algorithms.flow_grpo import ClipOptions, Terms, clipped_terms, single_advantage, with_reference
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.tensors import sent
 from flowrl.credit.advantages import AdvantageConfig
@@ -36,7 +37,7 @@ from flowrl.samplers.base import Sampler, StepDistribution, step_std
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TrustConfig:
     anchor: Literal["moving", "fixed", "none"] = "moving"
     """`moving`: a copy of the policy, renewed; `fixed`: the untrained model; `none`: no such term."""
@@ -76,12 +77,10 @@ class TrustConfig:
                 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(StepOptions, ClipOptions, RatioOptions):
     default_sampler: ClassVar[str] = "sage"
 
-    sde_steps: list[int] | None = None
-    """Steps that are stochastic and trained, counted from 0 (noisiest); null: all but the last."""
     equalise: bool = True
     """Weigh steps by S_i; false weighs all alike."""
     trust: TrustConfig = field(default_factory=TrustConfig)

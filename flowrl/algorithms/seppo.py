@@ -18,14 +18,15 @@ Source: arXiv 2410.05255 (v2: Self-Sampling Preference Optimization).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, GivenOptions, pull, pulling
-from flowrl.algorithms._preference import default_beta, margin, pair_metrics
+from flowrl.algorithms._matching import PullOptions, pulling
+from flowrl.algorithms._options import TimesOptions
+from flowrl.algorithms._preference import PairOptions, agreement, pair_loss
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.rng import stream
@@ -33,28 +34,21 @@ from flowrl.core.strict import require_positive
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.solvers import SOLVERS, SolverName
-from flowrl.losses.batches import LossOutput, NoisedBatch, summed
+from flowrl.losses.batches import LossOutput, NoisedBatch
 from flowrl.losses.matching import group_mean
-from flowrl.losses.preference import Anchor, anchor_sign, preference_loss
+from flowrl.losses.preference import Anchor, anchor_sign
 from flowrl.models.weights.roles import Weights
-from flowrl.rollout.outputs import Outputs, Space
+from flowrl.rollout.outputs import Outputs
 from flowrl.samplers.base import Sampler
 
 LEVEL = "experimental"
 EARLIER = "earlier"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(GivenOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(PairOptions, PullOptions, TimesOptions):
     default_terms: ClassVar[int] = 4  # the criterion averages over them: one draw has a noisy sign
 
-    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
-    """Pull to the untouched network."""
-    beta: float | None = None
-    """Inverse temperature of the margin, not published; null: Diffusion-DPO's, 5000 on noise-prediction models and 2000
-    on flows."""
-    space: Space = "output"
-    """Errors of what the network predicts, or of the noise that this implies."""
     anchor: Anchor = "sign"
     """Fate of x_r where the earlier self fits the data better: `sign`: it wins too, `indicator`: it is left out,
     `loser`: it loses all the same, without any criterion."""
@@ -66,10 +60,8 @@ class Config(GivenOptions):
     """Solver of x_r."""
 
     def __post_init__(self) -> None:
-        GivenOptions.__post_init__(self)
+        super().__post_init__()
         require_positive(every=self.every, keep=self.keep)
-        if self.beta is not None:
-            require_positive(beta=self.beta)
         if SOLVERS[self.solver].stochastic:
             raise OptionError(
                 f"solver={self.solver} adds noise, and the earlier self draws without",
@@ -113,12 +105,10 @@ class Seppo(SampleMethod[Config]):
         return outputs
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        config, outputs = self.config, self.outputs(batch, networks)
+        outputs = self.outputs(batch, networks)
         own = self.own_sign(outputs)
-        delta = margin(outputs, EARLIER, config.space, torch.where(batch.advantage > 0, 1.0, -own))
-        policy = preference_loss(delta, config.beta or default_beta(outputs.adapter.process))
-        metrics = {"policy/loss": policy, "policy/anchor_sign": own} | pair_metrics(outputs, delta, config.space)
-        return summed(policy + pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
+        sign = torch.where(batch.advantage > 0, 1.0, -own)
+        return pair_loss(self.config, self.config.kl, outputs, EARLIER, sign, {"policy/anchor_sign": own})
 
     def own_sign(self, outputs: Outputs) -> Tensor:
         """s of each row's slot, [M] float64."""
@@ -129,8 +119,7 @@ class Seppo(SampleMethod[Config]):
         return anchor_sign(group_mean((batch.advantage > 0) * better, slot), self.config.anchor)
 
     def preferred(self, batch: NoisedBatch, networks: Networks) -> Tensor:
-        """Minus the margin against the untouched network, as with the other methods on pairs."""
-        return -margin(self.outputs(batch, networks, ("reference",)), "reference", self.config.space).detach()
+        return agreement(self, batch, networks)
 
     def after_iteration(self, updates: int, weights: Weights) -> None:
         if updates - self.last >= self.config.every:

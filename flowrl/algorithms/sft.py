@@ -9,19 +9,19 @@ Source: arXiv 2311.12908; SalesforceAIResearch/DiffusionDPO:train.py (`--sft`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from flowrl.algorithms._matching import AnchorConfig, GivenOptions, pull, pulling
+from flowrl.algorithms._matching import PullOptions, pull, pulling
+from flowrl.algorithms._options import TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 
 LEVEL = "experimental"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(GivenOptions):
-    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
-    """Pull to the untouched network."""
+@dataclass(frozen=True, kw_only=True)
+class Config(PullOptions, TimesOptions):
+    """The times, and the pull."""
 
 
 class Sft(SampleMethod[Config]):

@@ -21,14 +21,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._tree import NodeConfig, branching_steps, by_nodes, check_children, tree_plan
+from flowrl.algorithms._options import KLConfig, RatioOptions
+from flowrl.algorithms._tree import NodeOptions, OffshootOptions, by_nodes
 from flowrl.algorithms.base import EdgeMethod, Networks
-from flowrl.algorithms.flow_grpo import ClippedOptions, KLConfig, clipped_terms, single_advantage, with_reference
+from flowrl.algorithms.flow_grpo import ClipOptions, clipped_terms, single_advantage, with_reference
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.tensors import sent
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import LeafRewards, Scale, depthwise, fuse
-from flowrl.diffusion.tree_shapes import Branching, offshoots
+from flowrl.diffusion.tree_shapes import Branching
 from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.samplers.base import Sampler, step_std
 
@@ -37,32 +38,13 @@ _RELEASED = 2.25
 """Factor on the std of a step in the released code for SD3."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedOptions):
-    children: int = 6
-    """k: children at each of the steps that branch."""
-    steps: list[int] | None = None
-    """Steps that may branch, counted from 0; null: all but the last."""
-    steps_per_iteration: int | None = None
-    """Number of them drawn in every iteration; null: all."""
-    merge: int = 1
-    """Grid steps that the stochastic step spans (E-GRPO)."""
+@dataclass(frozen=True, kw_only=True)
+class Config(OffshootOptions, NodeOptions, ClipOptions, RatioOptions):
     noise_weight: Literal["normalised", "released", "none"] = "normalised"
     """w_i: std_i over its mean over all steps that may branch (CPS: 1 / std_i over its own); 2.25 std_i; or 1."""
-    advantages: NodeConfig = field(default_factory=NodeConfig)
-    """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result."""
     scale: Scale = field(default_factory=lambda: Scale(pool="prompt", eps=1e-4, ddof=0))
     """Comparison of the nodes of a step (`flowrl/credit/tree_credit.py`)."""
     kl: KLConfig = field(default_factory=lambda: KLConfig(divisor="variance"))
-    """KL to the reference: the network without LoRA, or a frozen copy of full weights."""
-
-    def __post_init__(self) -> None:
-        ClippedOptions.__post_init__(self)
-        check_children(self.children, self.merge)
-
-    def every_step(self, num_steps: int) -> list[int]:
-        """Steps that may branch."""
-        return list(range(num_steps - self.merge)) if self.steps is None else self.steps
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         if self.noise_weight == "released" and sampler.log_prob_form == "unscaled":
@@ -70,17 +52,10 @@ class Config(ClippedOptions):
                 "noise_weight=released is for Gaussian log-probs, and the sampler's form is 'unscaled'",
                 remedies=[Remedy({"noise_weight": "normalised"})],
             )
-        ClippedOptions.check(self, sampler, num_steps)
-
-    def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
-        every, count = self.every_step(num_steps), self.steps_per_iteration
-        steps = branching_steps(every, num_steps, self.merge, count, seed, iteration)
-        return offshoots(num_steps, steps, self.children, merge=self.merge)
+        super().check(sampler, num_steps)
 
 
 class TempFlowGrpo(EdgeMethod[Config]):
-    plan = tree_plan
-
     def on_tree(self, credit: Advantages, leaves: LeafRewards, iteration: int) -> Advantages:
         return by_nodes(credit, leaves, self.config.advantages, self.compare)
 

@@ -21,19 +21,21 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from flowrl.algorithms._tree import NodeConfig, by_nodes, tree_plan
-from flowrl.algorithms.base import EdgeMethod
-from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
+from flowrl.algorithms._options import RatioOptions
+from flowrl.algorithms._tree import NodeOptions, by_nodes
+from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.flow_grpo import ClipOptions, clipped_loss
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import Gain, LeafRewards, Scale, increments
 from flowrl.diffusion.tree_shapes import Branching, completions
+from flowrl.losses.batches import LossOutput, Microbatch
 
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(NodeOptions, ClipOptions, RatioOptions):
     least_trees: ClassVar[int] = 2
 
     window: int | None = None
@@ -44,13 +46,11 @@ class Config(ClippedOptions):
     `step` d_t alone."""
     turning: float = 1.0
     """Weight of d_t at a turning point next to D, for `whole`."""
-    advantages: NodeConfig = field(default_factory=NodeConfig)
-    """`group` compares the weighted sum of the rewards, `per_reward` each by itself; `clip` bounds the result."""
     scale: Scale = field(default_factory=lambda: Scale(pool="prompt", eps=1e-4, ddof=0))
     """Comparison of the nodes of a step (`flowrl/credit/tree_credit.py`)."""
 
     def __post_init__(self) -> None:
-        ClippedOptions.__post_init__(self)
+        super().__post_init__()
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window} must be at least 1")
         if not math.isfinite(self.turning):
@@ -68,9 +68,6 @@ class Config(ClippedOptions):
 
 
 class TpGrpo(EdgeMethod[Config]):
-    plan = tree_plan
-    loss = clipped_loss
-
     def on_tree(self, credit: Advantages, leaves: LeafRewards, iteration: int) -> Advantages:
         return by_nodes(credit, leaves, self.config.advantages, self.compare)
 
@@ -78,6 +75,9 @@ class TpGrpo(EdgeMethod[Config]):
         """Advantages of the edges [P, G, K] from the rewards of the leaves [P, G]."""
         config = self.config
         return increments(total, tree, gain=config.gain, turning=config.turning, scale=config.scale)
+
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        return clipped_loss(self, batch, networks)
 
 
 build = TpGrpo

@@ -17,31 +17,29 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flowrl.algorithms._tree import tree_plan
-from flowrl.algorithms.base import EdgeMethod
-from flowrl.algorithms.flow_grpo import ClippedOptions, clipped_loss
+from flowrl.algorithms._options import PathOptions, RatioOptions
+from flowrl.algorithms.base import EdgeMethod, Networks
+from flowrl.algorithms.flow_grpo import ClipOptions, clipped_loss
 from flowrl.core.rng import stream
 from flowrl.credit.advantages import RuleConfig
 from flowrl.diffusion.tree_shapes import Branching, splits
+from flowrl.losses.batches import LossOutput, Microbatch
 
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Config(ClippedOptions):
+@dataclass(frozen=True, kw_only=True)
+class Config(PathOptions, ClipOptions, RatioOptions):
     children: int = 3
     """k; the tree has k^window leaves."""
     window: int = 3
     """w: neighbouring steps that split."""
     decay: float = 0.5
     """r: a window that starts one step later is drawn r times as often; 1 draws all alike."""
-    path_weight: float = 0.0
-    """beta: leaves after an edge count by exp(beta z), z how likely the path to them was among them (standardised
-    log-prob); 0: all alike."""
     advantages: RuleConfig = field(default_factory=lambda: RuleConfig(std="group"))
 
     def __post_init__(self) -> None:
-        ClippedOptions.__post_init__(self)
+        super().__post_init__()
         if self.children < 2 or self.window < 1:
             raise ValueError(f"children={self.children} must be at least 2 and window={self.window} at least 1")
         if not 0 < self.decay <= 1:
@@ -60,8 +58,8 @@ class Config(ClippedOptions):
 
 
 class TreeGrpo(EdgeMethod[Config]):
-    plan = tree_plan
-    loss = clipped_loss
+    def loss(self, batch: Microbatch, networks: Networks) -> LossOutput:
+        return clipped_loss(self, batch, networks)
 
 
 build = TreeGrpo

@@ -12,21 +12,22 @@ Kind = Annotated[
     argument("KIND", "reward, method, sampler, suite or config."),
 ]
 Name = Annotated[str, argument("NAME", "Name of the file without its ending: letters, digits and _.")]
+Short = Annotated[bool, option("A reward as one function, without options, range and comments.")]
 Folder = Annotated[Path, option("Folder of the file; made if it is missing.", name="--path")]
 
 STARTING = Path(__file__).parent / "starting"
 
 
-def command(kind: Kind, name: Name, path: Folder = Path(".")) -> None:
+def command(kind: Kind, name: Name, path: Folder = Path("."), short: Short = False) -> None:
     """Write a commented file to start from: reward, method, sampler, suite, config. It runs as it is."""
-    print(write(kind, name, path))
+    print(write(kind, name, path, short=short))
 
 
-def write(kind: str, name: str, folder: Path) -> str:
-    """Write the file; the commands that try it.
+def write(kind: str, name: str, folder: Path, *, short: bool = False) -> str:
+    """Write the file; the commands that try it. `short`: a reward as one function.
 
     Raises:
-        ConfigError: a bad name, or there is such a file.
+        ConfigError: a bad name, there is such a file, or no short one of this kind.
     """
     import json
     import re
@@ -38,6 +39,8 @@ def write(kind: str, name: str, folder: Path) -> str:
     from flowrl.core.errors import ConfigError
     from flowrl.core.files import writing
 
+    if short and kind != "reward":
+        raise ConfigError(f"--short writes a reward as one function, and KIND={kind}")
     ending = ".yaml" if kind == "config" else ".py"
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise ConfigError(
@@ -49,7 +52,7 @@ def write(kind: str, name: str, folder: Path) -> str:
     if file.exists():
         raise ConfigError(f"{file} is there already and is left as it is; choose another NAME or --path")
     title = "".join(part[:1].upper() + part[1:] for part in name.split("_") if part) or "Mine"
-    text = Template((STARTING / f"{kind}{ending}.txt").read_text(encoding="ascii"))
+    text = Template((STARTING / f"{'short_' * short}{kind}{ending}.txt").read_text(encoding="ascii"))
     if iskeyword(title) or re.search(rf"\b{title}\b", text.template):  # a class Config would hide that of the options
         title = f"My{title}"
     plain = re.fullmatch(r"[\w./~-]+", str(file))

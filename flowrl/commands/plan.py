@@ -124,7 +124,7 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
 
     steps, training = resolved.run.rollout.num_inference_steps, resolved.training
     end = 0.03 if getattr(resolved.model.config, "final_alpha", "model") == "first" else 0.0
-    sigmas = shift_sigmas(torch.linspace(1, end, steps + 1), resolved.method.config.shift)
+    sigmas = shift_sigmas(torch.linspace(1, end, steps + 1), resolved.method.shift)
     schedule = adapter.schedule(steps) if adapter else Schedule(sigmas, 1000 * sigmas[:-1])
     try:
         plan = resolved.method.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)

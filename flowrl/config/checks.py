@@ -70,12 +70,12 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
         resolved.algorithm.config.check_process(adapter.process)
     how, run, method = adapter.distilled, resolved.run, resolved.algorithm
     scales = [("rollout.guidance_scale", run.rollout.guidance_scale), ("eval.guidance_scale", run.eval.guidance_scale)]
-    scales.append(("algorithm.guidance_scale", method.config.guidance_scale))
+    reference = ("algorithm.reference_guidance", resolved.method.reference_guidance)
+    scales.append(("algorithm.guidance_scale", resolved.method.guidance_scale))
     if "reference" in resolved.method.roles:
-        scales.append(("algorithm.reference_guidance", method.config.reference_guidance))
+        scales.append(reference)
     scales += [(f"eval.best_guidance.{number}", scale) for number, scale in enumerate(run.eval.best_guidance)]
     if is_cfg(adapter):
-        reference = ("algorithm.reference_guidance", method.config.reference_guidance)
         _check_below([*scales, reference], adapter.unguided, adapter.kind)
     for key, scale in scales:
         if scale is not None and scale < 0:

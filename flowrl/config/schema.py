@@ -24,7 +24,7 @@ from flowrl.statistics.paired import TIE_SHARE
 from flowrl.training.optim import OptimConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Evaluation with fixed seeds before, during and after training."""
 
@@ -71,7 +71,7 @@ class EvalConfig:
             raise ValueError(f"save_images={self.save_images} must not be negative; null saves all, 0 none")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class GuardConfig:
     """The guard: what is looked at in every evaluation during training, and what an alarm does."""
 
@@ -114,7 +114,7 @@ class GuardConfig:
         return self.mode in ("stop", "rollback")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints of a run."""
 
@@ -127,7 +127,7 @@ class CheckpointConfig:
         require_positive(every=self.every, keep=self.keep)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run. `model`, `algorithm`, `rollout.sampler` and each of `rewards` hold a component's own options."""
 

@@ -29,7 +29,7 @@ from flowrl.credit.selection import SelectConfig, select
 Std = Literal["global", "group", "none"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RuleConfig:
     """An advantage rule; a method with one loss per reward adds `separate` to the names."""
 
@@ -106,7 +106,7 @@ class RuleConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AdvantageConfig(RuleConfig):
     """An advantage rule, and the samples that are updated on."""
 

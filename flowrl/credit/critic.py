@@ -13,7 +13,7 @@ from flowrl.core.types import Condition
 _WIDTHS = (256, 256, 256)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ValueConfig:
     """Options of V."""
 

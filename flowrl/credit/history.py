@@ -18,7 +18,7 @@ from flowrl.core.tensors import floats
 from flowrl.core.types import Identity
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class HistoryConfig:
     buffer_size: int = 16
     """Newest rewards of a prompt that are kept."""

@@ -27,7 +27,7 @@ from flowrl.core.errors import OptionError, Remedy
 _COMPONENTS = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SpatialConfig:
     backbone: str = "fixed"
     """Network that the maps come from: `fixed`, which needs no weights, or a DINOv2 by folder or hub id."""

@@ -13,7 +13,7 @@ from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.tensors import ints
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SelectConfig:
     name: Literal["best_worst", "variance"] = "best_worst"
     """`best_worst`: as many best as worst; `variance`: the samples whose advantages vary most."""

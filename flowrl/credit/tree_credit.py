@@ -49,7 +49,7 @@ class LeafRewards:
         return torch.where(valid, aggregate(self.rewards, self.weights), torch.nan)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Scale:
     """How the nodes of a step are compared."""
 
@@ -278,7 +278,7 @@ def extremes(total: Tensor, tree: Branching, keep: int) -> Tensor:
     return ~kept.flatten(1)[..., None] & beyond_last_split(tree)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DepthWindow:
     """A window of neighbouring steps that are not trained; it moves with the iterations."""
 

@@ -13,7 +13,7 @@ from flowrl.data.preferences import PreferenceOptions
 _EVAL_SHARE = 0.1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PairsConfig:
     """Given images or videos, as preference pairs."""
 
@@ -47,7 +47,7 @@ class PairsConfig:
             raise ValueError(f"caption_dropout={self.caption_dropout} is a share: give 0 to 1")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Training prompts or pairs, and the prompts of evaluations."""
 

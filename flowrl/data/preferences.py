@@ -45,7 +45,7 @@ from flowrl.display.console import log
 from flowrl.media.media import is_video_file
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PreferenceOptions:
     """Columns of a preference set, and the largest share of broken records."""
 

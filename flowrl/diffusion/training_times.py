@@ -42,7 +42,7 @@ WITHIN = ("discrete", "subset")
 """Rules that draw between two places of the grid."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TimesConfig:
     name: Literal[
         "discrete",

@@ -79,7 +79,7 @@ def step_subsets(ids: Sequence[SampleId], trained: Sequence[int], fraction: floa
     return mask
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MixWindow:
     """MixGRPO's window, sliding from noisy to clean; defaults of the released FLUX script."""
 

@@ -120,7 +120,7 @@ class EvalTree:
             "method": self.resolved.algorithm.name,
             "prompt": self.evaluator.prompts[0].text,
             "guidance_scale": sampling.policy.guidance_scale,
-            **tree_record(rollout, weights, credit, method.config.path_weight),
+            **tree_record(rollout, weights, credit, method.path_weight),
             "sheet": {"columns": columns, "width": width, "height": height},
             "note": note,
         }

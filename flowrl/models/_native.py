@@ -101,7 +101,7 @@ class Family:
         return self.fits(part) and channels == self.patch**2 * (latent_channels(part("vae")) or made)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class FlowConfig(ModelConfig):
     """Options of flow families with one long text encoder."""
 
@@ -113,7 +113,7 @@ class FlowConfig(ModelConfig):
     DanceGRPO and MixGRPO publish 3."""
 
     def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
+        super().__post_init__()
         if not 1 <= self.max_sequence_length <= self.LONGEST:
             raise ValueError(f"max_sequence_length={self.max_sequence_length} must be in 1..{self.LONGEST}")
         if self.shift is not None and self.shift <= 0:

@@ -49,7 +49,7 @@ LORA_TARGETS = ("to_k", "to_out.0", "to_q", "to_v")
 SIGMA_DATA = 0.5  # of c_skip and c_out: diffusers' LCMScheduler
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class UNetConfig(ModelConfig):
     negative_prompt: str | None = None
     """Prompt that guidance leads away from; null: the pipeline's default."""
@@ -64,7 +64,7 @@ class UNetConfig(ModelConfig):
     """How the checkpoint was distilled to few steps; null: guessed from its scheduler (docs/noise_prediction.md)."""
 
     def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
+        super().__post_init__()
         if not 0 <= self.guidance_rescale <= 1:
             raise ValueError(f"guidance_rescale={self.guidance_rescale} must lie in [0, 1]")
 

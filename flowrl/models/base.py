@@ -33,7 +33,7 @@ LoraKind = Literal["lora", "rslora", "dora", "lokr"]
 VaePrecision = Literal["float32", "tf32", "bfloat16", "float16"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LoraSettings:
     """A low-rank adapter. No dropout: it would make the ratio of old and new policy random."""
 
@@ -63,7 +63,7 @@ class LoraSettings:
         return self.alpha / (self.rank**0.5 if self.kind == "rslora" else self.rank)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Options every family has."""
 

@@ -26,7 +26,7 @@ LORA_TARGETS = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(FlowConfig):
     true_cfg_scale: float = 1.0
     """Scale of classifier-free guidance in addition to the embedded value; 1: none."""
@@ -34,7 +34,7 @@ class Config(FlowConfig):
     """Prompt that true CFG leads away from."""
 
     def __post_init__(self) -> None:
-        FlowConfig.__post_init__(self)
+        super().__post_init__()
         if self.true_cfg_scale < 1:
             raise ValueError(f"true_cfg_scale={self.true_cfg_scale} must be at least 1, which means none")
 

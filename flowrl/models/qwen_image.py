@@ -27,7 +27,7 @@ LORA_TARGETS = (*JOINT_ATTENTION, "img_mlp.net.0.proj", "img_mlp.net.2", "txt_ml
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(FlowConfig):
     LONGEST: ClassVar[int] = 1024
     negative_prompt: str = ""

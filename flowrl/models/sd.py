@@ -21,7 +21,7 @@ from flowrl.models._unet import UNet, UNetConfig, on_noise
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(UNetConfig):
     """Options of every UNet family."""
 

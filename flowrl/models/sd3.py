@@ -23,7 +23,7 @@ LORA_TARGETS = JOINT_ATTENTION
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
     max_sequence_length: int = 256
     """T5 tokens per prompt; SD3 has no text mask, so the padding is part of the input."""
@@ -31,7 +31,7 @@ class Config(ModelConfig):
     """False replaces T5 by zero tokens, as SD3 allows: 9 GB less in bf16."""
 
     def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
+        super().__post_init__()
         if not 1 <= self.max_sequence_length <= 512:
             raise ValueError(f"max_sequence_length={self.max_sequence_length} must be in 1..512")
 

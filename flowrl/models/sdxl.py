@@ -27,7 +27,7 @@ LEVEL = "tested"
 SIZES = 6  # inputs of the network about the image's size: UNet.sizes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(UNetConfig):
     """Options of every UNet family."""
 

@@ -53,7 +53,7 @@ def needed_anywhere(needed: list[bool], network: nn.Module) -> list[bool]:
     return [count > 0 for count in flags.tolist()]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(FlowConfig):
     num_frames: int = 81
     """Frames of a video: one more than a multiple of 4. 1 makes images."""
@@ -69,7 +69,7 @@ class Config(FlowConfig):
         return self.num_frames
 
     def __post_init__(self) -> None:
-        FlowConfig.__post_init__(self)
+        super().__post_init__()
         require_rate(self.fps, "model.fps")
         if self.num_frames < 1:
             raise ValueError(f"num_frames={self.num_frames} must be at least 1; 1 makes images")

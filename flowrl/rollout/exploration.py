@@ -28,7 +28,7 @@ SelectRule = Literal["best_worst", "variance", "random"]
 """Rule that chooses candidates by their scores."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ExplorationConfig:
     pool: int
     """Candidates per prompt (N); rollout.group_size of them are trained on."""

@@ -10,7 +10,7 @@ from flowrl.core.strict import Options, require_positive
 from flowrl.rollout.exploration import ExplorationConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     sampler: Annotated[Options | None, ComponentOf("samplers")] = None
     """Sampler of the stochastic steps: name and its own options; null: the method's own (flow_sde; dance_sde for

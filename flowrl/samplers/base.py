@@ -14,13 +14,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from flowrl.core import registry
 from flowrl.core.errors import OptionError, Remedy
-from flowrl.core.registry import name_of
 from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.process import FlowProcess, Process, VPProcess, expand
 
 LogProbForm = Literal["mean", "sum", "unscaled", "position"]
 KLDivisor = Literal["variance", "flow_grpo", "none"]
+Ratio = Literal["plain", "ratio_norm"]
+"""Kinds of ratio: exp(log p - log p_old), or GRPO-Guard's, without its bias and scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class StepDistribution:
             raise ValueError(f"{what} of a deterministic step (std 0): only stochastic steps can be scored or trained")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class NoiseOptions:
     """The options of a sampler whose file defines none."""
 
@@ -128,6 +130,8 @@ class Sampler(ABC):
     kl_divisor: ClassVar[KLDivisor | None] = None
     """Divisor of the KL to a reference in the code that published the sampler; None: no such code has a KL, and
     Flow-GRPO's is taken, `variance` on noise-prediction models."""
+    clip_ranges: ClassVar[tuple[tuple[LogProbForm, Ratio, float], ...]] = ()
+    """(log-prob form, kind of ratio, published bound on |ratio - 1|)."""
     largest: ClassVar[float] = math.inf
     """Bound on the noise level: beyond it more noise than sigma' would be left."""
     noise_key: ClassVar[str] = "noise_level"
@@ -142,7 +146,7 @@ class Sampler(ABC):
     @property
     def name(self) -> str:
         """The name of a built-in sampler; of any other its file."""
-        return name_of(self)
+        return registry.name_of(self)
 
     @abstractmethod
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
@@ -173,6 +177,24 @@ class Sampler(ABC):
     def default_noise_level(self) -> float:
         """Noise level of a stochastic step where the plan does not set one."""
         return dataclasses.asdict(self.config)[self.noise_key]
+
+    def clip_range(self, ratio: Ratio) -> float:
+        """The published bound on |ratio - 1| for a kind of ratio, in the units of the log-prob form.
+
+        Raises:
+            ValueError: nobody published one.
+        """
+        # Those of its own class: a sampler that extends a built-in one is another, and nobody tuned the range to it.
+        bounds = {(form, kind): bound for form, kind, bound in vars(type(self)).get("clip_ranges", ())}
+        if (self.log_prob_form, ratio) not in bounds:
+            built = {name: registry.load("samplers", name).build for name in registry.names("samplers")}
+            known = [name for name, cls in built.items() if any(kind == ratio for _, kind, _ in cls.clip_ranges)]
+            raise ValueError(
+                f"clip_range=null: there is no published value for sampler {self.name!r} (log-prob form "
+                f"{self.log_prob_form!r}) with the {ratio!r} ratio; give algorithm.clip_range, or use one of "
+                f"{', '.join(known)}"
+            )
+        return bounds[self.log_prob_form, ratio]
 
 
 def ddim_gain(step: Step, direction: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     noise_level: float = 0.8
     """Share a of the noise that a step redraws, dimensionless, in [0, 1]; 0 is the Euler step."""
@@ -50,6 +50,7 @@ def direction(step: Step) -> Tensor:
 class Cps(Sampler):
     log_prob_form = "unscaled"
     kl_divisor = "variance"
+    clip_ranges = (("unscaled", "plain", 1e-5),)
     largest = 1.0
     order = 0  # the redrawn share does not shrink with the step
 

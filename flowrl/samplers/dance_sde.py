@@ -25,7 +25,7 @@ from flowrl.samplers.base import FlowSampler
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     eta: float = 0.3
     """Constant noise strength g, dimensionless; 0 is the Euler step."""
@@ -37,6 +37,7 @@ class Config:
 
 class DanceSde(FlowSampler):
     noise_key = "eta"
+    clip_ranges = (("mean", "plain", 1e-4), ("mean", "ratio_norm", 2e-6))
 
     def diffusion(self, step: Step) -> Tensor:
         return step.noise_level

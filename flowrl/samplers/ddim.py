@@ -29,7 +29,7 @@ from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     eta: float = 1.0
     """Noise of a stochastic step, dimensionless, in [0, 1]."""
@@ -71,6 +71,7 @@ def direction(step: Step) -> Tensor:
 
 
 class Ddim(Sampler):
+    clip_ranges = (("mean", "plain", 1e-4),)
     noise_key = "eta"
     largest = 1.0
     order = 1

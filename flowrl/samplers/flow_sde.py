@@ -25,7 +25,7 @@ from flowrl.samplers.base import FlowSampler, NoiseOptions
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(NoiseOptions):
     noise_level: float = 0.7
     """Strength a of the noise, dimensionless; 0 is the Euler step."""
@@ -47,6 +47,8 @@ def _bound(step: Step) -> Tensor:
 
 
 class FlowSde(FlowSampler):
+    clip_ranges = (("mean", "plain", 1e-4), ("mean", "ratio_norm", 2e-6))
+
     def diffusion(self, step: Step) -> Tensor:
         return flow_sde_diffusion(step, step.noise_level)
 

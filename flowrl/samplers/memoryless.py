@@ -28,7 +28,7 @@ from flowrl.samplers.flow_sde import flow_sde_diffusion
 LEVEL = "experimental"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     eta: float = 1.0
     """Multiple of the memoryless noise, dimensionless; 1 is memoryless, 0 is the Euler step."""

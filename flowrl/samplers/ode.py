@@ -17,7 +17,7 @@ from flowrl.samplers.base import Sampler, StepDistribution, ddim_gain
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """No options."""
 

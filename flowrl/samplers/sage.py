@@ -28,7 +28,7 @@ from flowrl.samplers.base import FlowSampler
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     eta: float = 0.5
     """Noise strength, dimensionless; 0 is the Euler step."""
@@ -56,6 +56,7 @@ def unit_variance(sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> Tensor
 
 class Sage(FlowSampler):
     kl_divisor = "variance"
+    clip_ranges = (("mean", "plain", 1e-4),)
     noise_key = "eta"
     config: Config
 

@@ -25,13 +25,14 @@ from flowrl.samplers.base import FlowSampler
 LEVEL = "tested"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """No options."""
 
 
 class WanSde(FlowSampler):
     kl_divisor = "variance"
+    clip_ranges = (("mean", "plain", 1e-3),)
 
     def diffusion(self, step: Step) -> Tensor:
         """sigma_1 * sigma, or 0, [B].

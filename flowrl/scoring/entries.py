@@ -32,7 +32,7 @@ log = logging.getLogger("flowrl")
 _LARGEST = torch.finfo(torch.float32).max
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardEntry:
     """Options every reward entry has; the others are the reward's own."""
 

@@ -12,7 +12,7 @@ from flowrl.reward import Reward
 from flowrl.scoring.cache import ScoreCache
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Gate:
     """An entry's training value counts only where an output, of whatever entry, is good enough.
 

@@ -49,7 +49,7 @@ class EdgeTraining(Training[EdgeMethod]):
         self._check_trees(setting)
 
     def _check_guidance(self, setting: Setting) -> None:
-        wanted, given = self.method.config.guidance_scale, setting.rollout.guidance_scale
+        wanted, given = self.method.guidance_scale, setting.rollout.guidance_scale
         if wanted is not None and wanted != given:
             raise ConfigError(
                 f"algorithm.guidance_scale={wanted} differs from rollout.guidance_scale={given}: the ratio of a method "
@@ -58,7 +58,7 @@ class EdgeTraining(Training[EdgeMethod]):
             )
 
     def _check_steps(self, setting: Setting) -> None:
-        steps, trained = setting.rollout.num_inference_steps, self.method.config.sde_steps
+        steps, trained = setting.rollout.num_inference_steps, self.method.sde_steps
         # Flows end at clean data. The end of a noise-prediction model's last step is known with its scheduler.
         flow = not takes_vp(setting.sampler)
         if steps < 1 + flow:

@@ -16,7 +16,7 @@ from flowrl.training import optimizers
 from flowrl.training.world import ALONE, World
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class EmaConfig:
     decay: float = 0.9
     """Weight of the old average at each of its updates, in [0, 1)."""
@@ -57,7 +57,7 @@ class EmaConfig:
         return (min(self.decay, (a + n) / (b + n)) if self.warmup else self.decay) ** self.repeats
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     name: optimizers.Name = "adamw"
     """`adamw`; `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit` (bitsandbytes: 8-bit moments, moments

@@ -96,7 +96,7 @@ class SampleTraining(Training[SampleMethod]):
         return Demand(rows=self.method.config.terms(len(plan.schedule)), share=share, latents=0)
 
     def guidance(self, adapter: ModelAdapter, rollout: float) -> float:
-        return training_guidance(adapter, rollout, self.method.config.guidance_scale)
+        return training_guidance(adapter, rollout, self.method.guidance_scale)
 
     def work(self, context: UpdateContext, iteration: Iteration) -> SampleBatches:
         return SampleBatches(context, iteration)

@@ -19,7 +19,7 @@ QWEN = Local(model="Qwen/Qwen3-VL-4B-Instruct")
 """The judge of rewards that ask for none in particular."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Backend:
     """Options of a reward that asks a judge."""
 

@@ -65,7 +65,7 @@ class Question:
         return [("user", self.text), ("assistant", self.exchange[0]), ("user", self.exchange[1])]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Writing:
     """How an answer in words is made."""
 

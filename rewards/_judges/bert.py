@@ -31,7 +31,7 @@ LAYERS = {"roberta-large": 17, "deberta-xlarge-mnli": 40}
 _SPACE_BEFORE = {"roberta", "gpt2"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """The embeddings that are compared."""
 

@@ -37,7 +37,7 @@ _REFUSED = {401: "the API key", 403: "the API key's rights", 404: "base_url and 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Http:
     """A judge on a server."""
 

@@ -33,7 +33,7 @@ _FORMER_NAMES = {
 """Modules of Qwen-VL and LLaVA before transformers 4.52 -> now. transformers renames weights itself, adapters not."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Local:
     """A judge on this machine."""
 

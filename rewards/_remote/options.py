@@ -9,7 +9,7 @@ from flowrl.core.paths import SECRET
 from flowrl.core.subprocesses import require_patience
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
     servers: list[str]
     """Addresses, as http://127.0.0.1:8100; requests go to the least busy one."""

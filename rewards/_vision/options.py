@@ -12,7 +12,7 @@ Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class FrameOptions:
     """Options of a network that looks at single images."""
 
@@ -26,7 +26,7 @@ class FrameOptions:
             raise ValueError(f"frames={self.frames} must be at least 1")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ClipOptions(FrameOptions):
     """Options of a CLIP-like network, which takes a small square."""
 

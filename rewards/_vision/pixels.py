@@ -30,7 +30,7 @@ _PIL = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINE
 _SEEN = {"crop": "the centre square", "pad": "the whole image between bars", "squash": "stretched to a square"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Pixels:
     """The way of one network from images in [0, 1] to its input.
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flowrl.algorithms._matching import AnchorConfig, DrawnOptions, LagConfig
+from flowrl.algorithms._matching import AnchorConfig, LagConfig
+from flowrl.algorithms._options import SolverOptions, TimesOptions
 from flowrl.commands._option_texts import OptionText, option_texts
 from flowrl.config.schema import RunConfig
 from flowrl.core import registry
@@ -35,13 +36,20 @@ KEYS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drawn(SolverOptions, TimesOptions):
+    """What all methods have that draw their samples."""
+
+    times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete"))
+
+
 def known() -> dict[str, tuple[type, str, str]]:
     """What a mark may name -> class of the options, dotted place of the mapping in it, prefix of the keys."""
     methods = {name: (registry.load("algorithms", name).Config, "", "algorithm.") for name in methods_names()}
     flow_grpo = methods["flow_grpo"][0]
     places = {name: (RunConfig, f"{name}.", "") for name in ("rollout.exploration", "data.pairs")}
     return methods | places | {
-        "methods on finished samples": (DrawnOptions, "", "algorithm."),
+        "methods on finished samples": (Drawn, "", "algorithm."),
         "times": (TimesConfig, "", "times."),
         "pull": (AnchorConfig, "", ""),
         "role that lags": (LagConfig, "", ""),

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from flowrl.algorithms import flow_grpo
-from flowrl.algorithms.flow_grpo import clip_preset
 from flowrl.algorithms.flow_grpo_fast import Config, build
 from flowrl.config.components import component
 from flowrl.contracts.grids import flow_schedule
@@ -92,13 +91,14 @@ def test_a_given_clip_range_is_used_as_it_is():
 
 def test_a_sampler_without_a_published_clip_range_asks_for_one():
     with pytest.raises(ValueError, match=r"'memoryless'.*algorithm\.clip_range"):
-        clip_preset(memoryless.build(memoryless.Config()), "plain")
+        memoryless.build(memoryless.Config()).clip_range("plain")
 
 
-def test_a_sampler_by_path_is_named_by_its_file(tmp_path):
-    """Even one that is called like a built-in sampler: the published value is not for it."""
+@pytest.mark.parametrize("base", ["flowrl.Sampler", "flowrl.samplers.flow_sde.FlowSde"])
+def test_a_sampler_by_path_is_named_by_its_file(tmp_path, base):
+    """Even one that is called like a built-in sampler, or extends it: the published value is not for it."""
     file = tmp_path / "flow_sde.py"
-    file.write_text("import flowrl\nclass Mine(flowrl.Sampler):\n    def transition(self, *_): ...\n")
+    file.write_text(f"import flowrl.samplers.flow_sde\nclass Mine({base}):\n    def transition(self, *_): ...\n")
     sampler = component("samplers", {"path": str(file)}, "rollout.sampler").build()
     with pytest.raises(ValueError, match=rf"sampler '{re.escape(str(file))}'.*algorithm\.clip_range"):
         flow_grpo.Config().check(sampler, 10)

@@ -39,7 +39,7 @@ def test_a_method_that_is_its_loss_alone_is_awm_on_policy_without_its_stabiliser
     assert_same_gradient(*found)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Lagging(Options):
     reference_guidance: float | None = 2.0
 

@@ -36,6 +36,16 @@ def test_nothing_is_overwritten_and_names_are_those_of_modules(tmp_path, capsys)
     for name in ("mine.py", "my-reward", "../x", "", "types"):
         with pytest.raises(ConfigError, match="NAME="):
             write("sampler", name, tmp_path)
+    with pytest.raises(ConfigError, match="--short writes a reward as one function, and KIND=method"):
+        write("method", "other", tmp_path, short=True)
+
+
+def test_a_short_reward_is_one_function_that_keeps_every_law(tmp_path):
+    assert "flowrl score --check" in write("reward", "bright", tmp_path, short=True)
+    text = (tmp_path / "bright.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 10
+    assert "def score(" in text
+    assert all(finding.good for finding in flowrl.check(str(tmp_path / "bright.py")))
 
 
 @pytest.mark.parametrize("kind", ["reward", "sampler", "suite", pytest.param("method", marks=pytest.mark.slow)])

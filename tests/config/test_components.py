@@ -9,7 +9,9 @@ import pytest
 
 import flowrl
 from flowrl.config.components import Component, component
+from flowrl.contracts.grids import flow_schedule
 from flowrl.core.errors import ConfigError
+from flowrl.samplers import flow_sde
 
 SAMPLER = """
 import flowrl
@@ -63,6 +65,24 @@ def test_its_own_config_is_checked_strictly_and_a_class_that_extends_a_method_ha
     part = found("algorithms", text, clip_range=2e-4)
     assert type(part.config).__module__ == "flowrl.algorithms.flow_grpo"
     assert part.build().config.clip_range == 2e-4
+
+
+def test_a_method_of_ones_own_has_the_options_of_its_kind_and_their_checks(found):
+    """In the style of the built-in ones: a `Config` that extends its kind's, and calls its checks (F66, F67)."""
+    checked = METHOD.replace(
+        "scale: float = 1.0\n",
+        "scale: float = 1.0\n    def __post_init__(self):\n        super().__post_init__()\n"
+        "        if self.scale <= 0: raise ValueError('scale must be positive')\n",
+    )
+    given = {"sde_steps": [0, 1], "kl": {"coef": 0.1}, "advantages": {"std": "group"}}
+    method = found("algorithms", checked, scale=2.0, **given).build()
+    assert method.roles == ("reference",)
+    assert method.rule.config.std == "group"
+    grid = flow_schedule(4)
+    assert method.plan(grid, flow_sde.build(flow_sde.Config()), 1, 0).train == (0, 1)
+    for options, words in (({"scale": -1.0}, "scale must be"), ({"sde_steps": [1, 1]}, "names a step twice")):
+        with pytest.raises(ConfigError, match=words):
+            found("algorithms", checked, **options)
 
 
 def test_a_build_goes_before_classes_and_helpers_and_bases_in_the_file_are_not_meant(found):

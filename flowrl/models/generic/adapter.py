@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PROBE_GUIDANCE = 4.0  # above every pipeline's threshold, so that both prompts are encoded
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Config(ModelConfig):
     call: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's own call, such as num_frames or max_sequence_length."""
@@ -52,7 +52,7 @@ class Config(ModelConfig):
     """How the checkpoint was distilled to few steps; null: guessed from its scheduler (docs/noise_prediction.md)."""
 
     def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
+        super().__post_init__()
         require_native(self.shard)
         require_own_guidance(self.guidance_gradient)
         require_seen_overflow(self.vae_precision)

@@ -12,7 +12,7 @@ OFFLOADED = ("text_encoders", "vae")
 _DENOISER = ("denoiser", "network", "transformer", "transformer_2", "unet")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MemorySettings:
     """Each option alone; none changes a run that leaves it out."""
 

@@ -38,7 +38,7 @@ class Judging:
     compat: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of the command line; their help is in flowrl/commands/eval.py."""
 
