@@ -39,7 +39,7 @@ def test_links_lead_to_files_and_headings(page: Path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_recipes_and_pages_that_a_page_names_are_there(page: Path):
     text = page.read_text(encoding="utf-8")
-    named = re.findall(r"(?<![\w/.])(?:configs|flowrl|scripts|tests|docs)/[a-z0-9_/-]+\.(?:yaml|py|sh|md)\b", text)
+    named = re.findall(r"(?<![\w/.:])(?:configs|flowrl|scripts|tests|docs)/[a-z0-9_/-]+\.(?:yaml|py|sh|md)\b", text)
     base = [ROOT, page.parent] if page.name == "rewards.md" else [ROOT]
     assert [file for file in named if not any((folder / file).exists() for folder in base)] == []
 

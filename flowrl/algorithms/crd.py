@@ -15,11 +15,8 @@ Source: arXiv 2603.14128; X-GenGroup/Flow-Factory:trainers/crd.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
-from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, pull, pulling
 from flowrl.algorithms._options import CreditOptions, ReferenceOptions, SolverOptions, TimesOptions
@@ -27,7 +24,7 @@ from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
-from flowrl.losses.matching import centred, group_sum, implicit_reward, optimality
+from flowrl.losses.matching import RewardFit, centred, implicit_reward, optimality, pool_weights, reward_fit
 
 LEVEL = "tested"
 
@@ -37,7 +34,7 @@ class Config(ReferenceOptions, CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="permutation", count=None, fraction=0.99))
     beta: float = 1.0
     """Scale of the implicit reward against the given one."""
-    fit: Literal["mse", "bce"] = "mse"
+    fit: RewardFit = "mse"
     """Squared difference, or cross-entropy with the sigmoid of the centred reward."""
     adaptive: bool = True
     """Divide errors by their mean absolute error."""
@@ -88,37 +85,15 @@ class Crd(SampleMethod[Config]):
             outputs.by_role["policy"], outputs.by_role["old"], outputs.target, adaptive=config.adaptive
         )
         parts = [
-            fit(config.beta * centred(implied, batch.group, weight), centred(given, batch.group, weight), config.fit)
+            reward_fit(
+                config.beta * centred(implied, batch.group, weight), centred(given, batch.group, weight), config.fit
+            )
             for weight in pool_weights(given, batch.advantage, batch.group, config.pools)
         ]
         policy = torch.stack(parts).mean(dim=0) * (config.advantages.clip / config.beta)
         share = config.least_pull + (1 - config.least_pull) * given
         metrics = {"policy/loss": policy, "policy/optimality": given, "policy/implicit_reward": implied}
         return summed(policy + share * pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
-
-
-def fit(implied: Tensor, given: Tensor, how: Literal["mse", "bce"]) -> Tensor:
-    """Loss of centred rewards, [M]."""
-    if how == "mse":
-        return (implied - given).square()
-    return binary_cross_entropy_with_logits(implied, given.sigmoid(), reduction="none")
-
-
-def pool_weights(given: Tensor, advantage: Tensor, group: Tensor, pools: float | None) -> list[Tensor]:
-    """Weights by which a group is centred, each [M] and of sum 1 over the group; an empty pool is the whole group."""
-    everyone = torch.ones_like(given)
-    if pools is None:
-        masses = [everyone]
-    elif pools == 0:
-        masses = [(advantage > 0).to(given), (advantage < 0).to(given)]
-    else:
-        masses = [(given / pools).exp(), (-given / pools).exp()]
-    totals = [group_sum(mass, group) for mass in masses]
-    whole = everyone / group_sum(everyone, group)
-    return [
-        torch.where(total > 0, mass / total.clamp(min=1e-300), whole)
-        for mass, total in zip(masses, totals, strict=True)
-    ]
 
 
 build = Crd

@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, pull, pulling
 from flowrl.algorithms._options import CreditOptions, ReferenceOptions, SolverOptions, TimesOptions
@@ -26,7 +25,7 @@ from flowrl.core.strict import require_positive
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
-from flowrl.losses.matching import group_preference_weight
+from flowrl.losses.matching import group_preference_weight, overshot
 from flowrl.models.weights.roles import Weights
 
 LEVEL = "tested"
@@ -81,12 +80,6 @@ class Dgpo(SampleMethod[Config]):
         super().after_iteration(updates, weights)
         start = self.config.sample_average_from
         self.behaviour = "policy" if start is None or updates < start else "average"
-
-
-def overshot(error: Tensor, error_old: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
-    """Terms that have moved far enough: ratio above 1 + c where A > 0, below 1 - c elsewhere; [M] bool."""
-    ratio = (error_old - error.detach()).exp()
-    return torch.where(advantage > 0, ratio > 1 + clip_range, ratio < 1 - clip_range)
 
 
 build = Dgpo

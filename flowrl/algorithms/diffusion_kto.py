@@ -22,7 +22,7 @@ from flowrl.algorithms._options import TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.strict import require_positive
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
-from flowrl.losses.preference import Utility, label_loss
+from flowrl.losses.preference import Offset, Utility, label_loss, reference_point
 from flowrl.rollout.outputs import Outputs, Space
 
 LEVEL = "experimental"
@@ -34,7 +34,7 @@ class Config(PullOptions, TimesOptions):
     """Scale of the gain."""
     utility: Utility = "kahneman_tversky"
     """Shape of the loss; see `flowrl/losses/preference.py`."""
-    offset: Literal["mean", "class_means"] = "mean"
+    offset: Offset = "mean"
     """z: the mean of g over all terms, at least 0; or the mean of the two classes' means, of either sign."""
     liked_share: float = 0.8
     """Share of liked images among those that are drawn."""
@@ -80,20 +80,6 @@ class DiffusionKto(SampleMethod[Config]):
 
     def preferred(self, batch: NoisedBatch, networks: Networks) -> Tensor:
         return (batch.advantage * self.gain(self.outputs(batch, networks))).detach()
-
-
-def reference_point(means: Tensor, how: Literal["mean", "class_means"]) -> Tensor:
-    """z from the means of `measured` [5]: of g, of both classes' parts of it, and their shares.
-
-    The plain mean is at least 0, as published; that of the classes' means has no such bound in the published code and
-    may have either sign. A class that is absent has no mean, and the other's counts alone.
-    """
-    gain, liked, likes, disliked, dislikes = means
-    if how == "mean":
-        return gain.clamp(min=0)
-    parts, shares = torch.stack([liked, disliked]), torch.stack([likes, dislikes])
-    here = shares > 0
-    return torch.where(here, parts / shares, 0.0).sum() / here.sum()
 
 
 build = DiffusionKto

@@ -14,13 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from flowrl.algorithms._options import RatioOptions, StepOptions
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import Terms, ratio_metrics, single_advantage, with_reference
 from flowrl.losses.batches import LossOutput, Microbatch
+from flowrl.losses.ratio import masked_ratio_loss
 from flowrl.samplers.base import StepDistribution
 
 LEVEL = "tested"
@@ -38,24 +36,6 @@ class Config(RatioOptions, StepOptions):
         super().__post_init__()
         if not self.threshold >= 0:
             raise ValueError(f"threshold={self.threshold} must not be negative")
-
-
-def masked_ratio_loss(log_ratio: Tensor, advantage: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
-    """-A exp(log_ratio), but 0 without gradient where `far` and the ratio has moved in the direction of A; all [E].
-
-    Returns:
-        loss, and a bool tensor: True where the term was dropped.
-
-    >>> loss, dropped = masked_ratio_loss(torch.tensor([0.5, 0.5]), torch.tensor([1.0, -1.0]), torch.tensor([True] * 2))
-    >>> dropped.tolist()
-    [True, False]
-    """
-    if not log_ratio.shape == advantage.shape == far.shape:
-        raise ValueError(f"log_ratio {tuple(log_ratio.shape)} and advantage {tuple(advantage.shape)} must agree")
-    dropped = far & (log_ratio.detach() * advantage > 0)
-    # Before the exponential: a masked infinite ratio would still have the gradient inf * 0.
-    ratio = torch.where(dropped, torch.zeros_like(log_ratio), log_ratio).exp()
-    return torch.where(dropped, torch.zeros_like(ratio), -advantage * ratio), dropped
 
 
 class FlowDppo(EdgeMethod[Config]):

@@ -27,8 +27,9 @@ from flowrl.algorithms.flow_grpo import ClipOptions, clipped_loss
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.types import Step
 from flowrl.credit.advantages import AdvantageConfig
-from flowrl.diffusion.process import Process, VPProcess, expand
+from flowrl.diffusion.process import Process, VPProcess
 from flowrl.losses.batches import LossOutput, Microbatch
+from flowrl.losses.ratio import normalised_log_ratio
 from flowrl.samplers.base import Ratio, Sampler, StepDistribution
 
 LEVEL = "tested"
@@ -64,18 +65,6 @@ class Config(StepOptions, ClipOptions, RatioOptions):
                 "model (VP) the steps would count up to a hundredfold unevenly",
                 remedies=[Remedy({"reweight": "exact"}), Remedy({"reweight": "none"})],
             )
-
-
-def normalised_log_ratio(policy: StepDistribution, mean_old: Tensor, x_next: Tensor) -> Tensor:
-    """mean over dims of (x' - mean_old) / s * (mean - mean_old), per sample, [B]; all else [B, ...] float32.
-
-    >>> import torch
-    >>> policy = StepDistribution(mean=torch.full((1, 2), 0.5), std=torch.tensor([2.0]))
-    >>> float(normalised_log_ratio(policy, torch.zeros(1, 2), torch.ones(1, 2)))
-    0.25
-    """
-    noise = (x_next.float() - mean_old) / expand(policy.std, mean_old)
-    return (noise * (policy.mean - mean_old)).flatten(1).mean(dim=1)
 
 
 def step_weight(form: Reweight, sampler: Sampler, step: Step) -> Tensor | None:

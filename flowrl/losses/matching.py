@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from flowrl.core.tensors import numbered
 from flowrl.diffusion.process import expand
@@ -20,17 +21,26 @@ _LEAST = 1e-5  # of self-normalising weights
 _OFFSET = 1e-10  # keeps the power of an error differentiable at 0
 
 ErrorWeighting = Literal["uniform", "sigma", "sigma2", "huber", "ghuber"]
+RewardFit = Literal["mse", "bce"]
 
 
 def mean_square(left: Tensor, right: Tensor) -> Tensor:
-    """Mean over dims of (left - right)^2, both [M, ...] -> [M] float64."""
+    """l = mean over dims of (left - right)^2, both [M, ...] -> [M] float64.
+
+    >>> mean_square(torch.zeros(1, 2, 2), torch.full((1, 2, 2), 0.5)).tolist()
+    [0.25]
+    """
     if left.shape != right.shape:
         raise ValueError(f"outputs {tuple(left.shape)} and {tuple(right.shape)} must agree")
     return (_exact(left) - _exact(right)).square().flatten(1).mean(dim=1, dtype=torch.float64)
 
 
 def mean_distance(left: Tensor, right: Tensor) -> Tensor:
-    """Mean over dims of |left - right|, detached, both [M, ...] -> [M] float64, at least 1e-5."""
+    """w = mean over dims of |left - right|, detached, both [M, ...] -> [M] float64, at least 1e-5.
+
+    >>> mean_distance(torch.zeros(1, 2, 2), torch.full((1, 2, 2), -0.5)).tolist()
+    [0.5]
+    """
     distance = (_exact(left.detach()) - _exact(right)).abs().flatten(1).mean(dim=1, dtype=torch.float64)
     return distance.clamp(min=_LEAST)
 
@@ -73,7 +83,11 @@ def matching_log_prob(error: Tensor, sigma: Tensor, weighting: ErrorWeighting, p
 
 
 def elbo_weight(sigma: Tensor, noise_level: float = 0.7) -> Tensor:
-    """1 / (2 s^2) with the Flow-SDE's s = a sqrt(sigma / (1 - sigma)), sigma at most 0.99; [M] float64."""
+    """1 / (2 s^2) with the Flow-SDE's s = a sqrt(sigma / (1 - sigma)), sigma at most 0.99; [M] float64.
+
+    >>> elbo_weight(torch.tensor([0.5]), noise_level=1.0).tolist()
+    [0.5]
+    """
     sigma = sigma.double()
     return (1 - sigma.clamp(max=0.99)) / (2 * noise_level**2 * sigma)
 
@@ -109,6 +123,10 @@ def negative_aware_loss(
         adaptive: False leaves w out.
 
     Source: arXiv 2509.16117; NVlabs/DiffusionNFT:scripts/train_nft_sd3.py.
+
+    >>> policy, clean = torch.full((1, 4), 0.5), torch.zeros(1, 4)
+    >>> negative_aware_loss(policy, policy, clean, torch.tensor([1.0]), mix=1.0).tolist()
+    [0.5]
     """
     positive, negative = mix * policy + (1 - mix) * old, (1 + mix) * old - mix * policy
 
@@ -120,18 +138,29 @@ def negative_aware_loss(
     return (good * branch(positive) + (1 - good) * branch(negative)) / mix
 
 
-# ---- whole groups: DGPO, CRD
+# ---- sums over groups
 
 
 def group_sum(values: Tensor, group: Tensor) -> Tensor:
-    """Sum over the rows of the same group, at every row; values [M], group [M] int64."""
+    """Sum over the rows of the same group, at every row; values [M], group [M] int64.
+
+    >>> group_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([7, 7, 3])).tolist()
+    [3.0, 3.0, 4.0]
+    """
     number = numbered(group)
     return torch.zeros_like(values).index_add(0, number, values)[number]
 
 
 def group_mean(values: Tensor, group: Tensor) -> Tensor:
-    """Mean over the rows of the same group, at every row; values [M], group [M] int64."""
+    """Mean over the rows of the same group, at every row; values [M], group [M] int64.
+
+    >>> group_mean(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([7, 7, 3])).tolist()
+    [1.5, 1.5, 4.0]
+    """
     return group_sum(values, group) / group_sum(torch.ones_like(values), group)
+
+
+# ---- whole groups: DGPO
 
 
 def group_preference_weight(
@@ -149,14 +178,35 @@ def group_preference_weight(
         beta: inverse temperature.
 
     Source: arXiv 2510.08425; Luo-Yihong/DGPO:scripts/train_sd3_dgpo.py.
+
+    >>> error, reference = torch.tensor([0.2, 0.5]).double(), torch.tensor([0.2, 0.5]).double()
+    >>> group_preference_weight(torch.tensor([1.0, -1.0]), error, reference, torch.tensor([7, 7]), 100.0).tolist()
+    [0.5, 0.5]
     """
     return torch.sigmoid(beta * group_mean((advantage.double() * (error - error_reference)).detach(), group))
+
+
+def overshot(error: Tensor, error_old: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
+    """Terms that have moved far enough, [M] bool: exp(l_old - l) above 1 + c where A > 0, below 1 - c elsewhere.
+
+    >>> overshot(torch.tensor([0.1, 0.1]), torch.tensor([0.3, 0.3]), torch.tensor([1.0, -1.0]), 0.01).tolist()
+    [True, False]
+    """
+    ratio = (error_old - error.detach()).exp()
+    return torch.where(advantage > 0, ratio > 1 + clip_range, ratio < 1 - clip_range)
+
+
+# ---- rewards that the policy implies: CRD
 
 
 def implicit_reward(policy: Tensor, old: Tensor, target: Tensor, *, adaptive: bool = True) -> Tensor:
     """l_old / w_old - l / w, [M] float64: log p / p_old by matching errors of outputs [M, ...].
 
     w = mean |v - v*| without gradient, or 1.
+
+    >>> target = torch.zeros(1, 4)
+    >>> implicit_reward(target + 0.5, target + 1, target, adaptive=False).tolist()
+    [0.75]
     """
 
     def error(output: Tensor) -> Tensor:
@@ -170,8 +220,53 @@ def centred(values: Tensor, group: Tensor, weight: Tensor) -> Tensor:
     """values - sg(weighted mean of the group), [M]; `weight` [M] sums to 1 over each group.
 
     Centring takes log Z(c) away, which is one constant per prompt.
+
+    >>> centred(torch.tensor([1.0, 3.0]), torch.tensor([7, 7]), torch.tensor([0.5, 0.5])).tolist()
+    [-1.0, 1.0]
     """
     return values - group_sum((weight * values).detach(), group)
+
+
+def pool_weights(given: Tensor, advantage: Tensor, group: Tensor, pools: float | None) -> list[Tensor]:
+    """Weights for `centred`, each [M] and of sum 1 over the group; an empty pool is the whole group.
+
+    Args:
+        given: r [M] float64.
+        advantage: A [M].
+        group: [M] int64.
+        pools: None: one, all alike; 0: the samples of A > 0 and those of A < 0; above 0: softmax of r and of -r at
+            this temperature.
+
+    >>> given, advantage = torch.tensor([0.9, 0.5, 0.1]).double(), torch.tensor([4.0, 0.0, -4.0])
+    >>> [weights.tolist() for weights in pool_weights(given, advantage, torch.tensor([7, 7, 7]), 0.0)]
+    [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+    """
+    everyone = torch.ones_like(given)
+    if pools is None:
+        masses = [everyone]
+    elif pools == 0:
+        masses = [(advantage > 0).to(given), (advantage < 0).to(given)]
+    else:
+        masses = [(given / pools).exp(), (-given / pools).exp()]
+    totals = [group_sum(mass, group) for mass in masses]
+    whole = everyone / group_sum(everyone, group)
+    return [
+        torch.where(total > 0, mass / total.clamp(min=1e-300), whole)
+        for mass, total in zip(masses, totals, strict=True)
+    ]
+
+
+def reward_fit(implied: Tensor, given: Tensor, how: RewardFit) -> Tensor:
+    """Loss of centred rewards, [M]: `mse` (R' - r')^2, or `bce`, the cross-entropy of R' with sigmoid(r').
+
+    Source: arXiv 2603.14128; X-GenGroup/Flow-Factory:trainers/crd.py.
+
+    >>> reward_fit(torch.tensor([2.0]), torch.tensor([0.5]), "mse").tolist()
+    [2.25]
+    """
+    if how == "mse":
+        return (implied - given).square()
+    return binary_cross_entropy_with_logits(implied, given.sigmoid(), reduction="none")
 
 
 # ---- regression to a target
@@ -181,12 +276,16 @@ def matched_target(reference: Tensor, old: Tensor, target: Tensor, advantage: Te
     """v_ref + m A (v* - v_old), [M, ...]: the adjoint at the clean sample, moved along the path to (x, sigma).
 
     Source: arXiv 2605.10759.
+
+    >>> reference, old, target = torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2)
+    >>> matched_target(reference, old, target, torch.tensor([0.5]), strength=1.0).tolist()
+    [[0.5, 0.5]]
     """
     return reference + expand((strength * advantage).to(reference), reference) * (target - old)
 
 
 def softmax_weights(rewards: Tensor, temperature: float) -> Tensor:
-    """exp(r / tau) over its sum in the group: rewards [P, G], NaN masked with weight 0; [P, G] float64.
+    """exp(r / tau) over its sum in the group: rewards [P, G], NaN masked with weight 0; [P, G] float64. (RWR)
 
     >>> softmax_weights(torch.tensor([[1.0, 1.0, float("nan")]]), 0.5).tolist()
     [[0.5, 0.5, 0.0]]

@@ -14,6 +14,7 @@ from torch.nn.functional import logsigmoid
 from flowrl.losses.matching import group_sum
 
 Anchor = Literal["sign", "indicator", "loser"]
+Offset = Literal["mean", "class_means"]
 Utility = Literal["kahneman_tversky", "loss_averse", "risk_seeking"]
 
 
@@ -25,6 +26,10 @@ def pair_margin(sign: Tensor, error: Tensor, error_reference: Tensor, pair: Tens
         error: l [M].
         error_reference: l_ref [M].
         pair: [M] int64; rows of one number are one pair at one time, with one noise.
+
+    >>> sign, pair = torch.tensor([1.0, -1.0]), torch.tensor([7, 7])
+    >>> pair_margin(sign, torch.tensor([0.25, 0.5]), torch.tensor([0.5, 0.5]), pair).tolist()
+    [-0.25, -0.25]
     """
     return group_sum(sign.to(error) * (error - error_reference), pair)
 
@@ -85,3 +90,20 @@ def label_loss(gain: Tensor, sign: Tensor, offset: Tensor | float, beta: float, 
     if utility == "kahneman_tversky":
         return torch.sigmoid(-u)
     return -logsigmoid(u) if utility == "loss_averse" else logsigmoid(-u)
+
+
+def reference_point(means: Tensor, how: Offset) -> Tensor:
+    """z of `label_loss` from the means over all rows of [g, y+ g, y+, y- g, y-], [5]; y+ is 1 for what was liked.
+
+    The plain mean is at least 0, as published; that of the classes' means has no such bound in the published code and
+    may have either sign. A class that is absent has no mean, and the other's counts alone.
+
+    >>> reference_point(torch.tensor([2.0, 0.8, 0.8, 1.2, 0.2]), "class_means").tolist()
+    3.5
+    """
+    gain, liked, likes, disliked, dislikes = means
+    if how == "mean":
+        return gain.clamp(min=0)
+    parts, shares = torch.stack([liked, disliked]), torch.stack([likes, dislikes])
+    here = shares > 0
+    return torch.where(here, parts / shares, 0.0).sum() / here.sum()

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import EdgeMethod
-from flowrl.algorithms.grpo_guard import normalised_log_ratio
 from flowrl.config.load import load_config, resolve
 from flowrl.display.console import log, set_up_logging
+from flowrl.losses.ratio import normalised_log_ratio
 from flowrl.run.report import row_line
 from flowrl.run.session import Session
 from flowrl.training.edge_batches import EdgeBatches

@@ -71,6 +71,15 @@ What `import flowrl` offers: `flowrl.NAME`. Longer examples: [As a library](../l
 component keeps: `Reward` and `Card`, `Sampler`, `Method` with its three kinds, and `check`, which tests them
 ([CONTRIBUTING.md](../../CONTRIBUTING.md)).
 """
+LOSSES = """
+Functions from tensors to tensors, for any loop: they know no model, no rollout and no trainer, and are what the methods
+of `flowrl/algorithms/` call. A value for each row, float64 where policies differ in the last digits; you take the mean.
+The examples are tests. [A notebook](../../notebooks/flow_grpo_from_parts.ipynb) has a loop around one of them.
+
+Log-prob and KL of a step are methods of the Gaussian that a sampler gives, `flowrl.samplers.base.StepDistribution`:
+`log_prob(x_next, form)` and `kl(other, divisor=..., dt=...)`, both [B].
+"""
+LOSS_MODULES = ("flowrl.losses.ratio", "flowrl.losses.matching", "flowrl.losses.preference")
 
 
 def cell(text: str) -> str:
@@ -191,6 +200,18 @@ def api() -> str:
     return f"# Python API\n\n{WRITTEN}{API}{''.join(parts)}"
 
 
+def losses() -> str:
+    """The page of the pure losses: the functions of each module, in its order."""
+    result = f"# Losses\n\n{WRITTEN}{LOSSES}"
+    for module in map(importlib.import_module, LOSS_MODULES):
+        result += f"\n## {module.__name__}\n\n{inspect.cleandoc(module.__doc__ or '')}\n"
+        own = [one for one in vars(module).values() if inspect.isfunction(one) and one.__module__ == module.__name__]
+        result += "".join(
+            f"\n### {one.__name__}\n\n{block(one.__name__, one)}" for one in own if one.__name__[0] != "_"
+        )
+    return result
+
+
 def entry(name: str, thing: Any) -> str:
     """The section of an exported name: where it is, its signature, its docstring, its public members."""
     result = f"\n## {name}\n\n`{thing.__module__}.{thing.__qualname__}`\n\n{block(name, thing)}"
@@ -239,5 +260,6 @@ def pages() -> dict[Path, str]:
         "credits.md": credits(),
         "commands.md": commands(),
         "api.md": api(),
+        "losses.md": losses(),
     }
     return {PAGES / name: text for name, text in (others | kinds).items()}

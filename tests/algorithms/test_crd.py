@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.algorithms._matching import AnchorConfig
-from flowrl.algorithms.crd import Config, build, fit, pool_weights
-from flowrl.losses.matching import implicit_reward, optimality
+from flowrl.algorithms.crd import Config, build
+from flowrl.losses.matching import implicit_reward, optimality, pool_weights, reward_fit
 from tests.toys import draw, loss_and_gradient
 
 M, OFF = 6, AnchorConfig(coef=0.0)
@@ -60,9 +60,9 @@ def test_the_value_is_that_of_centred_rewards_away_from_the_old_policy():
 
 def test_cross_entropy_is_least_where_both_rewards_agree():
     given = torch.tensor([-0.4, 0.0, 0.7], dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(fit(given, given.detach(), "bce").sum(), given)
+    (slope,) = torch.autograd.grad(reward_fit(given, given.detach(), "bce").sum(), given)
     assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-12)
-    assert fit(torch.tensor([2.0]), torch.tensor([0.5]), "mse").tolist() == [2.25]
+    assert reward_fit(torch.tensor([2.0]), torch.tensor([0.5]), "mse").tolist() == [2.25]
 
 
 def test_two_pools_are_the_good_and_the_bad_by_their_advantage():

@@ -12,7 +12,8 @@ from torch.testing import assert_close
 from flowrl.algorithms import crd
 from flowrl.algorithms._matching import AnchorConfig
 from flowrl.algorithms.base import Networks
-from flowrl.algorithms.dgpo import Config, build, overshot
+from flowrl.algorithms.dgpo import Config, build
+from flowrl.losses.matching import overshot
 from flowrl.rollout.policy import Policy
 from flowrl.samplers.ode import Ode
 from tests.toys import Moves, ToyAdapter, draw, loss_and_gradient

@@ -7,7 +7,8 @@ import torch
 from torch.testing import assert_close
 
 from flowrl.algorithms import flow_grpo
-from flowrl.algorithms.flow_dppo import Config, build, masked_ratio_loss
+from flowrl.algorithms.flow_dppo import Config, build
+from flowrl.losses.ratio import masked_ratio_loss
 from tests.toys import ToyAdapter, draw_advantages, nudge, off_policy, roll_out
 
 

@@ -9,10 +9,11 @@ import torch
 from torch.testing import assert_close
 
 from flowrl.algorithms.flow_grpo import clipped_terms
-from flowrl.algorithms.grpo_guard import Config, Reweight, build, normalised_log_ratio, step_weight
+from flowrl.algorithms.grpo_guard import Config, Reweight, build, step_weight
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.diffusion.plan import window
 from flowrl.diffusion.process import FlowProcess, VPProcess
+from flowrl.losses.ratio import normalised_log_ratio
 from flowrl.samplers import cps, dance_sde, ddim, flow_sde
 from flowrl.samplers.base import StepDistribution
 from tests.toys import ToyAdapter, draw_advantages, make_step, nudge, roll_out

@@ -15,11 +15,10 @@ from torch.testing import assert_close
 from flowrl.algorithms import dgpo, diffusion_dpo, diffusion_kto, online_dpo, seppo
 from flowrl.algorithms._credit import given_signs
 from flowrl.algorithms._matching import AnchorConfig
-from flowrl.algorithms.diffusion_kto import reference_point
 from flowrl.contracts.grids import flow_schedule
 from flowrl.losses.batches import LossOutput, NoisedBatch
 from flowrl.losses.matching import mean_square
-from flowrl.losses.preference import anchor_sign, label_loss, pair_margin, preference_loss
+from flowrl.losses.preference import anchor_sign, label_loss, pair_margin, preference_loss, reference_point
 from flowrl.rollout.outputs import Outputs
 from flowrl.samplers.ode import Ode
 from tests.toys import Moves, ToyAdapter, draw, loss_and_gradient, loss_of, nudge, outputs_of, roll_out
