@@ -168,8 +168,9 @@ def test_accelerate_is_imported_for_processes_for_weights_without_storage_and_fo
     assert users == {"flowrl.training.world", "flowrl.rewards._vision.checkpoints", *trackers}
 
 
-def test_importing_flowrl_loads_neither_torch_nor_diffusers_nor_transformers():
-    code = "import sys, flowrl; print([m for m in ('torch', 'diffusers', 'transformers') if m in sys.modules])"
+@pytest.mark.parametrize("name", ["flowrl", "flowrl.config.load"])
+def test_importing_flowrl_or_what_reads_a_configuration_loads_neither_torch_nor_diffusers_nor_transformers(name):
+    code = f"import sys, {name}; print([m for m in ('torch', 'diffusers', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 

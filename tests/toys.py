@@ -42,7 +42,8 @@ from flowrl.training.kinds import training_of
 from flowrl.training.learner import Learner
 from flowrl.training.metrics import Sums
 from flowrl.training.microbatches import microbatches
-from flowrl.training.optim import OptimConfig, Optimizer
+from flowrl.training.optim import Optimizer
+from flowrl.training.options import OptimConfig
 from flowrl.training.sample_batches import SampleBatches
 from flowrl.training.sampling import Sampling
 from flowrl.training.world import World, shard

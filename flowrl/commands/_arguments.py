@@ -114,7 +114,7 @@ def showing(quiet: bool = False, as_json: bool = False) -> Generator[Display]:
     Raises:
         ConfigError: both are asked for.
     """
-    from flowrl.core.errors import ConfigError, Remedy
+    from flowrl.core.errors import ConfigError, Remedy, ending_of
     from flowrl.display.display import opened
 
     if quiet and as_json:
@@ -129,8 +129,6 @@ def showing(quiet: bool = False, as_json: bool = False) -> Generator[Display]:
         except SystemExit:  # of the launcher, whose first process has told its end
             raise
         except BaseException as error:
-            from flowrl.run.telling import ending_of
-
             display.send("end", **ending_of(error))
             raise
         display.send("end", exit_code=0, **({"status": "finished"} | display.result))

@@ -43,7 +43,8 @@ def look(source: str, words: Sequence[str]) -> bool:
         ConfigError: no such set or column, or nothing in it can be used.
     """
     from flowrl.core.strict import overridden, validate
-    from flowrl.data.preferences import PreferenceOptions, load_preferences
+    from flowrl.data.options import PreferenceOptions
+    from flowrl.data.preferences import load_preferences
     from flowrl.data.stored_videos import Frames
     from flowrl.display.console import set_up_logging
 

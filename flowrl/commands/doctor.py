@@ -51,14 +51,16 @@ def command(
         raise SystemExit(0 if _laws(check, words) else 1)
     if model is not None:
         raise SystemExit(0 if _pipeline(model, words, guidance) else 1)
+    if config is not None:
+        from flowrl.config.load import load_config, resolve
+
+        run = load_config(config, overrides)
     failed = not _report("torchvision's compiled part", _torchvision)
     for line in _facts():
         print(line)
     failed |= not _report("two processes over gloo", _two_processes)
     if config is not None:
-        from flowrl.config.load import load_config, resolve
-
-        resolved = resolve(load_config(config, overrides))
+        resolved = resolve(run)
         plans = resolved.rewards + resolved.eval_rewards
         for place, plan in enumerate(plans):
             if any(plan.same_component(earlier) for earlier in plans[:place]):

@@ -238,6 +238,8 @@ def _require_fit(suite: str | None, own: dict[str, object], others: list[str], p
 def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path | None) -> None:
     """Mean scores with 95 % intervals on a configuration's prompts, and win rates against a run's base."""
     from flowrl.config.load import load_config, resolve
+
+    given = load_config(target, overrides)  # its faults are told before the libraries are imported
     from flowrl.core.errors import no_exit
     from flowrl.core.files import out_folder
     from flowrl.data.contents import require_unedited
@@ -251,7 +253,7 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
 
     folder = Path(target)
     run = folder if (folder / "config.yaml").is_file() else None
-    resolved = resolve(load_config(target, overrides))
+    resolved = resolve(given)
     default = folder / "eval-extra" if run else Path("eval") / resolved.run.name
     if run is not None:
         require_unedited(run, collect(resolved), accept=accept)

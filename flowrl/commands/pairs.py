@@ -91,13 +91,15 @@ def _pairs(
     if out is None:
         raise ConfigError("--out DIR is required: a folder for the pairs")
     out_folder(out)
-    from flowrl.apps.command_line import in_processes
     from flowrl.config.load import load_config, resolve
+
+    run = load_config(target, words)  # its faults are told before the libraries are imported
+    from flowrl.apps.command_line import in_processes
     from flowrl.run.pairs.drawing import make
     from flowrl.run.pairs.plan import Wanted
     from flowrl.run.pairs.plan import check as refuse
 
-    resolved = resolve(load_config(target, words))
+    resolved = resolve(run)
     wanted = Wanted(resolved.run.rollout.group_size if per_prompt is None else per_prompt, margin, count)
     refuse(resolved, wanted)
     if processes > 1 and "WORLD_SIZE" not in os.environ:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowrl.commands._arguments import Config, Overrides
-from flowrl.core.startup import imports, read_early
+from flowrl.core.startup import imports
 from flowrl.display.units import operations, size
 
 if TYPE_CHECKING:
@@ -28,16 +28,17 @@ def command(config: Config, overrides: Overrides = None) -> None:
     """Show what a run will do: options, batch geometry, steps, memory and compute. Uses no network."""
     import yaml
 
-    read_early(config, overrides)
     with imports():
+        from flowrl.config.load import load_config, resolve
+
+        run = load_config(config, overrides)  # its faults are told before the libraries are imported
         from rich.console import Console
 
         from flowrl.commands._plan_data import data_here, evaluations
         from flowrl.config.checks import check_model
-        from flowrl.config.load import load_config, resolve
 
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120)
-    resolved = resolve(load_config(config, overrides), offline=True)
+    resolved = resolve(run, offline=True)
     data = data_here(resolved)
     _heading(console, "Configuration, every default written out")
     console.print(yaml.safe_dump(resolved.tree(), sort_keys=False, allow_unicode=True), markup=False, highlight=False)

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from flowrl.commands._arguments import AsJson, Config, Overrides, Processes, Quiet, option, showing
-from flowrl.core.startup import imports, read_early
+from flowrl.core.startup import imports
 
 if TYPE_CHECKING:
     from flowrl.run.report import Finished
@@ -57,8 +57,6 @@ def command(
     if backend is not None:
         os.environ["FLOWRL_BACKEND"] = backend
     words, keys = _split(overrides or [], accept)
-    if not as_json:  # whose display tells the end, and needs the libraries for that
-        read_early(config, words)
     with showing(quiet, as_json) as display:
         if processes > 1 and "WORLD_SIZE" not in os.environ:
             flags = {"--resume": resume, "--accept-changes": accept, "--quiet": quiet, "--json": as_json}
@@ -78,10 +76,12 @@ def _train(config: str, overrides: list[str], resume: bool, accept: bool | list[
 
     with working("loading the libraries"), imports():
         from flowrl.config.load import load_config, resolve
+
+        run = load_config(config, overrides)  # its faults are told before the libraries are imported
         from flowrl.run.trainer import Trainer
 
     with no_exit():
-        trainer = Trainer(resolve(load_config(config, overrides)))
+        trainer = Trainer(resolve(run))
         return trainer.fit(resume=resume, accept_changes=accept, after=AFTER)
 
 
@@ -138,14 +138,16 @@ def _launch(config: str, overrides: list[str], flags: list[str], processes: int)
         from flowrl.config.load import load_config, resolve
         from flowrl.config.trackers import require
         from flowrl.display.console import log, set_up_logging
+
+        set_up_logging(None, main=True)
+        run = load_config(config, overrides)
         from flowrl.run.desk import open_desk
         from flowrl.run.folder import RunFolder
         from flowrl.run.launch import launch
         from flowrl.training.world import require_devices
 
-    set_up_logging(None, main=True)
     with no_exit():
-        resolved = resolve(load_config(config, overrides))
+        resolved = resolve(run)
         require(resolved.run.trackers)
     require_devices(processes)
     folder = RunFolder(resolved.run.folder)

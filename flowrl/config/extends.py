@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowrl.config.locate import located, origin_of
+from flowrl.config.locate import inside
 from flowrl.config.older import as_it_was
-from flowrl.config.schema import RunConfig
 from flowrl.core import assets, registry, strict
 from flowrl.core.errors import ConfigError, told
 from flowrl.core.files import is_mapping
@@ -36,7 +35,7 @@ class Layers:
     files: tuple[Path, ...]
     """The file itself, then what each extends."""
     tree: Options
-    """Merged plain data without `extends`; paths of the extended files are absolute."""
+    """Merged plain data without `extends`."""
     holders: Mapping[str, Path] = field(default_factory=dict)
     """Dotted key of a value -> the file that holds it; empty for a file that extends none."""
 
@@ -61,16 +60,11 @@ class Layers:
 
     def _note(self, line: str, overridden: Sequence[str]) -> str:
         key = (re.match(r"[\w.-]+", line) or [""])[0].rstrip(".")
-        if not key or any(_inside(key, word) or _inside(word, key) for word in overridden):
+        if not key or any(inside(key, word) or inside(word, key) for word in overridden):
             return ""
-        files = [file for place, file in self.holders.items() if _inside(key, place) or _inside(place, key)]
+        files = [file for place, file in self.holders.items() if inside(key, place) or inside(place, key)]
         names = " and ".join(map(str, dict.fromkeys(files)))
         return f" (in {names})" if names else ""
-
-
-def _inside(key: str, place: str) -> bool:
-    """Whether a dotted key is `place`, or below it."""
-    return key == place or key.startswith(f"{place}.")
 
 
 def load_layers(path: str | Path) -> Layers:
@@ -88,10 +82,8 @@ def load_layers(path: str | Path) -> Layers:
     tree, holders = {}, dict[str, Path]()
     for base, values in zip(reversed(files), reversed(trees), strict=True):
         rest = {key: value for key, value in values.items() if key != KEY}
-        holders = _held(holders, merged(tree, rest), tree, base)
-        tree = merged(tree, rest)
-        if base != file:  # the paths of the file itself are made absolute with the overrides
-            tree = located(RunConfig, tree, origin_of(base, ()))
+        tree, own = merged(tree, rest), set(_keys(rest))
+        holders = {key: base if key in own else holders[key] for key in _keys(tree)}
     return Layers(files, tree, holders)
 
 
@@ -101,21 +93,13 @@ def _read(file: Path) -> Options:
     return as_it_was(tree) if made else tree
 
 
-def _held(before: Mapping[str, Path], new: Options, old: Options, file: Path) -> dict[str, Path]:
-    """Holders of the values of `new`, made from `old` by a file: the file, where a value is not the old one."""
-    was = dict(_values(old))
-    return {
-        key: before[key] if key in before and key in was and was[key] == value else file for key, value in _values(new)
-    }
-
-
-def _values(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of the plain values, lists and empty mappings of a tree."""
+def _keys(tree: Any, place: str = "") -> Iterator[str]:
+    """Dotted keys of the plain values, lists and empty mappings of a tree."""
     if is_mapping(tree) and tree:
         for key, value in tree.items():
-            yield from _values(value, f"{place}.{key}" if place else str(key))
+            yield from _keys(value, f"{place}.{key}" if place else str(key))
     elif place:
-        yield place, tree
+        yield place
 
 
 def chain(file: Path, read: Callable[[Path], Options], own: Options | None = None) -> tuple[Path, ...]:

@@ -1,23 +1,26 @@
-"""Reading a configuration from a YAML file or a run folder, and resolving its components."""
+"""Reading a configuration from a YAML file or a run folder, and resolving its components.
+
+Faults of the file, of the fixed sections and of components' names are told before torch is imported.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flowrl.config.checks import check
-from flowrl.config.components import component, model_component
 from flowrl.config.extends import KEY, load_layers
-from flowrl.config.locate import located, origin_of
+from flowrl.config.locate import Origin, folder_of, located
 from flowrl.config.older import as_it_was
 from flowrl.config.places import placed
-from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig, to_tree
 from flowrl.core import registry
-from flowrl.core.errors import ConfigError
-from flowrl.core.strict import overridden, validate
+from flowrl.core.errors import ConfigError, UnknownName
+from flowrl.core.strict import Options, overridden, validate
 from flowrl.data.contents import stand_ins
-from flowrl.scoring.entries import reward_plan
+
+if TYPE_CHECKING:
+    from flowrl.config.resolved import Resolved
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None, *, folder: Path | None = None) -> RunConfig:
@@ -43,24 +46,48 @@ def load_config(path: str | Path, overrides: list[str] | None = None, *, folder:
     with layers.named(words):
         overridden(tree, words)
         stand_ins(file.parent, tree)
-        origin = origin_of(file, overrides)
-        origin = origin if folder is None else replace(origin, folder=folder)
-        run = placed(RunConfig, tree, lambda: validate(RunConfig, located(RunConfig, tree, origin), ""))
+        _require_names(placed(tree, lambda: validate(RunConfig, tree, "")))
+        keys = tuple(word.partition("=")[0] for word in words)
+        holders = {key: folder_of(holder) for key, holder in layers.holders.items() if holder != file}
+        # The marks of components' paths stand in their Config, so from here on components are imported.
+        tree = located(RunConfig, tree, Origin(folder or folder_of(file), keys, holders))
+        run = validate(RunConfig, tree, "")
         if len(layers.files) > 1:
-            placed(RunConfig, to_tree(run), lambda: _check_known(run))
+            placed(to_tree(run), lambda: _check_known(run))
     return run
+
+
+def _parts(run: RunConfig) -> Iterator[tuple[str, str, Options]]:
+    """(kind, place, options) of every component of a run."""
+    yield "models", "model", run.model
+    yield "algorithms", "algorithm", run.algorithm
+    yield "samplers", "rollout.sampler", run.rollout.sampler or {}
+    for where, entries in (("rewards", run.rewards), ("eval.rewards", run.eval.rewards)):
+        yield from (("rewards", f"{where}.{number}", options) for number, options in enumerate(entries))
+
+
+def _require_names(run: RunConfig) -> None:
+    """Refuse names of components that do not exist; a file that stands there too is refused later, or is meant."""
+    for kind, where, options in _parts(run):
+        name = options.get("name")
+        if isinstance(name, str) and (kind == "models" or options.get("path") is None):
+            try:
+                registry.require_known(kind, name)
+            except UnknownName as error:
+                raise ConfigError(f"{where}: {error}") from None
 
 
 def _check_known(run: RunConfig) -> None:
     """Validate the options of the built-in components, while it is known which file holds which."""
-    parts = [("models", run.model, "model"), ("algorithms", run.algorithm, "algorithm")]
-    for kind, options, where in (*parts, ("samplers", run.rollout.sampler or {}, "rollout.sampler")):
+    from flowrl.config.components import component
+    from flowrl.scoring.entries import reward_plan
+
+    for kind, where, options in _parts(run):
         if options.get("name") in registry.names(kind):
-            component(kind, options, where)
-    for where, entries in (("rewards", run.rewards), ("eval.rewards", run.eval.rewards)):
-        for number, options in enumerate(entries):
-            if options.get("name") in registry.names("rewards"):
-                reward_plan(options, f"{where}.{number}")
+            if kind == "rewards":
+                reward_plan(options, where)
+            else:
+                component(kind, options, where)
 
 
 def resolve(run: RunConfig, *, offline: bool = False) -> Resolved:
@@ -73,13 +100,19 @@ def resolve(run: RunConfig, *, offline: bool = False) -> Resolved:
     Raises:
         ConfigError, ModelError: with the key, the value and the remedy.
     """
-    resolved = placed(RunConfig, to_tree(run), lambda: _with_components(run, offline=offline))
+    from flowrl.config.checks import check
+
+    resolved = placed(to_tree(run), lambda: _with_components(run, offline=offline))
     check(resolved)
     return resolved
 
 
 def _with_components(run: RunConfig, *, offline: bool) -> Resolved:
     """The run with its components, each of them valid by itself."""
+    from flowrl.config.components import component, model_component
+    from flowrl.config.resolved import Resolved
+    from flowrl.scoring.entries import reward_plan
+
     model = model_component(run.model, offline=offline)
     algorithm = component("algorithms", run.algorithm, "algorithm", "flow_grpo")
     return Resolved(

@@ -8,18 +8,17 @@ from __future__ import annotations
 import glob
 import os
 import typing
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrl.core import registry
 from flowrl.core.assets import asset_roots, embedded_prompts
 from flowrl.core.errors import ConfigError, Remedy
-from flowrl.core.paths import OUTPUT, PATH, ComponentOf, Place, expanded, lost, lost_in, relative_to_folder
+from flowrl.core.paths import OUTPUT, PATH, ComponentOf, Place, expanded, lost, lost_in, relative_to_folder, split_of
 from flowrl.core.strict import Options
-from flowrl.data.prompt_sources import split_of
-from flowrl.scoring.entries import RewardEntry
+from flowrl.scoring.options import RewardEntry
 
 _SUFFIXES = (".py", ".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".json", ".jsonl", ".yaml", ".yml", ".txt")
 _STARTS = ("./", "../", "/", "~")
@@ -33,11 +32,28 @@ class Origin:
     """Folder of the file."""
     overridden: tuple[str, ...] = ()
     """Keys of the command line, such as `rewards.0.path`."""
+    holders: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    """Dotted key of a value of an extended file -> the folder of its paths."""
 
     def base(self, key: str) -> Path:
         """The folder that a path under this key is relative to."""
-        given = any(key == place or key.startswith(f"{place}.") for place in self.overridden)
-        return Path.cwd() if given else self.folder
+        if any(inside(key, place) for place in self.overridden):
+            return Path.cwd()
+        return next((folder for place, folder in self.holders.items() if inside(key, place)), self.folder)
+
+
+def inside(key: str, place: str) -> bool:
+    """Whether a dotted key is `place`, or below it."""
+    return key == place or key.startswith(f"{place}.")
+
+
+def folder_of(file: Path) -> Path:
+    """The folder that relative paths of a configuration's file start from.
+
+    Older run folders, which have no inputs.json, hold paths relative to the working directory.
+    """
+    made, recorded = ((file.parent / name).is_file() for name in ("provenance.json", "inputs.json"))
+    return Path.cwd() if file.name == "config.yaml" and made and not recorded else file.parent
 
 
 def located(cls: type, tree: Options, origin: Origin, where: str = "") -> Options:
@@ -153,13 +169,3 @@ def _refuse_elsewhere(value: str, text: str, path: str, key: str, base: Path) ->
         f"{base.absolute()}, and only the working directory has {text!r}: write {there!r} in the file",
         remedies=[Remedy({key: text})],
     )
-
-
-def origin_of(file: Path, overrides: Sequence[str] | None) -> Origin:
-    """Origin of a configuration read from `file` with overrides.
-
-    Older run folders, which have no inputs.json, hold paths relative to the working directory.
-    """
-    made, recorded = ((file.parent / name).is_file() for name in ("provenance.json", "inputs.json"))
-    old = file.name == "config.yaml" and made and not recorded
-    return Origin(Path.cwd() if old else file.parent, tuple(word.partition("=")[0] for word in overrides or ()))

@@ -1,23 +1,31 @@
-"""Places of an unknown key: a message names the options of that name in the whole configuration."""
+"""Places of an unknown key: a message names the options of that name in the whole configuration.
+
+Those of components come from `options.json`, which `python -m scripts.pages` writes, so that a fault is told before
+their modules, and torch, are imported.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
+from flowrl.config.schema import RunConfig
 from flowrl.core import registry
 from flowrl.core.strict import Options, UnknownKey, dotted
-from flowrl.models.base import ModelConfig
-from flowrl.scoring.entries import RewardEntry
+from flowrl.scoring.options import RewardEntry
 
+NAMES = Path(__file__).with_name("options.json")
+"""Kind -> built-in component -> dotted names of its options; "" are those of every model. `default_sampler`: method ->
+its sampler."""
 _Made = TypeVar("_Made")
 
 
-def placed(root: type, tree: Options, make: Callable[[], _Made]) -> _Made:
+def placed(tree: Options, make: Callable[[], _Made]) -> _Made:
     """The result of `make`; its error about an unknown key names the places of options of that name.
 
     Args:
-        root: dataclass of a whole configuration.
         tree: plain data of the configuration, for the names of its components.
         make: validates the configuration or a component of it.
 
@@ -27,7 +35,7 @@ def placed(root: type, tree: Options, make: Callable[[], _Made]) -> _Made:
     try:
         return make()
     except UnknownKey as error:
-        meant = _meant(error, list(_places(root, tree)))
+        meant = _meant(error, list(_places(tree)))
         raise (error.explained(meant=meant) if meant else error) from None
 
 
@@ -44,23 +52,22 @@ def _meant(error: UnknownKey, places: list[str]) -> tuple[str, ...]:
     return (*elsewhere[:4], *((near,) if near else ()))
 
 
-def _places(root: type, tree: Options) -> Iterator[str]:
-    """Dotted paths of all options of a configuration and of its components."""
-    yield from dotted(root)
-    model, method = _config("models", tree.get("model")), _config("algorithms", tree.get("algorithm"), "flow_grpo")
-    yield from dotted(model or ModelConfig, "model.")
-    if method is not None:
-        yield from dotted(method, "algorithm.")
-    rollout = tree.get("rollout")
-    named = rollout.get("sampler") if isinstance(rollout, dict) else None
-    sampler = _config("samplers", named, "flow_sde" if method is None else method.default_sampler)
-    if sampler is not None:
-        yield from dotted(sampler, "rollout.sampler.")
+def _places(tree: Options) -> Iterator[str]:
+    """Dotted paths of all options of a configuration and of its built-in components."""
+    yield from dotted(RunConfig)
+    known = json.loads(NAMES.read_text("ascii"))
+    method, rollout = _name("algorithms", tree.get("algorithm"), "flow_grpo"), tree.get("rollout")
+    sampler = rollout.get("sampler") if isinstance(rollout, dict) else None
+    for kind, name, prefix in (
+        ("models", _name("models", tree.get("model")), "model."),
+        ("algorithms", method, "algorithm."),
+        ("samplers", _name("samplers", sampler, known["default_sampler"].get(method, "flow_sde")), "rollout.sampler."),
+    ):
+        yield from (prefix + each for each in known[kind].get(name, known[kind].get("", ())))
     yield from dotted(RewardEntry, "rewards.0.")
 
 
-def _config(kind: str, options: Any, default: str | None = None) -> type | None:
-    """Config of the named built-in component; None for others, whose code is not run for a message."""
+def _name(kind: str, options: Any, default: str = "") -> str:
+    """Name of a component; "" for a user's own file, whose code is not run for a message."""
     given = options if isinstance(options, dict) else {}
-    name = "" if kind in registry.BASES and given.get("path") else given.get("name") or default
-    return registry.load(kind, name).Config if name in registry.names(kind) else None
+    return "" if kind in registry.BASES and given.get("path") else str(given.get("name") or default)

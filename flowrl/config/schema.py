@@ -21,7 +21,7 @@ from flowrl.core.strict import Options, require_positive
 from flowrl.data.options import DataConfig
 from flowrl.rollout.options import RolloutConfig
 from flowrl.statistics.paired import TIE_SHARE
-from flowrl.training.optim import OptimConfig
+from flowrl.training.options import OptimConfig
 
 
 @dataclass(frozen=True, kw_only=True)

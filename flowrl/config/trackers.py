@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -91,12 +92,12 @@ def entries(trackers: Sequence[Any]) -> list[Entry]:
         if not isinstance(name, str):
             raise ValueError(
                 f"{key} = {given!r}: must be the name of a tracker, or a mapping with `name` and its options; "
-                f"there are: {', '.join(sorted(_classes()))}"
+                f"there are: {', '.join(_names())}"
             )
-        if name not in _classes():
+        if name not in _names():
             raise ValueError(
                 f"{key} = {name!r}: accelerate knows no tracker of this name; "
-                f"{registry.suggest(name, sorted(_classes()))}there are: {', '.join(sorted(_classes()))}"
+                f"{registry.suggest(name, _names())}there are: {', '.join(_names())}"
             )
         twice = next((entry for entry in result if entry.name == name), None)
         if twice is not None:
@@ -136,7 +137,13 @@ def installed(name: str) -> bool:
     from accelerate.utils import LoggerType
 
     own = name not in {str(kind.value) for kind in LoggerType}
-    return own or name in {str(kind) for kind in get_available_trackers()}
+    return name in _classes() and (own or name in {str(kind) for kind in get_available_trackers()})
+
+
+def _names() -> list[str]:
+    """accelerate's trackers, and what a program has registered with it; accelerate, and torch, are not imported."""
+    registered = vars(sys.modules["accelerate.tracking"]) if "accelerate.tracking" in sys.modules else {}
+    return sorted({*KINDS, *registered.get("LOGGER_TYPE_TO_CLASS", ())})
 
 
 def _classes() -> dict[str, type[GeneralTracker]]:

@@ -304,3 +304,15 @@ class Stopped(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by signal {number}")
         self.number = number
+
+
+def ending_of(error: BaseException) -> dict[str, Any]:
+    """The facts of the object "end" (docs/watching.md) for a command that fails: exit code, status and reason."""
+    if isinstance(error, Stopped):
+        return {"exit_code": 128 + error.number, "status": "stopped", "reason": f"signal {error.number}"}
+    if isinstance(error, KeyboardInterrupt):
+        return {"exit_code": 130, "status": "stopped", "reason": "interrupted"}
+    if isinstance(error, Fault):
+        status = "refused" if error.exit_code == 2 else error.status
+        return {"exit_code": error.exit_code, "status": status, "reason": str(error)}
+    return {"exit_code": 1, "status": "failed", "reason": described(error)}

@@ -49,6 +49,16 @@ class ComponentOf:
     kind: str
 
 
+def split_of(path: str) -> tuple[str, str | None]:
+    """(path, split) of `PATH` or `PATH:SPLIT`; a split may be a slice such as `train[:100]`.
+
+    >>> split_of("owner/name:train[:100]"), split_of("/data/set")
+    (('owner/name', 'train[:100]'), ('/data/set', None))
+    """
+    result = re.fullmatch(r"(?P<path>.+?):(?P<split>\w[\w.\-]*(\[[^\]]*\])?)", path)
+    return (result["path"], result["split"]) if result else (path, None)
+
+
 def lost_in(path: str, base: Path | None = None) -> Path | None:
     """The folder in which a path would be if it were there: then it is a missing file, and no id of the hub.
 

@@ -98,6 +98,18 @@ def collision(kind: str, name: str) -> str | None:
     return f"the name {name!r} is given twice: {' and '.join(owners)}" if len(entries) > 1 else None
 
 
+def require_known(kind: str, name: str) -> None:
+    """Refuse a name that is no component's, a dotted path or a `.py` file; nothing is imported.
+
+    Raises:
+        UnknownName: with the nearest name, and all of them.
+    """
+    if name in names(kind) or name.endswith(".py") or "." in name or name in plugins(kind):
+        return
+    valid = sorted({*names(kind), *plugins(kind)})
+    raise UnknownName(f"{kind[:-1]} name={name!r} is unknown; {suggest(name, valid)}there are: {', '.join(valid)}")
+
+
 def load(kind: str, name: str) -> ModuleType:
     """The module of a component by a built-in name, that of an installed package, a dotted path or a `.py` file.
 
@@ -106,15 +118,13 @@ def load(kind: str, name: str) -> ModuleType:
     """
     if name in names(kind):
         return importlib.import_module(f"{FOLDERS[kind]}.{name}")
+    require_known(kind, name)
     brought = plugins(kind)
     if name.endswith(".py"):
         return completed(_load_file(Path(name), kind), kind, name)
     if name in brought:
         return _load_plugin(kind, brought[name][0])
-    if "." in name:
-        return completed(_import(kind, name), kind, name)
-    valid = sorted({*names(kind), *brought})
-    raise UnknownName(f"{kind[:-1]} name={name!r} is unknown; {suggest(name, valid)}there are: {', '.join(valid)}")
+    return completed(_import(kind, name), kind, name)
 
 
 def _import(kind: str, name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""The start of a command: imports of large libraries in a process of flowrl's own, and what is told before them.
+"""The start of a command: imports of large libraries in a process of flowrl's own.
 
 Python looks for unreachable cycles whenever many objects are new, and imports make half a million that all last: a
 fifth of the time of importing torch, diffusers and transformers, and every later look passes them again.
@@ -7,10 +7,9 @@ fifth of the time of importing torch, diffusers and transformers, and every late
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 
 _OWN: ContextVar[bool] = ContextVar("flowrl_own_process", default=False)
 
@@ -35,14 +34,3 @@ def imports() -> Generator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def read_early(path: str | Path, words: Sequence[str] | None) -> None:
-    """Read the argument CONFIG and the words after it, before libraries are loaded that take seconds.
-
-    Raises:
-        ConfigError: there is no such file, it is no YAML, or a word is no key=value.
-    """
-    from flowrl.core.strict import load_tree, overridden
-
-    overridden(load_tree(path), list(words or ()))

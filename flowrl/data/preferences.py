@@ -11,7 +11,6 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 from flowrl.core.errors import ConfigError
 from flowrl.core.registry import suggest
 from flowrl.core.rng import stream
+from flowrl.data.options import PreferenceOptions
 from flowrl.data.preference_records import (
     BAD_LABEL,
     BAD_MARGIN,
@@ -44,46 +44,13 @@ from flowrl.data.stored_videos import VIDEO, Frames, Unfit
 from flowrl.display.console import log
 from flowrl.media.media import is_video_file
 
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceOptions:
-    """Columns of a preference set, and the largest share of broken records."""
-
-    prompt: str | None = None
-    """Column of the text; null: `prompt` or `caption`."""
-    chosen: str = "chosen"
-    """Column of the preferred image: a path, or the file's bytes; of a video: a path of a file or of a folder."""
-    rejected: str = "rejected"
-    """Column of the other image."""
-    first: str = "jpg_0"
-    """Column of the first of two images with a label (Pick-a-Pic), for a set without `chosen`."""
-    second: str = "jpg_1"
-    """Column of the second image."""
-    label: str = "label_0"
-    """Column of the label; 1: the first image is preferred, 0: the second, 0.5: neither."""
-    other_label: str = "label_1"
-    """Column of 1 - label, compared with the label if the set has it."""
-    labelled: str = "has_label"
-    """Column of a flag; records where it is false have no judgement and are skipped. A set need not have it."""
-    first_id: str = "image_0_uid"
-    """Column of the first image's name, which identifies it in other pairs; a set without it has its bytes hashed."""
-    second_id: str = "image_1_uid"
-    """Column of the second image's name."""
-    subset: str | None = None
-    """Subset of a data set that has several; null: its only one."""
-    max_broken: float = 0.1
-    """Largest share of skipped records, 0 to 1, ties not counted. A tenth is more than a scraped set loses to dead
-    links, and far less than a wrong folder or an incomplete copy."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_broken <= 1:
-            raise ValueError(f"max_broken={self.max_broken} is a share: give 0 to 1")
+_PLAIN = PreferenceOptions()
 
 
 def load_preferences(
     source: str,
     key: str,
-    options: PreferenceOptions = PreferenceOptions(),
+    options: PreferenceOptions = _PLAIN,
     *,
     paired: bool = True,
     videos: Frames | None = None,

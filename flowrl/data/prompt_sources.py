@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -21,7 +20,7 @@ from flowrl import moving_shapes, shapes
 from flowrl.core.assets import embedded_prompts
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import cache_folder
-from flowrl.core.paths import lost, lost_in
+from flowrl.core.paths import lost, lost_in, split_of
 from flowrl.core.registry import suggest
 from flowrl.data.prompt_files import FORMS, TEXTS, NoText, missing_package, note_sampler_keys, read_records
 from flowrl.data.prompts import Prompt
@@ -125,16 +124,6 @@ def _find(source: str) -> Path | None:
     # Embedded names come first: files of a configuration have absolute paths (config/locate.py).
     embedded, file = embedded_prompts(source), Path(source).expanduser()
     return embedded or (file if file.is_file() else None)
-
-
-def split_of(path: str) -> tuple[str, str | None]:
-    """(path, split) of `PATH` or `PATH:SPLIT`; a split may be a slice such as `train[:100]`.
-
-    >>> split_of("owner/name:train[:100]"), split_of("/data/set")
-    (('owner/name', 'train[:100]'), ('/data/set', None))
-    """
-    result = re.fullmatch(r"(?P<path>.+?):(?P<split>\w[\w.\-]*(\[[^\]]*\])?)", path)
-    return (result["path"], result["split"]) if result else (path, None)
 
 
 def open_data_set(path: str, split: str | None, subset: str | None, where: str, key: str = "data.subset") -> Any | None:

@@ -20,8 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from flowrl.core.errors import ConfigError
+from flowrl.core.paths import split_of
 from flowrl.data.prompt_files import missing_package
-from flowrl.data.prompt_sources import as_stored, open_data_set, split_of
+from flowrl.data.prompt_sources import as_stored, open_data_set
 
 WINDOW_BYTES = 256 * 2**20
 """Size of the row groups that are shuffled together. Twice as much is kept: one order of winners, one of losers."""

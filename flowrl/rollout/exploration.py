@@ -14,7 +14,6 @@ Source: arXiv 2604.06916; NVlabs/Sana:train_scripts/sol_rl.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,46 +21,15 @@ from torch import Tensor
 
 from flowrl.core.rng import permutation
 from flowrl.credit.selection import SelectConfig, select
-from flowrl.rollout.preview import PreviewKind
-
-SelectRule = Literal["best_worst", "variance", "random"]
-"""Rule that chooses candidates by their scores."""
+from flowrl.rollout.options import ExplorationConfig, SelectRule
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExplorationConfig:
-    pool: int
-    """Candidates per prompt (N); rollout.group_size of them are trained on."""
-    num_inference_steps: int | None = None
-    """Denoising steps of the preview; null takes rollout's."""
-    network: PreviewKind = "policy"
-    """Network of the preview; see `flowrl/rollout/preview.py`."""
-    batch_size: int | None = None
-    """Samples per forward of the preview; null takes rollout's."""
-    select: SelectRule = "best_worst"
-    """Rule that chooses the group from the pool by the scores of the preview."""
-    least_hit_rate: float = 0.8
-    """Share of the truly best and worst that the preview must choose in the check, in [0, 1]; with less, the run goes
-    on without exploration and warns."""
-    check_prompts: int = 4
-    """Prompts of the first iteration whose whole pool is drawn in full for that check; 0: no check."""
-
-    def __post_init__(self) -> None:
-        counts = {"pool": self.pool, "num_inference_steps": self.num_inference_steps, "batch_size": self.batch_size}
-        for name, value in counts.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be positive")
-        if not 0 <= self.least_hit_rate <= 1:
-            raise ValueError(f"least_hit_rate={self.least_hit_rate} must lie in [0, 1]")
-        if self.check_prompts < 0:
-            raise ValueError(f"check_prompts={self.check_prompts} must not be negative")
-
-    def check_group(self, group_size: int) -> None:
-        """Raise ValueError for a pool smaller than a group, or a rule that cannot choose one."""
-        if self.pool < group_size:
-            raise ValueError(f"pool={self.pool} is less than rollout.group_size={group_size}")
-        if self.select == "best_worst":
-            SelectConfig(keep=group_size)
+def require_pool(config: ExplorationConfig, group_size: int) -> None:
+    """Raise ValueError for a pool smaller than a group, or a rule that cannot choose one."""
+    if config.pool < group_size:
+        raise ValueError(f"pool={config.pool} is less than rollout.group_size={group_size}")
+    if config.select == "best_worst":
+        SelectConfig(keep=group_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from flowrl.core.errors import ModelError, Remedy
 from flowrl.models.base import ModelAdapter
 from flowrl.models.weights.roles import ADAPTER
-
-PreviewKind = Literal["policy", "merged", "bfloat16", "int8", "float8", "compiled"]
+from flowrl.rollout.options import PreviewKind
 
 
 class Preview:

@@ -14,7 +14,7 @@ from flowrl.run.launch import ask_for_time, command_line
 from flowrl.run.session import Session
 from flowrl.run.state import Clock, Saver, is_split
 from flowrl.run.status import ENDED, SUMMARY
-from flowrl.training.optim import OptimConfig
+from flowrl.training.options import OptimConfig
 from flowrl.training.signals import Signals
 from flowrl.training.world import World
 

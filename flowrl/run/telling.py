@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from flowrl.config.schema import EvalConfig
-from flowrl.core.errors import Fault, Stopped, described
 from flowrl.display import display
 from flowrl.display.board import Evaluations, Scores
 from flowrl.evaluation.evaluator import Evaluator
@@ -49,15 +48,3 @@ def tell(result: Evaluation, prompts: RunPrompts, drawn: int, seconds: float) ->
 def metric_name(prompts: RunPrompts, metric: str) -> str:
     """A metric with the prompts it is measured on."""
     return f"{metric}{prompts.on}" if prompts.on else f"held-out {metric}"
-
-
-def ending_of(error: BaseException) -> dict[str, Any]:
-    """The facts of the object "end" for a command that fails: exit code, status and reason."""
-    if isinstance(error, Stopped):
-        return {"exit_code": 128 + error.number, "status": "stopped", "reason": f"signal {error.number}"}
-    if isinstance(error, KeyboardInterrupt):
-        return {"exit_code": 130, "status": "stopped", "reason": "interrupted"}
-    if isinstance(error, Fault):
-        status = "refused" if error.exit_code == 2 else error.status
-        return {"exit_code": error.exit_code, "status": status, "reason": str(error)}
-    return {"exit_code": 1, "status": "failed", "reason": described(error)}

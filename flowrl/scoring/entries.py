@@ -1,4 +1,4 @@
-"""The entries of `rewards`: options that all have, the reward that one names, and what does not go together."""
+"""The entries of `rewards`: the reward that one names, and what does not go together."""
 
 from __future__ import annotations
 
@@ -6,101 +6,28 @@ import dataclasses
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError, Fault, Remedy, described
-from flowrl.core.paths import CACHE, PATH, refuse_lost
+from flowrl.core.paths import refuse_lost
 from flowrl.core.strict import Options, UnknownKey, config_class, validate
-from flowrl.core.subprocesses import require_patience
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.scoring.cache import Folder, Memory, ScoreCache
 from flowrl.scoring.one_call import one_output, require_three_arguments
+from flowrl.scoring.options import RewardEntry
 from flowrl.scoring.scorer import doubled_output
 from flowrl.scoring.surroundings import MEND, Conduct, kept
 from flowrl.scoring.time_limits import TimeLimit
-from flowrl.scoring.weighted import Gate, WeightedReward
+from flowrl.scoring.weighted import WeightedReward
 
 log = logging.getLogger("flowrl")
-_LARGEST = torch.finfo(torch.float32).max
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardEntry:
-    """Options every reward entry has; the others are the reward's own."""
-
-    name: str | None = None
-    """A built-in reward, one that an installed package brings, or a dotted module path."""
-    path: Annotated[str | None, PATH] = None
-    """Your own file with `score(images, prompts, metadata)`."""
-    prefix: str | None = None
-    """Before the name of every output, as in h14_clip_cos; so the same reward may stand there with other options."""
-    weight: float = 1.0
-    """Share in the training value, never below 0; 0 only looks at it."""
-    outputs: dict[str, float] = field(default_factory=dict)
-    """Share of each output in the training value, by name, never below 0: an output of which less is better counts
-    negated. Empty: the first output alone."""
-    scale: float | None = None
-    """The training value is clip(scale * raw + offset); raw is what is logged. Above 0: an output of which less is
-    better is negated already. Both null: the transform of the card."""
-    offset: float | None = None
-    clip: list[float] | None = None
-    gate: Gate | None = None
-    """Count the training value only where an output is good enough: {output, at_least or at_most, floor}."""
-    cache: Annotated[str | None, CACHE] = None
-    """Keep scores by image, prompt and version: `memory`, or a folder that runs and processes may share."""
-    retries: int | None = None
-    """Further tries after an exception; null: 2."""
-    isolate: bool = True
-    """Search a batch that fails to the last for the samples that make it fail; false masks the whole of it."""
-    max_failed_share: float | None = None
-    """Above this share of samples without a value of this entry the run stops; null: half, all rewards together."""
-    timeout: float | None = None
-    """Seconds after which a call of a reward in this process has failed, though it goes on; null: none."""
-    overlap: bool = True
-    """Score finished images while the next are sampled, where the reward can; false scores at the end, which takes less
-    memory on a GPU."""
-
-    def __post_init__(self) -> None:
-        if (self.name is None) == (self.path is None):
-            raise ValueError("give either name or path")
-        for output, share in self.outputs.items():
-            if not share >= 0:
-                raise ValueError(
-                    f"outputs.{output}={share:g} must not be below 0, which would train towards what is worse: an "
-                    "output of which less is better is negated already (its card's less_is_better)"
-                )
-        if self.outputs and not any(self.outputs.values()):
-            raise ValueError(
-                f"outputs={self.outputs}: every share is 0, so nothing of it is trained on; give one a share, or give "
-                "weight: 0 to look at the reward alone"
-            )
-        if self.scale == 0:
-            raise ValueError("scale=0 makes all training values equal; give weight: 0 to look at the reward alone")
-        numbers = {"weight": self.weight, "scale": self.scale, "offset": self.offset}
-        for option, value in numbers.items():
-            if abs(value or 0.0) > _LARGEST:
-                raise ValueError(f"{option}={value:g} is beyond float32, which ends at {_LARGEST:.3g}")
-        if self.clip is not None and (len(self.clip) != 2 or self.clip[0] >= self.clip[1]):
-            raise ValueError(f"clip={self.clip} must be [low, high]")
-        if self.retries is not None and self.retries < 0:
-            raise ValueError(f"retries={self.retries} must not be negative")
-        if self.max_failed_share is not None and not 0 <= self.max_failed_share <= 1:
-            raise ValueError(f"max_failed_share={self.max_failed_share} must be in [0, 1]")
-        if self.cache == "":
-            raise ValueError("cache='' is no folder; give a path, or memory")
-        if self.prefix is not None and not re.fullmatch("[A-Za-z0-9_]+", self.prefix):
-            raise ValueError(f"prefix={self.prefix!r} must be letters, digits and _")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout} must be above 0; null sets none")
-        require_patience("timeout", self.timeout or 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,36 +10,7 @@ from torch import Tensor
 
 from flowrl.reward import Reward
 from flowrl.scoring.cache import ScoreCache
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gate:
-    """An entry's training value counts only where an output, of whatever entry, is good enough.
-
-    Source: arXiv 2601.05242, conditioned rewards.
-    """
-
-    output: str
-    """Its raw value opens the gate. NaN there is NaN here: nobody knows whether the gate is open."""
-    at_least: float | None = None
-    at_most: float | None = None
-    """For an output of which less is better; give one of the two."""
-    floor: float = 0.0
-    """The training value (before the weight) where the gate is shut."""
-
-    def __post_init__(self) -> None:
-        if (self.at_least is None) == (self.at_most is None):
-            raise ValueError("give either at_least or at_most")
-
-    def apply(self, values: Tensor, raw: Mapping[str, Tensor]) -> Tensor:
-        """[B] from the entry's values [B]; where the gate is shut they do not matter, and neither does their NaN."""
-        gate = raw[self.output]
-        open_ = torch.ones_like(gate, dtype=torch.bool)
-        if self.at_least is not None:
-            open_ = gate >= self.at_least
-        if self.at_most is not None:
-            open_ = gate <= self.at_most
-        return torch.where(gate.isnan(), torch.nan, torch.where(open_, values, self.floor))
+from flowrl.scoring.options import Gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,4 +58,15 @@ class WeightedReward:
             if self.clip is not None:
                 value = value.clamp(*self.clip)
             total = total + share * value
-        return total if self.gate is None else self.gate.apply(total, raw)
+        return total if self.gate is None else gated(total, self.gate, raw)
+
+
+def gated(values: Tensor, gate: Gate, raw: Mapping[str, Tensor]) -> Tensor:
+    """An entry's values [B] behind its gate; where it is shut they do not matter, and neither does their NaN."""
+    score = raw[gate.output]
+    open_ = torch.ones_like(score, dtype=torch.bool)
+    if gate.at_least is not None:
+        open_ = score >= gate.at_least
+    if gate.at_most is not None:
+        open_ = score <= gate.at_most
+    return torch.where(score.isnan(), torch.nan, torch.where(open_, values, gate.floor))

@@ -34,7 +34,7 @@ from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler, step_std
 from flowrl.training.metrics import Sums
 from flowrl.training.microbatches import update_chunks
-from flowrl.training.optim import OptimConfig
+from flowrl.training.options import OptimConfig
 from flowrl.training.world import World
 
 Lookup = Callable[[Sequence[Identity]], Condition]

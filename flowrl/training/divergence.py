@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.core.errors import DecoderOverflow, Diverged, Overshot
 from flowrl.display.console import log
 from flowrl.models.base import ModelConfig
-from flowrl.training.optim import OptimConfig
+from flowrl.training.options import OptimConfig
 
 TOO_MANY = 0.5
 """Share of samples above which the model has diverged; below it they are masked, like those without a score."""

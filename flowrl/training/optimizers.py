@@ -15,29 +15,18 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError, Remedy
+from flowrl.training.options import Name, Settings
 
-Name = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor"]
 PLAIN = "adamw"
 _CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
 """Name -> class of bitsandbytes."""
 _FLOAT, _BLOCK, _LEAST_8BIT, _LEAST_PAGED = 4, 256, 4096, 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Options of any of the optimizers; `betas` and `eps` are not adafactor's."""
-
-    learning_rate: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
 
 
 def require(name: Name, device: torch.device) -> None:

@@ -25,6 +25,7 @@ from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import NoisedBatch
 from flowrl.models.base import ModelAdapter
 from flowrl.rollout.ahead import Ahead, pinned
+from flowrl.rollout.exploration import require_pool
 from flowrl.rollout.options import RolloutConfig
 from flowrl.rollout.outputs import training_guidance
 from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
@@ -84,7 +85,7 @@ class SampleTraining(Training[SampleMethod]):
                 remedies=[Remedy({"rollout.exploration.network": "policy"})],
             )
         try:
-            options.check_group(setting.rollout.group_size)
+            require_pool(options, setting.rollout.group_size)
         except ValueError as error:
             raise ConfigError.about(error, "rollout.exploration.", place="rollout.exploration") from None
 

@@ -24,7 +24,7 @@ from flowrl.commands._option_texts import REQUIRED, OptionText, field_texts, opt
 from flowrl.config.schema import RunConfig
 from flowrl.core import registry
 from flowrl.credit.advantages import AdvantageConfig
-from flowrl.scoring.entries import RewardEntry
+from flowrl.scoring.options import RewardEntry
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "reference"

@@ -82,7 +82,7 @@ def details(name: str, card: Card) -> str:
 
 def options() -> str:
     """What every entry of `rewards` takes, with its default."""
-    from flowrl.scoring.entries import RewardEntry
+    from flowrl.scoring.options import RewardEntry
 
     shown = []
     for item in dataclasses.fields(RewardEntry):

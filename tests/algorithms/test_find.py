@@ -34,7 +34,8 @@ from flowrl.training.kinds import training_of
 from flowrl.training.learner import Learner
 from flowrl.training.metrics import Sums
 from flowrl.training.noise_batches import NoiseBatches, NoiseTraining
-from flowrl.training.optim import EmaConfig, OptimConfig, Optimizer
+from flowrl.training.optim import Optimizer
+from flowrl.training.options import EmaConfig, OptimConfig
 from flowrl.training.world import World
 from scripts.lab import find_best_of_n
 from tests.toys import ALONE, SHAPE, ToyAdapter

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from flowrl.contracts.rewards import RewardTrial
 from flowrl.core import registry
 from flowrl.reward import Card
-from flowrl.scoring.entries import RewardEntry
+from flowrl.scoring.options import RewardEntry
 from tests import tiny_rewards
 
 NAMES = registry.names("rewards")

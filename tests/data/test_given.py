@@ -21,8 +21,7 @@ from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import SampleId
 from flowrl.data.given_samples import Given, Look, Slot, latents_of, slot_of
-from flowrl.data.options import PairsConfig
-from flowrl.data.preferences import PreferenceOptions
+from flowrl.data.options import PairsConfig, PreferenceOptions
 from flowrl.media.media import fitted, pixels
 from flowrl.run.changes import differences
 from flowrl.run.given_collector import PairCollector

@@ -17,8 +17,8 @@ from flowrl.commands._pair_check import look as looked
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import SampleId
 from flowrl.data.given_samples import Given, Look, latents_of, slot_of
-from flowrl.data.options import PairsConfig
-from flowrl.data.preferences import PreferenceOptions, PreferenceSet, load_preferences
+from flowrl.data.options import PairsConfig, PreferenceOptions
+from flowrl.data.preferences import PreferenceSet, load_preferences
 from flowrl.data.stored_videos import Frames, frame_files
 from flowrl.media import media
 from tests.toys import ToyAdapter

@@ -16,8 +16,9 @@ from PIL import Image
 
 from flowrl.core.errors import ConfigError
 from flowrl.data.labels import LabelledSource, labelled
+from flowrl.data.options import PreferenceOptions
 from flowrl.data.preference_records import StoredImage, Unreadable
-from flowrl.data.preferences import PreferenceOptions, PreferenceSet, PreferenceSource, load_preferences
+from flowrl.data.preferences import PreferenceSet, PreferenceSource, load_preferences
 from flowrl.data.prompts import Prompt
 from flowrl.data.records import WINDOW_BYTES
 from tests.data.row_groups import Stored, png, shards, voted

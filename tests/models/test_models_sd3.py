@@ -14,7 +14,8 @@ from flowrl.core.errors import ModelError
 from flowrl.models import sd3
 from flowrl.models.base import LoraSettings
 from flowrl.models.weights.roles import Weights, lora_file, read_lora, trainable
-from flowrl.training.optim import OptimConfig, Optimizer
+from flowrl.training.optim import Optimizer
+from flowrl.training.options import OptimConfig
 from tests import native
 from tests import tiny_sd3 as tiny
 

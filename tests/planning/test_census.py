@@ -27,7 +27,8 @@ from flowrl.config.resolved import Resolved
 from flowrl.core.types import Condition
 from flowrl.planning.cuda_rules import cuda_rules
 from flowrl.planning.memory import estimate, skeleton
-from flowrl.training.optim import OptimConfig, Optimizer
+from flowrl.training.optim import Optimizer
+from flowrl.training.options import OptimConfig
 from tests.tiny_sd3 import ROOT
 
 _ATEN = torch.ops.aten

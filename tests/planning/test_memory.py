@@ -33,7 +33,8 @@ from flowrl.rollout.trajectories import Asked
 from flowrl.samplers import flow_sde
 from flowrl.training.base import Demand
 from flowrl.training.edge_batches import nodes_per_sample
-from flowrl.training.optim import OptimConfig, Optimizer
+from flowrl.training.optim import Optimizer
+from flowrl.training.options import OptimConfig
 from tests import tiny_sd3 as tiny
 
 SD35 = "stabilityai/stable-diffusion-3.5-medium"

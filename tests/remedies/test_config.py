@@ -75,7 +75,7 @@ CASES = [
     ("training/noise_batches.py:NoiseTraining.check 4", "find", "model.shard=true"),
     ("training/noise_batches.py:NoiseTraining.check 5", "find", "optim.weight_decay=0.1"),
     ("training/noise_batches.py:NoiseTraining.check 3", "find", "model.lora={}"),
-    ("training/optim.py:OptimConfig.__post_init__", "awm", "optim.name=adafactor 'optim.betas=[0.5, 0.9]'"),
+    ("training/options.py:OptimConfig.__post_init__", "awm", "optim.name=adafactor 'optim.betas=[0.5, 0.9]'"),
     ("training/sample_batches.py:SampleTraining.check 2", "dgpo", "rollout.shared_noise=true"),
     ("training/sample_batches.py:SampleTraining.check 3", "awm", "'rollout.sampler={name: flow_sde}'"),
     ("training/sample_batches.py:SampleTraining._check_units", "dgpo", "optim.batch_size=1"),

@@ -14,9 +14,10 @@ from torch.testing import assert_close
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.types import SampleId
-from flowrl.rollout.exploration import ExplorationConfig, choose, fidelity
+from flowrl.rollout.exploration import choose, fidelity
 from flowrl.rollout.noise import Noise
-from flowrl.rollout.preview import Preview, PreviewKind
+from flowrl.rollout.options import ExplorationConfig, PreviewKind
+from flowrl.rollout.preview import Preview
 from tests import native
 from tests import tiny_pipelines as pipelines
 from tests import tiny_sd3 as tiny

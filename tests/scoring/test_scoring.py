@@ -14,8 +14,9 @@ from flowrl.core.errors import ConfigError
 from flowrl.reward import Card, Reward, RewardError
 from flowrl.scoring.cache import Folder, Memory, ScoreCache
 from flowrl.scoring.entries import reward_plan
+from flowrl.scoring.options import Gate
 from flowrl.scoring.scorer import Scorer
-from flowrl.scoring.weighted import Gate, WeightedReward
+from flowrl.scoring.weighted import WeightedReward
 
 NAN = math.nan
 

@@ -11,7 +11,8 @@ import torch
 
 from flowrl.credit.advantages import AdvantageConfig, advantages
 from flowrl.reward import Card, Reward
-from flowrl.scoring.weighted import Gate, WeightedReward
+from flowrl.scoring.options import Gate
+from flowrl.scoring.weighted import WeightedReward
 from flowrl.training.dead_groups import DeadGroups
 
 NAN = float("nan")

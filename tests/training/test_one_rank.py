@@ -13,7 +13,8 @@ from torch.testing import assert_close
 
 from flowrl.models.base import LoraSettings
 from flowrl.models.weights.roles import Weights, trainable
-from flowrl.training.optim import OptimConfig, Optimizer
+from flowrl.training.optim import Optimizer
+from flowrl.training.options import OptimConfig
 from flowrl.training.sharding import rows, split
 from flowrl.training.world import World
 from tests import native, tiny_sd3

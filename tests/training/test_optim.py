@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from flowrl.models.weights.roles import Weights
-from flowrl.training.optim import EmaConfig, OptimConfig, Optimizer, StepReport
+from flowrl.training.optim import Optimizer, StepReport
+from flowrl.training.options import EmaConfig, OptimConfig
 
 
 def network() -> nn.Sequential:

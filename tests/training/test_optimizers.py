@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from flowrl.core.errors import ConfigError
 from flowrl.models.weights.roles import Weights
 from flowrl.training import optimizers
-from flowrl.training.optim import OptimConfig, Optimizer
+from flowrl.training.optim import Optimizer
+from flowrl.training.options import OptimConfig
 
 CPU = torch.device("cpu")
 INSTALLED = importlib.util.find_spec("bitsandbytes") is not None

@@ -21,7 +21,7 @@ from flowrl.core.files import fsync, write_atomically
 from flowrl.run import checkpoint, status
 from flowrl.run.folder import RunFolder
 from flowrl.run.launch import launch
-from flowrl.scoring.entries import RewardEntry
+from flowrl.scoring.options import RewardEntry
 from flowrl.training.world import BACKEND, World, join, require_devices, unused_accelerator
 from tests.training.test_sharding import everywhere
 

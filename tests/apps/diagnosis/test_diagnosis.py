@@ -16,7 +16,8 @@ from flowrl.apps.gallery.runs import load_run
 from flowrl.config.load import load_config, resolve
 from flowrl.core import registry
 from flowrl.run.changes import leaves
-from flowrl.training.optim import OptimConfig, Optimizer
+from flowrl.training.optim import Optimizer
+from flowrl.training.options import OptimConfig
 from tests.apps.diagnosis.conftest import FAULTS, Simulated, diagnosis, findings
 from tests.e2e.test_bad_input import command
 

@@ -12,7 +12,7 @@ from flowrl.apps.migration.flow_grpo_file import read
 from flowrl.apps.migration.python_config import Reader
 from flowrl.apps.migration.tools import tool_of
 from flowrl.core.errors import ConfigError
-from flowrl.training.optim import EmaConfig
+from flowrl.training.options import EmaConfig
 from tests.apps.migration import drafts
 from tests.recipes import at, recipe
 

@@ -29,7 +29,8 @@ from flowrl.apps.voting.server import LARGEST_BODY, TOKEN, VoteServer
 from flowrl.apps.voting.waiting import Waiting, waits
 from flowrl.core.errors import ConfigError, WriteError
 from flowrl.core.polls import Vote
-from flowrl.data.preferences import PreferenceOptions, load_preferences
+from flowrl.data.options import PreferenceOptions
+from flowrl.data.preferences import load_preferences
 from flowrl.media import media
 from flowrl.run.people.votes import LOG, VoteBook
 from tests.apps.gallery.test_gallery import SEEDS, change, make_run

@@ -10,7 +10,8 @@ from PIL import Image
 
 from flowrl.core.errors import ConfigError, WriteError
 from flowrl.core.polls import Vote
-from flowrl.data.preferences import PreferenceOptions, load_preferences
+from flowrl.data.options import PreferenceOptions
+from flowrl.data.preferences import load_preferences
 from flowrl.run.people.votes import LOG, VoteBook, read_votes
 
 
