@@ -51,7 +51,7 @@ def shoot(server: Any, out: Path, shots: tuple[Shot, ...]) -> None:
 def main(words: list[str]) -> None:
     """Make the run, vote and shoot."""
     from flowrl.apps.voting.result import result
-    from tests.apps.gallery.test_gallery import make_run
+    from tests.apps.folders import make_run
     from tests.apps.voting.test_vote import voting
 
     parser = argparse.ArgumentParser(

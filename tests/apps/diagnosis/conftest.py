@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
-from PIL import Image
 
 from flowrl.apps.diagnosis import Diagnosis, diagnose
 from flowrl.apps.gallery.runs import load_run
 from flowrl.commands.train import AFTER
+from tests.apps.folders import write_run, write_scores
 from tests.e2e.conftest import inside, train
 
 REWARDS = {
@@ -148,33 +146,19 @@ class Simulated:
 
     def write(self) -> Path:
         """Write the folder, and return it."""
-        folder = self.folder
-        (folder / "eval").mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(yaml.safe_dump(self.config))
         rows = [
             {"iteration": i + 1} | {k: float(v[i]) for k, v in self.columns.items()} for i in range(self.iterations)
         ]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         text = {"tokenizer": {"limit": 77, "longest": 12, "cut": 0.0, "prompts": 96}}
-        (folder / "provenance.json").write_text(json.dumps({"text": text}))
         summary = {"status": "finished", "iterations": self.iterations, "evaluated_on": "held-out prompts"}
-        (folder / "summary.json").write_text(json.dumps(summary | {"primary": "shapes", "lower_is_better": []}))
+        summary |= {"primary": "shapes", "lower_is_better": []}
         for tag, scores, images in (("base", self.before, self.images), ("tuned", self.after, self.tuned_images)):
-            record = {
-                "tag": tag,
-                "iteration": 0 if tag == "base" else self.iterations,
-                "guidance_scale": 1.0,
-                "num_inference_steps": 6,
-                "seeds": [0, 1],
-                "prompts": [f"prompt {n}" for n in range(len(scores))],
-                "scores": {"shapes": scores.tolist()},
-                "images": f"eval/{tag}",
-            }
-            (folder / "eval" / f"{tag}.json").write_text(json.dumps(record))
-            (folder / "eval" / tag).mkdir(exist_ok=True)
-            for number, image in enumerate(images):
-                Image.fromarray(image.round().astype(np.uint8)).save(folder / "eval" / tag / f"{number:05d}-0.png")
-        return folder
+            told = {"iteration": 0 if tag == "base" else self.iterations, "num_inference_steps": 6}
+            told["prompts"] = [f"prompt {n}" for n in range(len(scores))]
+            write_scores(
+                self.folder, tag, {"shapes": scores}, {(n, 0): image for n, image in enumerate(images)}, **told
+            )
+        return write_run(self.folder, self.config, rows, summary=summary, provenance={"text": text})
 
 
 @pytest.fixture

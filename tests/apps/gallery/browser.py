@@ -15,7 +15,12 @@ ARGUMENTS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
+WIDE, PHONE = {"width": 1440, "height": 900}, {"width": 360, "height": 780}
 LEVEL_A = ("wcag2a", "wcag21a")
+LEVEL_AA = (*LEVEL_A, "wcag2aa")
+LOOKS = pytest.mark.parametrize(
+    ("size", "scheme"), [(WIDE, "light"), (PHONE, "dark")], ids=["wide light", "phone dark"]
+)
 
 
 @contextmanager
@@ -34,19 +39,24 @@ def launched() -> Generator[Any]:
 
 
 @contextmanager
-def opened(browser: Any, file: Path, anchor: str = "", **context: Any) -> Generator[Any]:
-    """The page of a file. Fails at the end if it logged an error, threw, or asked for anything but itself and data."""
+def opened(browser: Any, place: Path | str, anchor: str = "", **context: Any) -> Generator[Any]:
+    """The page of a file or address. Fails at the end if it logged an error, threw, or asked for more than itself."""
     problems: list[str] = []
-    address = file.resolve().as_uri()
+    address = place if isinstance(place, str) else place.resolve().as_uri()
+    known = (address,) if isinstance(place, str) else (address, "data:", "blob:")
     with browser.new_context(**context) as session:
         page = session.new_page()
         page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
-        known = (address, "data:", "blob:")
         page.on("request", lambda r: None if r.url.startswith(known) else problems.append(r.url))
         page.goto(address + anchor)
         yield page
     assert not problems, problems
+
+
+def fits(page: Any) -> bool:
+    """Whether nothing makes the page scroll sideways."""
+    return page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
 def violations(page: Any, tags: tuple[str, ...] = LEVEL_A) -> list[str]:

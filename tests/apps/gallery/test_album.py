@@ -11,7 +11,7 @@ from PIL import Image
 
 from flowrl.apps.gallery import album, build, images, links
 from scripts.bench.gallery import write_run
-from tests.apps.gallery.test_gallery import NUM_PROMPTS, SEEDS, Page, change, make_run
+from tests.apps.folders import NUM_PROMPTS, SEEDS, Page, change, make_run
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
@@ -17,21 +15,14 @@ from PIL import Image
 from flowrl.apps.gallery import build, links
 from flowrl.apps.gallery.runs import load_run
 from scripts.bench.gallery import write_run
-from tests.apps.gallery.browser import launched, opened, violations
-from tests.apps.gallery.test_gallery import EVIL, make_run
+from tests.apps.folders import EVIL, make_run
+from tests.apps.gallery.browser import LEVEL_AA, LOOKS, PHONE, WIDE, fits, opened, violations
 from tests.apps.gallery.test_previews import add_previews
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-WIDE, PHONE = {"width": 1440, "height": 900}, {"width": 360, "height": 780}
 CLIP = "e => getComputedStyle(e.querySelectorAll('.two img')[1]).clipPath"
 FOCUSED = "() => document.activeElement.closest('.card')?.id"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    with launched() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def file(folder: Path) -> Path:
     return build([folder])
-
-
-def fits(page: Any) -> bool:
-    """Whether nothing makes the page scroll sideways."""
-    return page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +47,18 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (PHONE, "dark")], ids=["wide light", "phone dark"])
+@LOOKS
 def test_the_page_is_silent_fits_the_window_and_everyone_can_use_it(browser, small, size, scheme):
     with opened(browser, small, viewport=size, color_scheme=scheme) as page:
         assert fits(page)
         page.locator(".numbers summary").click()
         page.locator(".seeds summary").first.click()
         assert fits(page)
-        assert violations(page, ("wcag2a", "wcag21a", "wcag2aa")) == []
+        assert violations(page, LEVEL_AA) == []
         page.locator(".card .enlarge").first.click()
         assert page.locator("dialog.viewer").is_visible()
         assert fits(page)
-        assert violations(page, ("wcag2a", "wcag21a", "wcag2aa")) == []
+        assert violations(page, LEVEL_AA) == []
 
 
 def test_a_comparison_is_silent_fits_the_window_and_everyone_can_use_it(browser, tmp_path):
@@ -101,7 +87,7 @@ def test_the_strip_of_your_prompts_fits_is_reached_by_keys_and_everyone_can_use_
                 page.wait_for_function("e => e.scrollLeft > 0", arg=strip.element_handle())
             assert all(image.get_attribute("alt") for image in strip.locator("img").all())
             assert strip.get_by_text("not drawn").count() == 1
-            assert violations(page, ("wcag2a", "wcag21a", "wcag2aa")) == []
+            assert violations(page, LEVEL_AA) == []
 
 
 def test_the_slider_follows_pointer_touch_and_arrow_keys_and_names_itself(browser, file):

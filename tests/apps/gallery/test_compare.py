@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from flowrl.apps.gallery import build
 from flowrl.apps.gallery.charts import Point, Style, front
@@ -20,38 +19,17 @@ from flowrl.apps.gallery.compare.configurations import differences
 from flowrl.apps.gallery.compare.curves import curve_places, over_training
 from flowrl.apps.gallery.compare.page import comparison
 from flowrl.apps.gallery.compare.scores import recipe, standings
-from flowrl.apps.gallery.compare.shared import share
+from flowrl.apps.gallery.compare.shared import Shared, share
 from flowrl.apps.gallery.images import OnDisk
 from flowrl.apps.gallery.runs import load_run
 from flowrl.commands.gallery import command
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import json_ready
 from flowrl.media import media
 from flowrl.statistics.intervals import interval
-from tests.apps.gallery.test_gallery import Page
+from tests.apps.folders import Page, change, write_run, write_scores
 
 PROMPTS = [f"{color} {thing}" for color in ("red", "blue", "green") for thing in ("cat", "dog", "<b>hat</b> & co")] * 8
 EVIL = "</script><script>alert(1)</script>"
-
-
-def write_evaluation(folder: Path, tag: str, iteration: int, scores: dict[str, np.ndarray], **other: Any) -> None:
-    """One eval/<tag>.json with an image for each of the first prompts."""
-    table = next(iter(scores.values()))
-    given: dict[str, Any] = {"prompts": [f"{k}: {text}" for k, text in enumerate(PROMPTS)], "seeds": [0, 1]} | other
-    (folder / "eval" / tag).mkdir(parents=True)
-    for p in range(min(6, len(table))):
-        for k in range(table.shape[1]):
-            shade = int(200 * table[p, k]) if np.isfinite(table[p, k]) else 0
-            Image.new("RGB", (8, 8), (max(0, min(shade, 255)), 40, 40)).save(folder / "eval" / tag / f"{p:05d}-{k}.png")
-    document = {
-        "tag": tag,
-        "iteration": iteration,
-        "guidance_scale": 1.0,
-        "num_inference_steps": 4,
-        "scores": json_ready({name: t.tolist() for name, t in scores.items()}),
-        "images": f"eval/{tag}",
-    }
-    (folder / "eval" / f"{tag}.json").write_text(json.dumps(document | given))
 
 
 def make_run(
@@ -65,10 +43,15 @@ def make_run(
     config: dict[str, Any] | None = None,
     **other: Any,
 ) -> Path:
-    """A run whose scores rise by `gain` on average, with evaluations at iterations 2 and 4."""
-    folder.mkdir(parents=True)
+    """A run whose scores rise by `gain` on average, with evaluations at iterations 2 and 4 and the first six images."""
     rng, common = np.random.default_rng([7, seed]), np.random.default_rng(3).random((count, 2))
     other.setdefault("prompts", [f"{k}: {text}" for k, text in enumerate(PROMPTS)][:count])
+    levels = {0: common} | {i: common + gain * i / 4 + 0.1 * rng.normal(size=common.shape) for i in (2, 4)}
+    tags = {"base": 0, "iteration-000002": 2, "iteration-000004": 4} | ({"tuned": 4} if finished else {})
+    for tag, i in tags.items():
+        shades = np.clip((200 * levels[i]).astype(int), 0, 255)
+        images = {at: np.full((8, 8, 3), (shades[at], 40, 40)) for at in np.ndindex(min(6, count), 2)}
+        write_scores(folder, tag, {metric: levels[i]}, images, iteration=i, **other)
     document = {
         "name": folder.name,
         "seed": seed,
@@ -78,18 +61,15 @@ def make_run(
         "rollout": {"prompts_per_iteration": 3, "group_size": 4},
         "data": {"prompts": "a.txt", "eval_prompts": "b.txt"},
     } | (config or {})
-    (folder / "config.yaml").write_text(json.dumps(document))
-    write_evaluation(folder, "base", 0, {metric: common}, **other)
-    levels = {i: common + gain * i / 4 + 0.1 * rng.normal(size=common.shape) for i in (2, 4)}
-    for i, table in levels.items():
-        write_evaluation(folder, f"iteration-{i:06d}", i, {metric: table}, **other)
     logged = {"nfe/rollout": 4.0, "nfe/train": 2.0, "time/iteration_s": 1.5, "perf/cpu_s": 3.0}
     rows = [{"iteration": i, "policy/kl_reference": 0.1 * i * gain, **logged} for i in range(1, 5)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if finished:
-        write_evaluation(folder, "tuned", 4, {metric: levels[4]}, **other)
-        (folder / "summary.json").write_text(json.dumps({"status": "finished", "iterations": 4, "primary": metric}))
-    return folder
+    summary = {"summary": {"status": "finished", "iterations": 4, "primary": metric}} if finished else {}
+    return write_run(folder, document, rows, **summary)
+
+
+def shared_by(*folders: Path) -> Shared:
+    shared = shared_by(*folders)
+    return shared
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +114,7 @@ def test_a_run_is_not_compared_with_itself(folders, tmp_path):
 
 def test_differences_are_paired_and_those_of_chance_are_not_marked(folders, tmp_path):
     twin = make_run(tmp_path / "twin", 0.30, seed=5)
-    shared = share([load_run(folder) for folder in [*folders, twin]])
-    assert shared is not None
+    shared = shared_by(*folders, twin)
     table = {row.run: row for row in standings(shared, shared.metrics[0])}
     leader = next(i for i, row in table.items() if row.over_leader is None)
     assert leader in (0, 1, 5)
@@ -155,12 +134,10 @@ def test_runs_are_compared_on_what_they_share_and_told_what_was_left_out(folders
     moved = [f"{k}: {text}" for k, text in enumerate(PROMPTS)][:60]
     moved[3], moved[9] = moved[9], moved[3]
     turned = make_run(tmp_path / "turned", 0.2, prompts=moved)
-    shared = share([load_run(folder) for folder in (folders[0], fewer, turned)])
-    assert shared is not None
+    shared = shared_by(folders[0], fewer, turned)
     assert shared.places.tolist() == [p for p in range(40) if p not in (3, 9)]
     other = make_run(tmp_path / "other", 0.2, guidance_scale=4.0, seeds=[0, 1])
-    noted = share([load_run(folder) for folder in (*folders[:2], other)])
-    assert noted is not None
+    noted = shared_by(*folders[:2], other)
     assert noted.left_out == {2: ["compared, but evaluated with guidance 4.0 (most runs: 1.0)"]}
     assert "22 of the 60 prompts of its base evaluation have no counterpart" in shared.left_out[0][0]
     assert "2 of the 40 prompts" in shared.left_out[1][0]
@@ -169,8 +146,7 @@ def test_runs_are_compared_on_what_they_share_and_told_what_was_left_out(folders
 def test_a_metric_of_another_reward_is_left_out_and_one_run_without_it_is_named(folders, tmp_path):
     first = make_run(tmp_path / "first", 0.2, made_with={"score brightness": "a"})
     second = make_run(tmp_path / "second", 0.2, made_with={"score brightness": "b"})
-    shared = share([load_run(folder) for folder in (folders[0], first, second)])
-    assert shared is not None
+    shared = shared_by(folders[0], first, second)
     assert shared.metrics[0].members == (0, 1)
     assert "another version of the reward" in shared.left_out[2][0]
     alone = make_run(tmp_path / "alone", 0.2, metric="sharpness")
@@ -247,15 +223,11 @@ def test_evaluations_of_other_prompts_are_no_points_of_a_curve(tmp_path):
     """Without a prompt that all evaluations have, curves are over those of base and tuned, and the page says so."""
     folders = [make_run(tmp_path / name, 0.2, count=4) for name in ("one", "two")]
     file = folders[0] / "eval" / "iteration-000002.json"
-    document = json.loads(file.read_text())
-    document["prompts"] = ["another"] * len(document["prompts"])
-    file.write_text(json.dumps(document))
+    change(file, prompts=["another"] * 4)
     built = build(folders, tmp_path / "page")
     said = "evaluations during training with other prompts are left out: one."
     assert said in Page(built).text("p").replace("Evaluations", "evaluations")
-    runs = [load_run(folder) for folder in folders]
-    shared = share(runs)
-    assert shared is not None
+    shared = shared_by(*folders)
     found: dict[str, list[float]] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -269,13 +241,9 @@ def test_evaluations_of_other_prompts_are_no_points_of_a_curve(tmp_path):
 def test_a_run_without_scores_is_never_the_leader(tmp_path):
     folders = [make_run(tmp_path / name, gain) for name, gain in (("bare", 0.1), ("good", -0.2), ("bad", 0.2))]
     for folder in folders:
-        summary = json.loads((folder / "summary.json").read_text())
-        (folder / "summary.json").write_text(json.dumps(summary | {"lower_is_better": ["brightness"]}))
-    bare = json.loads((folders[0] / "eval" / "tuned.json").read_text())
-    bare["scores"] = {"brightness": [[None, None]] * len(bare["prompts"])}
-    (folders[0] / "eval" / "tuned.json").write_text(json.dumps(bare))
-    shared = share([load_run(folder) for folder in folders])
-    assert shared is not None
+        change(folder / "summary.json", lower_is_better=["brightness"])
+    change(folders[0] / "eval" / "tuned.json", scores={"brightness": [[None, None]] * 60})
+    shared = shared_by(*folders)
     table = standings(shared, shared.metrics[0])
     assert [row.run for row in table] == [1, 2, 0], "lower is better"
     assert table[1].over_leader is not None
@@ -346,15 +314,11 @@ def test_runs_of_other_sizes_share_the_seed_and_not_the_noise(tmp_path):
 def test_runs_of_one_name_are_told_apart_where_they_are_only_listed(tmp_path):
     folders = [tmp_path / "one" / "run", tmp_path / "two" / "run"]
     for folder in folders:
-        folder.mkdir(parents=True)
-        (folder / "config.yaml").write_text(json.dumps({"name": "run"}))
+        write_run(folder, {"name": "run"})
     page = Page(build(folders, tmp_path / "page"))
     assert {f"run ({folder})" for folder in folders} <= set(page.texts["a"])
 
 
 def test_runs_without_evaluations_still_give_a_page(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.yaml").write_text(json.dumps({"name": name}))
-    bare = Page(build([tmp_path / "one", tmp_path / "two"], tmp_path / "page"))
+    bare = Page(build([write_run(tmp_path / name, {"name": name}) for name in ("one", "two")], tmp_path / "page"))
     assert bare.text("td").count("nothing has been evaluated yet") == 2

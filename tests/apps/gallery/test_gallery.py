@@ -12,7 +12,6 @@ import json
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -30,205 +29,9 @@ from flowrl.core.errors import ConfigError
 from flowrl.media import media
 from flowrl.statistics.intervals import clusters
 from flowrl.statistics.paired import sign_test
+from tests.apps.folders import EVIL, NUM_PROMPTS, Page, change, estimate, make_run
 
-NUM_PROMPTS = 40
-SEEDS = (0, 1)
 WORSE = {"mean": -0.2, "low": -0.3, "high": -0.1, "n": 4}
-EVIL = "<script>alert('prompt')</script> & \"quoted\""
-VOID = {"meta", "img", "input", "br", "hr", "link"}
-
-
-class Page(HTMLParser):
-    """Checks that tags nest, and collects what the tests look at."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(convert_charrefs=True)
-        self.source = path.read_text(encoding="utf-8")
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.deltas: dict[str, list[float]] = {"pair": [], "worst": [], "best": []}
-        self.texts: dict[str, list[str]] = {}
-        self.feed(self.source)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-        given = [(name, value or "") for name, value in attrs]
-        self.attributes += given
-        found = dict(given)
-        if found.get("id"):
-            self.ids.append(found["id"])
-        self.links += [found[key] for key in ("src", "href") if found.get(key)]
-        if "data-delta" in found:
-            self.deltas[found["id"].split("-")[2]].append(float(found["data-delta"]))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open[-1:] == [tag], f"</{tag}> closes {self.open[-3:]}"
-            self.open.pop()
-
-    def handle_data(self, data: str) -> None:
-        if self.open:
-            self.texts.setdefault(self.open[-1], []).append(data)
-
-    def text(self, *tags: str) -> str:
-        chosen = tags or [tag for tag in self.texts if tag not in ("script", "style")]
-        return " ".join(" ".join(self.texts.get(tag, [])) for tag in chosen)
-
-
-def estimate(values: np.ndarray) -> dict[str, float]:
-    """What evaluate.py writes, with a normal interval: the report does not care how it was made."""
-    per_prompt = values.mean(axis=1)
-    half = 1.96 * per_prompt.std(ddof=1) / len(per_prompt) ** 0.5
-    mean = per_prompt.mean()
-    return {"mean": mean, "low": mean - half, "high": mean + half, "n": len(per_prompt)}
-
-
-def write_evaluation(
-    folder: Path,
-    tag: str,
-    accuracy: float,
-    *,
-    prompts: list[str],
-    num_pictured: int,
-    iteration: int = 0,
-    guidance_scale: float = 1.0,
-    size: int = 32,
-    name: str = "shapes_strict",
-) -> dict[str, np.ndarray]:
-    """One evaluation: a picture shows its prompt's scene where it passes, and another scene where it fails."""
-    strict = np.zeros((len(prompts), len(SEEDS)))
-    partial = np.zeros_like(strict)
-    everything = shapes.split("train")
-    (folder / "eval" / tag).mkdir(parents=True)
-    for p, prompt in enumerate(prompts):
-        for k, seed in enumerate(SEEDS):
-            # Paired noise: mostly the same draw decides for every tag, so gains outnumber regressions.
-            rng, own = np.random.default_rng([p, seed, 1]), np.random.default_rng([p, seed, iteration, 2])
-            luck = rng.random()
-            strict[p, k] = float((luck if own.random() < 0.6 else own.random()) < accuracy)
-            partial[p, k] = 1.0 if strict[p, k] else 0.2 + 0.6 * rng.random()
-            if p >= num_pictured:
-                continue
-            try:
-                scene = shapes.parse(prompt)
-            except ValueError:
-                scene = everything[p]
-            if not strict[p, k]:
-                scene = everything[int(rng.integers(len(everything)))]
-            pixels = shapes.draw(scene, np.random.default_rng([p, seed, 7]), size)
-            pixels = pixels + 0.03 * np.random.default_rng([p, seed, iteration]).standard_normal(pixels.shape)
-            array = np.rint(255 * pixels.clip(0, 1)).astype(np.uint8).transpose(1, 2, 0)
-            Image.fromarray(array).save(folder / "eval" / tag / f"{p:05d}-{k}.png")
-    scores = {name: strict, "shapes_partial": partial}
-    document = {
-        "tag": tag,
-        "iteration": iteration,
-        "guidance_scale": guidance_scale,
-        "num_inference_steps": 20,
-        "seeds": list(SEEDS),
-        "prompts": prompts,
-        "scores": {key: table.tolist() for key, table in scores.items()},
-        "images": f"eval/{tag}",
-    }
-    # One picture could not be scored.
-    document["scores"]["shapes_partial"][-1][-1] = None
-    (folder / "eval" / f"{tag}.json").write_text(json.dumps(document))
-    return scores
-
-
-def training_rows(iterations: int, done: int, tuned: float) -> list[dict[str, object]]:
-    """Lines of metrics.jsonl: a noisy rise, a gap in the gradient norm, and a text that is no curve."""
-    rng = np.random.default_rng(0)
-    rows: list[dict[str, object]] = []
-    for i in range(1, done + 1):
-        level = 0.42 + (tuned - 0.42) * (1 - np.exp(-3 * i / iterations)) + 0.05 * rng.standard_normal()
-        rows.append(
-            {
-                "iteration": i,
-                "reward/shapes_strict_mean": level,
-                "reward/total_mean": level,
-                "policy/clip_fraction": 0.1 + 0.02 * rng.standard_normal(),
-                "policy/ratio_mean": 1 + 1e-4 * rng.standard_normal(),
-                "grad/norm": None if i == 5 else 0.5 + 0.1 * rng.random(),
-                "advantage/dead_group_share": 0.2 * rng.random(),
-                "time/iteration_s": 1.2 + 0.3 * rng.random(),
-                "note": "text is no curve",
-            }
-        )
-    return rows
-
-
-def make_run(
-    folder: Path,
-    *,
-    name: str = "quickstart",
-    num_prompts: int = NUM_PROMPTS,
-    num_pictured: int | None = None,
-    finished: bool = True,
-    tuned: float = 0.71,
-    size: int = 32,
-    prompts: list[str] | None = None,
-    iterations: int = 120,
-) -> Path:
-    """A run folder as the trainer leaves it, or as it stands after two thirds of the iterations."""
-    folder.mkdir(parents=True)
-    prompts = prompts or shapes.prompts("heldout")[:num_prompts]
-    imaged = len(prompts) if num_pictured is None else num_pictured
-    config = {
-        "name": name,
-        "seed": 0,
-        "iterations": iterations,
-        "model": {"name": "sd3", "path": "tiny-sd3", "lora": {"rank": 16, "alpha": 32}},
-        "rollout": {"sampler": {"name": "flow_sde", "noise_level": 0.7}, "num_inference_steps": 10},
-        "data": {"prompts": "shapes:train", "eval_prompts": "shapes:heldout"},
-        "algorithm": {"name": "flow_grpo", "clip_range": 1.0e-4},
-        "rewards": [{"name": "shapes", "weight": 1.0}],
-    }
-    # JSON is YAML, and needs no help with a hostile name.
-    (folder / "config.yaml").write_text(json.dumps(config, indent=2))
-    provenance = {"hardware": "2 CPU cores", "commit": "0123456789abcdef", "versions": {"torch": "2.6.0"}}
-    (folder / "provenance.json").write_text(json.dumps(provenance))
-    done = iterations if finished else 2 * iterations // 3
-    rows = training_rows(iterations, done, tuned)
-    common = {"prompts": prompts, "size": size}
-    base = write_evaluation(folder, "base", 0.46, num_pictured=imaged, **common)
-    best = write_evaluation(folder, "base-guidance-3", 0.55, num_pictured=0, guidance_scale=3.0, **common)
-    for i in range(20, done + 1, 20):
-        accuracy = 0.46 + (tuned - 0.46) * (1 - np.exp(-3 * i / iterations))
-        scores = write_evaluation(folder, f"iteration-{i:06d}", accuracy, iteration=i, num_pictured=8, **common)
-        rows[i - 1]["eval/shapes_strict"] = scores["shapes_strict"].mean()
-        rows[i - 1]["eval/shapes_partial"] = scores["shapes_partial"].mean()
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if finished:
-        after = write_evaluation(folder, "tuned", tuned, iteration=done, num_pictured=imaged, **common)
-        summary = {
-            "status": "finished",
-            "iterations": done,
-            "seconds": 170.2,
-            "primary": "shapes_strict",
-            "base": {m: estimate(base[m]) for m in base},
-            "base_best_guidance": {**{m: estimate(best[m]) for m in best}, "guidance_scale": 3.0},
-            "tuned": {m: estimate(after[m]) for m in base},
-            "difference": {m: estimate(after[m] - base[m]) for m in base},
-        }
-        (folder / "summary.json").write_text(json.dumps(summary))
-    return folder
-
-
-def change(file: Path, **values: object) -> dict:
-    """Set values of a JSON file; returns what it held before."""
-    before = json.loads(file.read_text())
-    file.write_text(json.dumps(before | values))
-    return before
 
 
 @pytest.fixture(scope="module")
@@ -466,12 +269,17 @@ def test_iterations_and_time_of_a_run_under_way_are_those_of_its_rows_too(tmp_pa
     assert facts.seconds(load_run(folder)) == 1100.0
 
 
-def test_base_and_rival_of_a_run_under_way_are_of_the_prompts_that_its_evaluation_has(tmp_path):
-    folder = make_run(tmp_path / "few", finished=False)
+def of_fewer(folder: Path, count: int) -> None:
+    """Evaluations during training of the first prompts alone."""
     for path in (folder / "eval").glob("iteration-*.json"):
         document = json.loads(path.read_text())
-        scores = {name: table[:5] for name, table in document["scores"].items()}
-        change(path, prompts=document["prompts"][:5], scores=scores)
+        scores = {name: table[:count] for name, table in document["scores"].items()}
+        change(path, prompts=document["prompts"][:count], scores=scores)
+
+
+def test_base_and_rival_of_a_run_under_way_are_of_the_prompts_that_its_evaluation_has(tmp_path):
+    folder = make_run(tmp_path / "few", finished=False)
+    of_fewer(folder, 5)
     tables = {
         tag: np.asarray(json.loads((folder / "eval" / f"{tag}.json").read_text())["scores"]["shapes_strict"])
         for tag in ("base", "base-guidance-3", "iteration-000080")
@@ -514,9 +322,7 @@ def test_a_run_that_has_only_a_configuration_still_builds(tmp_path):
     assert Page(build([tmp_path])).text("h1") == "Nothing has been evaluated yet"
 
 
-def test_a_metric_that_got_worse_is_pointed_out_and_the_models_own_guidance_is_no_rival(
-    tmp_path,
-):
+def test_a_metric_that_got_worse_is_pointed_out_and_the_models_own_guidance_is_no_rival(tmp_path):
     folder = make_run(tmp_path / "hacked", num_prompts=4)
     base = json.loads((folder / "summary.json").read_text())["base"]
     best = {**base, "guidance_scale": 1.0}
@@ -533,10 +339,7 @@ def test_a_metric_that_got_worse_is_pointed_out_and_the_models_own_guidance_is_n
 
 def test_the_base_line_of_a_curve_covers_the_prompts_of_the_curve(tmp_path):
     folder = make_run(tmp_path / "subset", num_prompts=8)
-    for path in (folder / "eval").glob("iteration-*.json"):
-        document = json.loads(path.read_text())
-        scores = {name: table[:3] for name, table in document["scores"].items()}
-        change(path, prompts=document["prompts"][:3], scores=scores)
+    of_fewer(folder, 3)
     run = load_run(folder)
     assert run.base is not None
     expected = run.base.scores["shapes_strict"][:3].mean()

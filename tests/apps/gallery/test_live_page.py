@@ -12,18 +12,11 @@ from typing import Any
 import pytest
 
 from flowrl.apps.gallery import live
-from tests.apps.gallery.browser import launched, violations
-from tests.apps.gallery.test_browser import PHONE, WIDE, fits
-from tests.apps.gallery.test_gallery import make_run
+from tests.apps.folders import make_run
+from tests.apps.gallery.browser import LEVEL_AA, PHONE, WIDE, fits, opened, violations
 from tests.apps.gallery.test_server import add_row, locked, running, serving
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    with launched() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +37,10 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def watching(browser: Any, *folders: Path, **context: Any) -> Generator[Any]:
-    """The live page. Fails at the end if it logged an error, threw, or asked another address."""
-    problems: list[str] = []
-    with serving(*folders) as server, browser.new_context(**context) as session:
-        page = session.new_page()
-        page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda r: None if r.url.startswith(server.address) else problems.append(r.url))
-        page.goto(server.address)
+    """The live page, as `opened` watches it."""
+    with serving(*folders) as server, opened(browser, server.address, **context) as page:
         page.locator(".live[data-state]").wait_for()
         yield page
-    assert not problems, problems
 
 
 def says(page: Any, text: str) -> None:
@@ -179,7 +165,7 @@ def test_everyone_can_use_it(browser, folder, size, scheme):
     with watching(browser, folder, viewport=size, color_scheme=scheme) as page:
         says(page, "Died at iteration 40")
         assert fits(page)
-        assert violations(page, ("wcag2a", "wcag21a", "wcag2aa")) == []
+        assert violations(page, LEVEL_AA) == []
 
 
 def test_a_comparison_follows_its_runs_and_keeps_the_metric(browser, tmp_path):

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from flowrl.apps.gallery import build, movement, results
 from flowrl.apps.gallery.compare.scores import standings
-from flowrl.apps.gallery.compare.shared import share
 from flowrl.apps.gallery.runs import load_run
 from flowrl.apps.publish.card_facts import Facts, verdicts
 from flowrl.evaluation import moved
@@ -22,6 +20,8 @@ from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import win_rate
 from flowrl.media import media
 from flowrl.run.report import format_win_rate
+from tests.apps.folders import write_run
+from tests.apps.gallery.test_compare import shared_by
 
 LEVELS = 0.25
 """A quarter of the pixels is one level brighter."""
@@ -43,10 +43,8 @@ def evaluations() -> tuple[Evaluation, Evaluation]:
 
 def write(folder: Path, *, older: bool = False, suffix: str = ".png") -> Path:
     """The folder of a finished run; an `older` one has neither digests nor a rule of ties."""
-    (folder / "eval").mkdir(parents=True)
     config: dict[str, Any] = {"name": folder.name, "seed": 0, "model": {"lora": {"rank": 4}}, "eval": {"tie": 0.05}}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config | ({"eval": {}} if older else {})))
-    (folder / "metrics.jsonl").write_text(json.dumps({"iteration": 4}) + "\n")
+    write_run(folder, config | ({"eval": {}} if older else {}), [{"iteration": 4}])
     base, tuned = (replace(one, digests=None) if older else one for one in evaluations())
     for one, brighter in ((base, 0), (tuned, 1)):
         one.save(folder / "eval")
@@ -82,8 +80,7 @@ def test_every_door_counts_what_nobody_sees_as_ties_and_says_how_much_the_images
     terminal = format_win_rate("look", run.summary["win_rate"]["look"])
     assert "66.7% of 12 images" in terminal
     assert f"{TIED} ties, 70.0% (a tie: scores at most 0.0559 apart, 0.05 of the base's std, or images" in terminal
-    shared = share([load_run(folder) for folder in folders])
-    assert shared is not None
+    shared = shared_by(*folders)
     for standing in standings(shared, shared.metrics[0]):
         assert standing.win.mean == pytest.approx((WON + TIED / 2) / 40)
         assert standing.over_base.estimate.mean == pytest.approx((24 * 0.05 + 4 + 8 - 4) / 40), "all differences count"
@@ -118,8 +115,7 @@ def test_a_run_of_an_older_version_keeps_its_numbers_and_says_what_is_not_known(
     assert SENTENCE in said
     page = build([run.folder, folders[0]], tmp_path / "page").read_text()
     assert "of older an older evaluation does not tell which are" in page
-    shared = share([run, load_run(folders[0])])
-    assert shared is not None
+    shared = shared_by(run.folder, folders[0])
     # The comparison has one rule for all, but which images are equal is not known.
     wins = {standing.run: standing.win.mean for standing in standings(shared, shared.metrics[0])}
     assert wins == {0: pytest.approx((12 + 24 / 2) / 40), 1: pytest.approx((8 + 28 / 2) / 40)}

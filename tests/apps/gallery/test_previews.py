@@ -12,7 +12,7 @@ from PIL import Image
 from flowrl import shapes
 from flowrl.apps.gallery import build
 from flowrl.core.errors import ConfigError
-from tests.apps.gallery.test_gallery import EVIL, Page, make_run
+from tests.apps.folders import EVIL, Page, make_run
 
 
 def add_previews(folder: Path, prompts: dict[str, list[str]], size: int = 32) -> None:
@@ -21,9 +21,10 @@ def add_previews(folder: Path, prompts: dict[str, list[str]], size: int = 32) ->
         (folder / "previews" / tag).mkdir(parents=True)
         for p, text in enumerate(texts):
             scene = shapes.split("train")[sum(map(ord, text + tag)) % 50]
-            pixels = shapes.draw(scene, np.random.default_rng(p), size).clip(0, 1)
-            array = np.rint(255 * pixels).astype(np.uint8).transpose(1, 2, 0)
-            Image.fromarray(array).save(folder / "previews" / tag / f"{p:05d}-0.png")
+            pixels = 255 * shapes.draw(scene, np.random.default_rng(p), size).clip(0, 1)
+            Image.fromarray(np.rint(pixels).astype(np.uint8).transpose(1, 2, 0)).save(
+                folder / "previews" / tag / f"{p:05d}-0.png"
+            )
         iteration = int(tag.partition("-")[2] or (40 if tag == "tuned" else 0))
         record = {"tag": tag, "iteration": iteration, "prompts": texts}
         (folder / "previews" / f"{tag}.json").write_text(json.dumps(record))

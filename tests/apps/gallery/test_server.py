@@ -25,7 +25,7 @@ from flowrl.apps.gallery.server import Server
 from flowrl.apps.gallery.watched import Rows, Watched
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import read_rows
-from tests.apps.gallery.test_gallery import make_run
+from tests.apps.folders import change, make_run
 
 PROMPTS = ["a red circle", "two blue squares", "a <script>alert(1)</script> sign"]
 
@@ -165,14 +165,8 @@ def test_it_only_reads(folder):
 
 def test_another_name_than_this_machines_is_refused(folder):
     with serving(folder) as server:
-        for host in (
-            "evil.example",
-            "evil.example:8420",
-            "127.0.0.1.evil.example",
-            "localhost.evil:80",
-            "",
-            "10.0.0.1",
-        ):
+        evil = ("evil.example", "evil.example:8420", "127.0.0.1.evil.example", "localhost.evil:80", "", "10.0.0.1")
+        for host in evil:
             for name in ("", "state", "files/0/eval/base/00000-0.png"):
                 assert ask(server, name, Host=host)[0] == 403, host
         for host in ("localhost", "localhost:1", "127.0.0.1:65000", "[::1]:80", "LOCALHOST:8080"):
@@ -265,8 +259,7 @@ def test_several_runs_are_compared_and_have_pages_of_their_own(folder, tmp_path)
     names = ("run", "two", "three", "four")
     for name in names[1:]:
         shutil.copytree(folder, tmp_path / name)
-        config = (folder / "config.yaml").read_text()
-        (tmp_path / name / "config.yaml").write_text(config.replace('"quickstart"', f'"{name}"'))
+        change(tmp_path / name / "config.yaml", name=name)
     running(tmp_path / "four")
     with serving(*(tmp_path / name for name in names)) as server:
         assert state(server)["text"] == "4 runs: 1 died, 3 ended."
@@ -287,8 +280,7 @@ def test_parts_that_are_about_another_metric_than_before_come_with_their_frame(f
         before = changes(server, "")
         assert re.findall(r'data-metric="(\w+)"', before["main"]) == ["shapes_strict", "shapes_partial"]
         for run in (folder, other):
-            summary = json.loads((run / "summary.json").read_text()) | {"primary": "shapes_partial"}
-            (run / "summary.json").write_text(json.dumps(summary))
+            change(run / "summary.json", primary="shapes_partial")
         after = changes(server, before["version"])
         assert "parts" not in after, "the page would keep the old metric around the new numbers"
         assert re.findall(r'data-metric="(\w+)"', after["main"]) == ["shapes_partial", "shapes_strict"]
@@ -303,9 +295,7 @@ def test_rows_are_read_once_and_equal_those_of_the_whole_file(tmp_path):
     assert rows.read() == ([], False)
     text = "".join(json.dumps({"iteration": i, "x": i * 0.1}) + "\n" for i in range(1, 30))
     for cut in (10, 11, 200, 201, len(text) - 3, len(text)):
-        file.write_bytes(text[:cut].encode()) if cut == 10 else file.open("ab").write(
-            text.encode()[file.stat().st_size : cut]
-        )
+        file.write_text(text[:cut])
         expected, torn = read_rows(file)
         found, half = rows.read()
         # A last line without its end is complete for the reader of whole files where it happens to parse.
@@ -350,12 +340,8 @@ def test_a_folder_that_is_no_run_is_named(tmp_path, folder):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "x").write_text("")
-    for place, why in (
-        ("none", "no such folder"),
-        ("empty", "is empty"),
-        ("other", "no config.yaml"),
-        ("other/x", "file"),
-    ):
+    reasons = {"none": "no such folder", "empty": "is empty", "other": "no config.yaml", "other/x": "file"}
+    for place, why in reasons.items():
         with pytest.raises(ConfigError, match=f"{place} is not a run: .*{why}.*flowrl train"):
             Server([folder, tmp_path / place], 0)
 

@@ -22,7 +22,7 @@ from flowrl.credit.advantages import Advantages
 from flowrl.diffusion.tree_shapes import Branching, completions, offshoots, splits
 from flowrl.evaluation import evaluation_tree
 from flowrl.media import media
-from tests.apps.gallery.test_gallery import EVIL, Page, make_run
+from tests.apps.folders import EVIL, Page, make_run
 
 SHAPES: dict[str, Branching] = {
     "branch": splits(20, {0: 2, 3: 2, 6: 2, 9: 2}, range(19)),

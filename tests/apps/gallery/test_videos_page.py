@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import torch
 
 from flowrl.apps.gallery import build
 from flowrl.media import media
-from tests.apps.gallery.browser import launched, opened, violations
-from tests.apps.gallery.test_browser import PHONE, WIDE, fits
-from tests.apps.gallery.test_gallery import make_run
+from tests.apps.folders import make_run
+from tests.apps.gallery.browser import LEVEL_AA, LOOKS, PHONE, WIDE, fits, opened, violations
 from tests.apps.gallery.test_live_page import watching
 from tests.apps.gallery.test_previews import add_previews
 
@@ -31,12 +29,6 @@ AT = "([s, p]) => getComputedStyle(document.querySelector(s))[p]"
 
 def colour(frame: int, tag: str) -> list[int]:
     return [20 * frame, 90, 200 if tag == "base" else 40]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    with launched() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +51,18 @@ def pixels(part: Any) -> list[list[int]]:
     return part.locator("canvas").evaluate_all(f"cs => cs.map(c => ({PIXEL})(c, 32, 24))")
 
 
-@pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (PHONE, "dark")], ids=["wide light", "phone dark"])
+@LOOKS
 def test_the_page_is_silent_fits_and_everyone_can_use_it(browser, file, size, scheme):
     with opened(browser, file, viewport=size, color_scheme=scheme) as page:
         page.get_by_role("button", name="Pause every video").click()
         assert fits(page)
-        assert violations(page, ("wcag2a", "wcag21a", "wcag2aa")) == []
+        assert violations(page, LEVEL_AA) == []
         page.get_by_role("button", name="Filmstrips", exact=True).click()
         assert fits(page)
         page.get_by_role("button", name="Filmstrips", exact=True).click()
         page.locator(".card .enlarge").first.click()
         assert fits(page)
-        assert violations(page, ("wcag2a", "wcag21a", "wcag2aa")) == []
+        assert violations(page, LEVEL_AA) == []
 
 
 def test_base_and_tuned_play_together_pause_and_are_scrubbed_by_keys(browser, file):

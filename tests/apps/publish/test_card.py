@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import ast
-import json
+import html
 import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from PIL import Image
 from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
 
 from flowrl.apps.gallery.runs import load_run
 from flowrl.apps.publish import card
 from flowrl.apps.publish.card_loading import Base
 from flowrl.apps.publish.plain_text import Named, escaped
 from flowrl.commands.export import command
+from flowrl.models import sd3
 from flowrl.rollout.learned_noise import LearnedNoise
+from flowrl.run import judged
 from flowrl.run.export import export
 from tests import tiny_sd3 as tiny
+from tests.apps import folders
 from tests.run.test_export import write_run
 
 NASTY = "![x](http://evil) <script>alert(1)</script> | a\n# head `code` ---"
@@ -60,17 +66,14 @@ def finish(run: Path, **changes: Any) -> Path:
     tree["eval"] = tree.get("eval", {}) | {"rewards": [{"name": "clip_score"}]}
     for key, value in changes.pop("config", {}).items():
         tree[key] = (tree.get(key) or {}) | value if isinstance(value, dict) else value
-    (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    (run / "summary.json").write_text(json.dumps(SUMMARY | changes.pop("summary", {})))
     known = {"hardware": "one card", "flowrl": "0.1.0", "commit": "a" * 40, "command": "flowrl train /home/ann/x.yaml"}
-    (run / "provenance.json").write_text(json.dumps(known | changes.pop("provenance", {})))
-    (run / "metrics.jsonl").write_text('{"iteration": 3}\n')
-    (run / "eval").mkdir()
-    prompts = changes.pop("prompts", ["a red circle", NASTY])
+    files = {"summary": SUMMARY | changes.pop("summary", {}), "provenance": known | changes.pop("provenance", {})}
+    folders.write_run(run, tree, [{"iteration": 3}], **files)
+    told = {"prompts": ["a red circle", NASTY], "guidance_scale": 5.0, "iteration": 3, "num_inference_steps": 3}
     for tag, shift in (("base", 0.0), ("tuned", 0.5)):
-        scores = {"brightness": [[0.2 + shift, 0.3 + shift]] * 2, "clip": [[0.5 - shift / 2, 0.5 - shift / 2]] * 2}
-        document = {"prompts": prompts, "seeds": [0, 1], "scores": scores, "guidance_scale": 5.0, "iteration": 3}
-        (run / "eval" / f"{tag}.json").write_text(json.dumps(document | {"num_inference_steps": 3}))
+        clip = np.full((2, 2), 0.5 - shift / 2)
+        scores = {"brightness": np.asarray([[0.2 + shift, 0.3 + shift]] * 2), "clip": clip}
+        folders.write_scores(run, tag, scores, **told)
     assert not changes
     return run
 
@@ -90,8 +93,26 @@ def read(file: Path) -> tuple[dict[str, Any], str]:
     return ModelCard.load(file).data.to_dict(), ModelCard.load(file).text
 
 
+def carded(run: Path) -> tuple[dict[str, Any], str]:
+    """(front matter, body) of the card of a run's own weights."""
+    return read(card.write_card(run, run / "adapter", "adapter"))
+
+
+def wan_card(folder: Path, **model: Any) -> tuple[dict[str, Any], str]:
+    """The card of a run of a video model with these options."""
+    base = folder / "wan"
+    base.mkdir()
+    (base / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    return carded(finish(write_run(folder / "run", base, tiny.LORA), config={"model": {"path": str(base), **model}}))
+
+
+def code_of(text: str) -> str:
+    """The card's Python."""
+    return text.split("```python\n")[1].split("\n```")[0] + "\n"
+
+
 def test_the_front_matter_has_what_the_hub_shows(run):
-    front, _ = read(card.write_card(run, run / "adapter", "adapter"))
+    front, _ = carded(run)
     assert front["library_name"] == "diffusers"
     assert front["pipeline_tag"] == "text-to-image"
     assert {"lora", "flow-grpo", "arxiv:2505.05470"} <= set(front["tags"])
@@ -104,7 +125,7 @@ def test_the_front_matter_has_what_the_hub_shows(run):
 
 
 def test_the_body_has_method_data_rewards_numbers_and_limits(run):
-    _, text = read(card.write_card(run, run / "adapter", "adapter"))
+    _, text = carded(run)
     for words in (
         "Flow-GRPO: online clipped policy gradient on flow models (arXiv 2505.05470",
         "a LoRA of rank 4, alpha 10",
@@ -151,9 +172,6 @@ def test_texts_of_users_stay_text_and_no_folder_is_told(run, base, tmp_path):
     "text", ["a_b _c_ *d* [e](f) <g> `h` | #i @j &amp; \\k ~~l~~ !m", "- a", "1\n# 2", "www.a.org"]
 )
 def test_escaped_text_shows_itself(text):
-    import html
-    import re
-
     shown = escaped(text)
     assert html.unescape(shown) == " ".join(text.split())
     assert not re.search(r"[*\[\]<>`|@\\~!]|&(?!#\d+;)", shown)
@@ -169,10 +187,7 @@ def test_paths_with_spaces_are_named_too():
 
 def called(text: str, folder: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Run the card's Python in the folder of the weights, next to the base model; the image that it saves."""
-    from PIL import Image
-    from torchvision.transforms.functional import pil_to_tensor
-
-    code = text.split("```python\n")[1].split("```")[0]
+    code = code_of(text)
     parts = [node for node in ast.walk(ast.parse(code)) if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = [name.name for node in parts for name in node.names]
     assert all(len(re.findall(rf"\b{name}\b", code)) > 1 for name in names), f"imported and not used: {code}"
@@ -200,7 +215,7 @@ def test_the_code_of_a_lora_samples_with_it_in_every_layout(run, base, layout, t
     front, text = read(folder / "README.md")
     image = called(text, folder, base, monkeypatch)
     assert image.shape == (3, 32, 32)
-    code = text.split("```python\n")[1].split("```")[0]
+    code = code_of(text)
     assert "num_inference_steps=3, guidance_scale=5.0" in code
     assert ("load_lora_weights" in code) == (layout in ("adapter", "diffusers"))
     assert ("lora" in front["tags"]) == (layout != "merged")
@@ -213,8 +228,6 @@ def test_the_code_of_a_lora_samples_with_it_in_every_layout(run, base, layout, t
 
 @pytest.mark.parametrize("layout", ["merged", "kohya", "diffusers"])
 def test_the_code_for_an_asset_imports_flowrl_where_nothing_else_has_the_base(layout, tmp_path, monkeypatch):
-    from flowrl.models import sd3
-
     model = sd3.build(sd3.Config(path="tiny-sd3", max_sequence_length=tiny.TOKENS))
     run = finish(write_run(tmp_path / "run", Path("tiny-sd3"), tiny.LORA))
     tiny.lora(model, noise=0.1).save(run / "adapter", type(model.pipeline))
@@ -222,14 +235,10 @@ def test_the_code_for_an_asset_imports_flowrl_where_nothing_else_has_the_base(la
     card.write_card(run, tmp_path / "out", layout)
     _, text = read(tmp_path / "out" / "README.md")
     called(text, tmp_path / "out", run, monkeypatch)
-    assert ("flowrl" in text.split("```python\n")[1].split("```")[0]) == (layout != "merged")
+    assert ("flowrl" in code_of(text)) == (layout != "merged")
 
 
 def reference(run: Path) -> Tensor:
-    from torchvision.transforms.functional import pil_to_tensor
-
-    from flowrl.run import judged
-
     loaded = judged.load(str(run))
     loaded.pipeline.set_progress_bar_config(disable=True)
     torch.manual_seed(0)
@@ -238,7 +247,7 @@ def reference(run: Path) -> Tensor:
 
 def test_full_weights_are_loaded_as_a_network(base, tmp_path, monkeypatch):
     run = finish(write_run(tmp_path / "run", base, None))
-    front, text = read(card.write_card(run, run / "adapter", "adapter"))
+    front, text = carded(run)
     assert "lora" not in front["tags"]
     assert "All weights of the denoiser" in text
     assert "SD3Transformer2DModel.from_pretrained" in text
@@ -253,7 +262,7 @@ def test_learned_noise_is_drawn_for_its_own_prompts(base, tmp_path, monkeypatch)
     )
     shutil.rmtree(run / "adapter")
     LearnedNoise([("a red circle", ())], (4, 8, 8)).save(run / "adapter")
-    front, text = read(card.write_card(run, run / "adapter", "adapter"))
+    front, text = carded(run)
     assert "lora" not in front["tags"]
     assert "initial noise of the run's own prompts" in text
     assert "noise for the run's own prompts alone" in text
@@ -279,35 +288,25 @@ def test_preference_pairs_and_no_reward_are_told(base, tmp_path):
         summary=summary,
         provenance={"data": {"pairs": {"usable": 480, "rows": 500}}},
     )
-    _, text = read(card.write_card(run, run / "adapter", "adapter"))
+    _, text = carded(run)
     assert "480 preference records of votes" in text
     assert "It was trained on no reward: it learned from given pairs or labels" in text
     assert "Of 50 held-out pairs the tuned model prefers 70.0 % as the data do" in text
 
 
 def test_a_video_model_is_called_as_one(tmp_path):
-    base = tmp_path / "wan"
-    base.mkdir()
-    (base / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
-    config = {"model": {"path": str(base), "num_frames": 9, "fps": 24}}
-    run = finish(write_run(tmp_path / "run", base, tiny.LORA), config=config)
-    front, text = read(card.write_card(run, run / "adapter", "adapter"))
+    front, text = wan_card(tmp_path, num_frames=9, fps=24)
     assert front["pipeline_tag"] == "text-to-video"
     assert "export_to_gif(pipe(" in text
     assert "num_frames=9" in text
     assert '"video.gif", fps=24)' in text
-    compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
+    compile(code_of(text), "card", "exec")
 
 
 @pytest.mark.parametrize("value", ["", "blue", "a \"quoted\" 'word'", "back\\slash", NASTY, "\U0001f600 \u00fc"])
 def test_the_code_gives_the_very_value_of_a_text(tmp_path, value):
-    base = tmp_path / "wan"
-    base.mkdir()
-    (base / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
-    config = {"model": {"path": str(base), "negative_prompt": value}}
-    run = finish(write_run(tmp_path / "run", base, tiny.LORA), config=config)
-    _, text = read(card.write_card(run, run / "adapter", "adapter"))
-    code = ast.parse(text.split("```python\n")[1].split("\n```")[0])
+    _, text = wan_card(tmp_path, negative_prompt=value)
+    code = ast.parse(code_of(text))
     keywords = [keyword for node in ast.walk(code) if isinstance(node, ast.Call) for keyword in node.keywords]
     (given,) = [ast.literal_eval(word.value) for word in keywords if word.arg == "negative_prompt"]
     assert given == value
@@ -316,23 +315,18 @@ def test_the_code_gives_the_very_value_of_a_text(tmp_path, value):
 
 
 def test_a_class_that_the_configuration_names_loads_the_model_and_is_called_with_an_image(tmp_path):
-    base = tmp_path / "wan"
-    base.mkdir()
-    (base / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
-    config = {"model": {"path": str(base), "pipeline": "WanImageToVideoPipeline", "call": {"num_frames": 9}}}
-    run = finish(write_run(tmp_path / "run", base, tiny.LORA), config=config)
-    front, text = read(card.write_card(run, run / "adapter", "adapter"))
+    front, text = wan_card(tmp_path, pipeline="WanImageToVideoPipeline", call={"num_frames": 9})
     assert front["pipeline_tag"] == "image-to-video"
     assert "from diffusers import WanImageToVideoPipeline" in text
     assert "pipe = WanImageToVideoPipeline.from_pretrained(" in text
     assert 'image=load_image("input.png")' in text
-    compile(text.split("```python\n")[1].split("```")[0], "card", "exec")
+    compile(code_of(text), "card", "exec")
 
 
 def test_a_base_of_the_hub_is_named_in_the_front_matter_without_a_connection(base, tmp_path):
     config = {"model": {"path": "stabilityai/stable-diffusion-3.5-medium"}}
     run = finish(write_run(tmp_path / "run", base, tiny.LORA), config=config)
-    front, text = read(card.write_card(run, run / "adapter", "adapter"))
+    front, text = carded(run)
     assert front["base_model"] == "stabilityai/stable-diffusion-3.5-medium"
     assert front["base_model_relation"] == "adapter"
     assert 'from_pretrained("stabilityai/stable-diffusion-3.5-medium")' in text
@@ -340,7 +334,7 @@ def test_a_base_of_the_hub_is_named_in_the_front_matter_without_a_connection(bas
 
 def test_unfinished_runs_and_training_prompts_have_no_results_on_the_hub_or_say_so(base, tmp_path):
     run = finish(write_run(tmp_path / "run", base, tiny.LORA), summary={"status": "stopped", "iterations": 2})
-    front, text = read(card.write_card(run, run / "adapter", "adapter"))
+    front, text = carded(run)
     assert "model-index" not in front
     assert "The run has not finished: 2 of 3 iterations" in text
     told = finish(
@@ -348,7 +342,7 @@ def test_unfinished_runs_and_training_prompts_have_no_results_on_the_hub_or_say_
         summary={"evaluated_on": "training prompts", "held_out": None},
         config={"eval": {"rewards": []}},
     )
-    front, text = read(card.write_card(told, told / "adapter", "adapter"))
+    front, text = carded(told)
     assert front["model-index"][0]["results"][0]["dataset"]["type"] == "training-prompts"
     assert "Every number is of prompts that it was trained on" in text
     assert "All numbers are of rewards that it was trained on" in text

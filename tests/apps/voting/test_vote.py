@@ -33,7 +33,7 @@ from flowrl.data.options import PreferenceOptions
 from flowrl.data.preferences import load_preferences
 from flowrl.media import media
 from flowrl.run.people.votes import LOG, VoteBook
-from tests.apps.gallery.test_gallery import SEEDS, change, make_run
+from tests.apps.folders import SEEDS, change, make_run
 
 PROMPTS = ["a red circle", "two blue squares", "a <script>alert(1)</script> sign"]
 
@@ -351,9 +351,8 @@ def test_runs_without_both_images_are_refused_with_the_remedy(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere is not a run: there is no such folder; pass the folder"):
         load_pairs(tmp_path / "nowhere")
     (folder / "eval" / "tuned.json").rename(tmp_path / "tuned.json")
-    with pytest.raises(
-        ConfigError, match=r"no eval/tuned.json: its evaluation was not written.*flowrl train .*--resume"
-    ):
+    written = r"no eval/tuned.json: its evaluation was not written.*flowrl train .*--resume"
+    with pytest.raises(ConfigError, match=written):
         load_pairs(folder)
     (folder / "summary.json").write_text('{"status": "stopped", "command": "flowrl train x --resume"}')
     with pytest.raises(ConfigError, match=r"has not finished \(status stopped\); finish it with `flowrl train x --res"):

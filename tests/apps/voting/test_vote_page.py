@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.apps.gallery.browser import launched, violations
-from tests.apps.gallery.test_browser import PHONE, WIDE, fits
-from tests.apps.gallery.test_gallery import EVIL, SEEDS, make_run
+from tests.apps.folders import EVIL, SEEDS, make_run
+from tests.apps.gallery.browser import LEVEL_AA, LOOKS, WIDE, fits, opened, violations
 from tests.apps.voting.test_vote import voting
 from tests.apps.voting.test_vote_waiting import ask, close
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    with launched() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +30,8 @@ def waits(page: Any, progress: str) -> None:
 
 
 def test_votes_by_keys_alone(browser, folder):
-    problems: list[str] = []
     total = 2 * len(SEEDS)
-    with voting(folder) as server, browser.new_context(viewport=WIDE) as session:
-        page = session.new_page()
-        page.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("request", lambda r: None if r.url.startswith(server.address) else problems.append(r.url))
-        page.goto(server.address)
+    with voting(folder) as server, opened(browser, server.address, viewport=WIDE) as page:
         waits(page, f"0 of {total} answered")
         shown = server.ballot.shown("ann")
         assert shown is not None
@@ -82,25 +68,20 @@ def test_votes_by_keys_alone(browser, folder):
             waits(page, f"{done + 1} of {total} answered")
         assert page.locator("#done").is_visible()
         assert page.locator("#undo").is_enabled()
-    assert not problems, problems
     assert len((folder / "votes" / "pairs.jsonl").read_text().splitlines()) == 3
     assert json.loads((folder / "votes" / "votes.jsonl").read_text().splitlines()[-1])["voter"] == "sus1"
 
 
-@pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (PHONE, "dark")], ids=["wide light", "phone dark"])
+@LOOKS
 def test_the_page_fits_the_window_and_everyone_can_use_it(browser, folder, size, scheme):
-    with voting(folder) as server, browser.new_context(viewport=size, color_scheme=scheme) as session:
-        page = session.new_page()
-        page.goto(server.address)
+    with voting(folder) as server, opened(browser, server.address, viewport=size, color_scheme=scheme) as page:
         page.locator("body[data-state=pair], body[data-state=idle]").wait_for()
         assert fits(page)
-        assert violations(page, ("wcag2a", "wcag21a", "wcag2aa")) == []
+        assert violations(page, LEVEL_AA) == []
 
 
 def test_of_two_names_in_quick_succession_the_second_counts(browser, folder):
-    with voting(folder) as server, browser.new_context(viewport=WIDE) as session:
-        page = session.new_page()
-        page.goto(server.address)
+    with voting(folder) as server, opened(browser, server.address, viewport=WIDE) as page:
         page.locator("body:not([data-state=busy])").wait_for()
         held: list[Any] = []
         page.route("**/ask", lambda route: route.continue_() if held else held.append(route))
@@ -141,7 +122,7 @@ def test_the_page_of_a_run_that_waits_follows_its_questions(browser, waiting_run
         page.goto(server.address)
         page.locator("#waits").wait_for()
         waits(page, "The run draws its next samples")
-        assert violations(page, ("wcag2a", "wcag21a", "wcag2aa")) == []
+        assert violations(page, LEVEL_AA) == []
         page.locator("#voter").fill("carla")
         first = ask(waiting_run, 0.1, 0.5, 0.9)
         page.locator("body[data-state=pair]").wait_for(timeout=5000)

@@ -18,7 +18,7 @@ from flowrl.core.polls import Closed, Question
 from flowrl.media import media
 from flowrl.run.people import polls
 from flowrl.run.people.votes import FOLDER, keep_image, read_votes
-from tests.apps.gallery.test_gallery import make_run
+from tests.apps.folders import change, make_run, write_run
 from tests.apps.voting.test_vote import Page, vote, voting
 
 GROUP = "iteration-000001-slot-0000"
@@ -131,10 +131,8 @@ def test_undo_works_until_the_votes_are_counted_and_then_it_is_refused_by_name(w
         late = page.state()["pair"]["token"]
         close(waiting_run, question)
         counted = "Iteration 1 has counted the votes on its prompt 1, and trains on them: none is added or taken back"
-        code, answer = page.post("vote", pair=late, choice="left")
-        assert (code, answer["problem"][: len(counted)]) == (409, counted)
-        code, answer = page.post("undo")
-        assert (code, answer["problem"][: len(counted)]) == (409, counted)
+        for code, answer in (page.post("vote", pair=late, choice="left"), page.post("undo")):
+            assert (code, answer["problem"][: len(counted)]) == (409, counted)
         state = page.state()
         assert (state["pair"], state["undoable"]) == (None, False)
     assert len(read_votes(waiting_run / FOLDER)[0]) == 1
@@ -164,27 +162,26 @@ def test_a_vote_for_a_run_that_has_ended_is_refused_with_the_remedy(waiting_run)
 
 
 def test_a_run_that_was_stopped_or_died_is_refused_with_the_command_that_goes_on(waiting_run, tmp_path):
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.yaml").write_text((waiting_run / "config.yaml").read_text())
+    other = write_run(tmp_path / "other", {"rewards": [{"name": "votes"}]})
     with pytest.raises(ConfigError, match=r"waits for no votes: the run has not begun"):
         waits(other)
-    stopped = {"status": "stopped", "reason": "asked for by ann", "command": "flowrl train ../other --resume"}
-    (other / "summary.json").write_text(json.dumps(stopped))
-    with pytest.raises(ConfigError, match=r"was stopped: asked .*Go on with: flowrl train \.\./other --resume\. Start"):
-        waits(other)
-    (other / "summary.json").write_text('{"status": "running", "command": "flowrl train other --resume"}')
-    with pytest.raises(ConfigError, match=r"the run died: it was killed"):
-        waits(other)
+    ends = (
+        ("stopped", r"was stopped: asked .*Go on with: flowrl train \.\./other --resume\. Start"),
+        ("running", r"the run died: it was killed"),
+    )
+    for state, said in ends:
+        told = {"status": state, "reason": "asked for by ann", "command": "flowrl train ../other --resume"}
+        (other / "summary.json").write_text(json.dumps(told))
+        with pytest.raises(ConfigError, match=said):
+            waits(other)
     code, said = vote(str(other))
     assert (code, said.count("\n")) == (2, 1)
 
 
 def test_other_runs_and_finished_ones_compare_base_and_tuned(tmp_path):
     finished = make_run(tmp_path / "run", num_prompts=2, iterations=20)
-    config = json.loads((finished / "config.yaml").read_text())
     assert not waits(finished)
-    (finished / "config.yaml").write_text(json.dumps(config | {"rewards": [{"name": "votes"}]}))
+    change(finished / "config.yaml", rewards=[{"name": "votes"}])
     assert not waits(finished)
     known: Any = Finished(load_pairs(finished)).refusal(GROUP)
     assert "one of the training" in known

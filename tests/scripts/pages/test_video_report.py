@@ -17,7 +17,7 @@ from flowrl.evaluation.results import Evaluation
 from flowrl.media import media
 from scripts.lab import cells
 from scripts.pages import strips, video_report
-from tests.apps.gallery.test_gallery import make_run
+from tests.apps.folders import make_run
 
 
 @pytest.fixture
