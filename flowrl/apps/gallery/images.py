@@ -45,12 +45,20 @@ class Place(Protocol):
     """Where a page is: how it shows the files of runs, and how it links to the pages of its runs."""
 
     def picture(self, path: Path | None, limit_px: int, *, cells: int = 1, quality: int = 82) -> dict[str, Any] | None:
-        """Values of the template's `picture` about a file, shown with at most `limit_px` a side; as for `embed`."""
+        """Values of the template's `picture` about a file, shown with at most `limit_px` a side; as for `encoded`."""
         ...
 
     def own_page(self, run: Run, number: int) -> str:
         """Address of the own page of the run with this number on the page; "": it has none."""
         ...
+
+
+def picture(
+    source: str, width: int, height: int, *, pixelated: bool, reel: Reel | None, link: str | None
+) -> dict[str, Any]:
+    """Values of the template's `picture`, which has no anchor yet."""
+    size = {"width": width, "height": height}
+    return {"src": source, **size, "pixelated": pixelated, "reel": reel, "id": None, "again": None, "link": link}
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,17 @@ class OnDisk:
     """Folder of the page."""
 
     def picture(self, path: Path | None, limit_px: int, *, cells: int = 1, quality: int = 82) -> dict[str, Any] | None:
-        return embed(path, limit_px, self.folder, cells=cells, quality=quality)
+        """As `encoded` makes it, with a relative link to a file that is shown smaller; None if the file is.
+
+        Raises:
+            ConfigError: the file is not an image.
+        """
+        if path is None:
+            return None
+        made = encoded(path, limit_px, cells=cells, quality=quality)
+        source = f"data:image/{made.kind};base64,{base64.b64encode(made.data).decode('ascii')}"
+        link = None if made.whole else quote(Path(os.path.relpath(path, self.folder)).as_posix())
+        return picture(source, made.width, made.height, pixelated=made.pixelated, reel=made.reel, link=link)
 
     def own_page(self, run: Run, number: int) -> str:
         page = run.folder / OWN / PAGE
@@ -169,29 +187,6 @@ def film(run: Run, metrics: list[Metric], place: Place) -> dict[str, Any]:
         cells = [_frame(e, metrics[0], p, ok, place) for ok, e in zip(saved, frames, strict=True)]
         rows.append({"prompt_id": p, "text": text, "seed": seeds[0], "cells": cells})
     return {"frames": [e.column for e in frames], "left_out": len(found) - len(frames), "rows": rows}
-
-
-def embed(
-    path: Path | None, limit_px: int, page_folder: Path, *, cells: int = 1, quality: int = 82
-) -> dict[str, Any] | None:
-    """An image or video for the page, as `encoded` makes it, with a relative link to the file; None if the file is.
-
-    Raises:
-        ConfigError: the file is not an image.
-    """
-    if path is None:
-        return None
-    made = encoded(path, limit_px, cells=cells, quality=quality)
-    return {
-        "src": f"data:image/{made.kind};base64,{base64.b64encode(made.data).decode('ascii')}",
-        "width": made.width,
-        "height": made.height,
-        "pixelated": made.pixelated,
-        "reel": made.reel,
-        "id": None,
-        "again": None,
-        "link": None if made.whole else quote(Path(os.path.relpath(path, page_folder)).as_posix()),
-    }
 
 
 def encoded(path: Path, limit_px: int, *, cells: int = 1, quality: int = 82) -> Encoded:

@@ -61,16 +61,10 @@ class Served:
         limit = min(limit_px, images.VIDEO_PX) if reel else limit_px
         scale = min(1.0, limit / max(size))
         asked = {"v": f"{mark:x}"} | ({} if scale == 1 and not video else {"px": limit_px, "cells": cells})
-        return {
-            "src": f"{found}?{urlencode(asked)}",
-            "width": max(1, round(size[0] * scale)),
-            "height": max(1, round(size[1] * scale)),
-            "pixelated": max(size) < media.SMALL_PX * cells,
-            "reel": reel,
-            "id": None,
-            "again": None,
-            "link": None if scale == 1 and not video else found,
-        }
+        width, height = (max(1, round(side * scale)) for side in size)
+        link, pixelated = None if scale == 1 and not video else found, max(size) < media.SMALL_PX * cells
+        source = f"{found}?{urlencode(asked)}"
+        return images.picture(source, width, height, pixelated=pixelated, reel=reel, link=link)
 
     def own_page(self, run: Run, number: int) -> str:
         return f"{self.up}run/{number}/"

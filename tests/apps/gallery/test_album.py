@@ -41,7 +41,7 @@ def test_images_fill_the_room_and_never_more_the_first_seeds_before_the_others(f
         better = album.SIZES[place - 1]
         sizes = [*[(f, better.main_px) for f in files[:4]], *[(f, better.further_px) for f in files[4:]]]
         total = sum(
-            len((images.embed(path, px, tmp_path, quality=better.quality) or {})["src"])
+            len((images.OnDisk(tmp_path).picture(path, px, quality=better.quality) or {})["src"])
             for pair, px in sizes
             for path in pair
             if px

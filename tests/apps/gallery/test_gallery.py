@@ -140,7 +140,7 @@ def test_small_pictures_are_exact_and_large_ones_thumbnails_that_link_to_the_fil
 
 def test_a_video_is_one_small_image_of_its_frames_and_links_to_the_file(tmp_path):
     ramp = torch.linspace(0, 1, 33).view(33, 1, 1, 1).expand(33, 3, 144, 256)
-    shown = images.embed(media.write(ramp, tmp_path / "clip", fps=24), images.PAIR_PX, tmp_path / "gallery")
+    shown = images.OnDisk(tmp_path / "gallery").picture(media.write(ramp, tmp_path / "clip", fps=24), images.PAIR_PX)
     assert shown is not None
     assert (shown["width"], shown["height"], shown["pixelated"]) == (192, 108, False)
     assert shown["link"] == "../clip.webp"
@@ -186,7 +186,7 @@ def test_a_served_page_shows_a_video_as_a_page_on_disk_does(tmp_path):
     forms = ["webp", *(["mp4"] if importlib.util.find_spec("av") else [])]
     for (name, size, frames), form in itertools.product((("small", (20, 30), 7), ("large", (144, 256), 33)), forms):
         file = media.write(torch.rand(frames, 3, *size), tmp_path / name, fps=24, form=form)
-        served, embedded = Served([tmp_path]).picture(file, 384), images.embed(file, 384, tmp_path)
+        served, embedded = Served([tmp_path]).picture(file, 384), images.OnDisk(tmp_path).picture(file, 384)
         assert served is not None
         assert embedded is not None
         for key in ("width", "height", "pixelated", "reel"):
