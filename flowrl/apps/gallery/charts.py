@@ -131,10 +131,6 @@ class _Frame:
     def value(self, y: float) -> str:
         return f"{100 * y:.1f} %" if self.percent else f"{y:.4g}" if self.axis.name else f"{y:.6g}"
 
-    def over(self, text: str) -> str:
-        """A description of the chart."""
-        return f"over {self.axis.name}: {text}" if self.axis.name else text
-
     def axes(self) -> list[str]:
         """Lines and labels."""
         (left, _, right, bottom), parts = self.box, []
@@ -156,9 +152,10 @@ class _Frame:
         (width, height), (_, top, _, bottom) = self.size, self.box
         units = self.px(np.asarray([x for x, _ in readout])).round(1).tolist()
         read = json.dumps([[unit, text] for unit, (_, text) in zip(units, readout, strict=True)])
+        label = escape(f"over {self.axis.name}: {label}" if self.axis.name else label)
         # Every part is numbers and class names, or escaped.
         return Markup(
-            f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(self.over(label))}" '
+            f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{label}" '
             f'data-readout="{escape(read)}">{"".join(parts)}<line class="cursor" y1="{top}" y2="{bottom}"/></svg>'
         )
 

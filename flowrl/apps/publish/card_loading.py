@@ -190,16 +190,11 @@ def _called(facts: Facts, base: Base, prompt: str, extra: dict[str, str]) -> lis
         words.insert(0, 'image=load_image("input.png")')
     call = f"pipe({prompt}, {', '.join(words)}"
     if base.task.endswith("video"):
-        rate = f"{_rate(facts, base, given):g}"
+        import diffusers
+
+        kind = getattr(diffusers, base.kind, None) if base.kind else None
+        known = {} if kind is None else inspect.signature(kind.__call__).parameters
+        told = facts.at("model", "fps")
+        rate = f"{float(told) if told is not None else rate_of(given, known, 'model.call.'):g}"
         return [f'export_to_gif({call}, output_type="pil").frames[0], "video.gif", fps={rate})']
     return [f'{call}).images[0].save("image.png")']
-
-
-def _rate(facts: Facts, base: Base, given: dict[str, Any]) -> float:
-    """Frames a second of the run's videos."""
-    import diffusers
-
-    told = facts.at("model", "fps")
-    kind = getattr(diffusers, base.kind, None) if base.kind else None
-    known = {} if kind is None else inspect.signature(kind.__call__).parameters
-    return float(told) if told is not None else rate_of(given, known, "model.call.")

@@ -68,7 +68,8 @@ def make_run(
 
 
 def shared_by(*folders: Path) -> Shared:
-    shared = shared_by(*folders)
+    shared = share([load_run(folder) for folder in folders])
+    assert shared is not None
     return shared
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import gzip
-import http.client
 import io
 import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +18,23 @@ import pytest
 from PIL import Image
 
 from flowrl.apps.gallery import live
-from flowrl.apps.gallery.local import HOST
 from flowrl.apps.gallery.server import Server
 from flowrl.apps.gallery.watched import Rows, Watched
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import read_rows
 from tests.apps.folders import change, make_run
+from tests.apps.serving import ask as asked
+from tests.apps.serving import served
 
 PROMPTS = ["a red circle", "two blue squares", "a <script>alert(1)</script> sign"]
 
 
-@contextmanager
-def serving(*folders: Path) -> Generator[Server]:
-    with Server(folders, 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+def serving(*folders: Path) -> AbstractContextManager[Server]:
+    return served(Server(folders, 0))
 
 
 def ask(server: Server, name: str = "", method: str = "GET", **headers: str) -> tuple[int, bytes, Any]:
-    """(status, body, headers) for a path as it is, which urllib would not send."""
-    connection = http.client.HTTPConnection(HOST, server.server_address[1], timeout=30)
-    try:
-        connection.request(method, "/" + name, headers=headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read(), answer.headers
-    finally:
-        connection.close()
+    return asked(server, "/" + name, method, **headers)
 
 
 def state(server: Server) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import io
 import json
 import re
@@ -10,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +32,7 @@ from flowrl.data.preferences import load_preferences
 from flowrl.media import media
 from flowrl.run.people.votes import LOG, VoteBook
 from tests.apps.folders import SEEDS, change, make_run
+from tests.apps.serving import ask, served
 
 PROMPTS = ["a red circle", "two blue squares", "a <script>alert(1)</script> sign"]
 
@@ -47,14 +46,9 @@ def voting(folder: Path, port: int = 0) -> Generator[VoteServer]:
         books.append(VoteBook(folder / "votes", address))
         return Ballot(paper, books[0])
 
-    with VoteServer(ballot, "ann", port) as server, books[0]:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    server = VoteServer(ballot, "ann", port)
+    with books[0], served(server):
+        yield server
 
 
 class Page:
@@ -68,13 +62,7 @@ class Page:
         self.headers = {"Origin": server.address[:-1], "Content-Type": "application/json", TOKEN: found[1]}
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes, Any]:
-        connection = http.client.HTTPConnection(HOST, self.server.server_address[1], timeout=30)
-        try:
-            connection.request(method, path, body, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read(), answer.headers
-        finally:
-            connection.close()
+        return ask(self.server, path, method, body, **headers)
 
     def post(self, question: str, **said: str) -> tuple[int, Any]:
         status, data, _ = self.ask(

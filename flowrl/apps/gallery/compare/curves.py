@@ -44,11 +44,10 @@ def over_training(
                 lines.append(Series(label_of(shared.runs, i), x[known], values[known], markers=True, style=styles[i]))
         axis = _axis(words, last[name]) if name == "seconds" else Axis(words)
         svg = charts.line_chart(lines, axis, percent=of.metric.percent)
-        if svg:
-            drawn.append({"title": f"{subject}{of.metric.label} over {_SHORT[name]}", "key": name, "svg": svg})
+        drawn.append({"title": f"{subject}{of.metric.label} over {_SHORT[name]}", "key": name, "svg": svg})
         if without and lines:
             missing.append(f"{words}: not logged by {', '.join(without)}.")
-    return drawn, missing
+    return [chart for chart in drawn if chart["svg"]], missing
 
 
 QUANTITIES = {
@@ -80,14 +79,13 @@ def over_costs(
             for i, x in known.items()
         ]
         svg = charts.points(marks, axis, percent=of.metric.percent, sign=of.metric.sign)
-        if svg:
-            drawn.append({"title": f"{subject}{of.metric.label} against {words[name]}", "key": name, "svg": svg})
+        drawn.append({"title": f"{subject}{of.metric.label} against {words[name]}", "key": name, "svg": svg})
         without = [label_of(shared.runs, i) for i in rows if i not in known]
         if not known:
             missing.append(f"{words[name]}: no run has logged it.")
         elif without:
             missing.append(f"{words[name]}: not logged by {', '.join(without)}.")
-    return drawn, missing
+    return [chart for chart in drawn if chart["svg"]], missing
 
 
 def cpu_seconds(run: Run) -> float:

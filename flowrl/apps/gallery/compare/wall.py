@@ -32,28 +32,27 @@ def wall(shared: Shared, of: SharedMetric, order: list[int], place: Place) -> di
     """
     rows: list[dict[str, Any]] = []
     spent, same_base, wanted = 0, True, 0
+    shown = [(order[0], True), *((i, False) for i in order)]
     for position, column in _drawn(shared):
-        files = [_file(shared, order[0], position, column, base=True)]
-        files += [_file(shared, i, position, column, base=False) for i in order]
+        files = [_file(shared, run, position, column, base=base) for run, base in shown]
         if any(file is None for file in files):
             continue
+        if wanted == ROWS:
+            break
         wanted += 1
-        if wanted > ROWS or spent > BUDGET:
-            if wanted > ROWS:
-                break
+        if spent > BUDGET:
             continue
         bases = [_file(shared, i, position, column, base=True) for i in order]
         same_base = same_base and len({file.read_bytes() for file in bases if file is not None}) <= 1
         cells = []
-        for file, run, base in zip(files, [order[0], *order], [True, *[False] * len(order)], strict=True):
+        for file, (run, base) in zip(files, shown, strict=True):
             picture = place.picture(file, IMAGE_PX)
             spent += len(picture["src"]) if picture else 0
             cells.append({"picture": picture, **_score(shared, of, run, position, column, base=base)})
-        seed = shared.seeds[column]
         text = shared.prompts[int(np.flatnonzero(shared.places == position)[0])]
-        rows.append({"prompt_id": position, "text": text, "seed": seed, "cells": cells})
+        rows.append({"prompt_id": position, "text": text, "seed": shared.seeds[column], "cells": cells})
     names = ["base", *(label_of(shared.runs, i) for i in order)]
-    return {"columns": names, "rows": rows, "wanted": min(wanted, ROWS), "same_base": same_base}
+    return {"columns": names, "rows": rows, "wanted": wanted, "same_base": same_base}
 
 
 def _drawn(shared: Shared) -> list[tuple[int, int]]:
