@@ -30,8 +30,8 @@ def change(file: Path, **values: object) -> dict:
 def write_run(folder: Path, config: Mapping[str, Any], rows: Iterable[Mapping[str, Any]] = (), **files: Any) -> Path:
     """A run folder with its configuration, rows, and other JSON files by their names: summary, provenance."""
     (folder / "eval").mkdir(parents=True, exist_ok=True)
-    # JSON is YAML, and needs no help with a hostile name.
-    (folder / "config.yaml").write_text(json.dumps(config, indent=2))
+    # JSON is YAML, and needs no help with a hostile name; of escapes YAML would make two surrogates of an emoji.
+    (folder / "config.yaml").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, document in files.items():
         (folder / f"{name}.json").write_text(json.dumps(document))
