@@ -199,18 +199,21 @@ def test_seeds_of_one_recipe_are_one_row_with_their_mean_and_spread(folders):
     assert thrice["recipe_names"] == ["grpo (2 seeds)"]
 
 
-def test_curves_run_from_the_base_over_what_training_has_spent(folders, monkeypatch):
-    runs, seen = [load_run(folder) for folder in folders], {}
-    shared = share(runs)
-    assert shared is not None
+def drawn_over_training(shared: Shared, monkeypatch) -> tuple[dict[str, dict[str, list[float]]], tuple]:
+    """(quantity -> run -> the values of its points, what `over_training` returns)."""
+    seen: dict[str, dict[str, list[float]]] = {}
 
     def keep(lines, axis, *, percent):
         seen[axis.name] = {line.label: line.x.tolist() for line in lines}
         return "drawn"
 
     monkeypatch.setattr("flowrl.apps.gallery.charts.line_chart", keep)
-    styles = {i: Style(i) for i in range(len(runs))}
-    charts, missing = over_training(shared, shared.metrics[0], styles, "", curve_places(shared))
+    styles = {i: Style(i) for i in range(len(shared.runs))}
+    return seen, over_training(shared, shared.metrics[0], styles, "", curve_places(shared))
+
+
+def test_curves_run_from_the_base_over_what_training_has_spent(folders, monkeypatch):
+    seen, (charts, missing) = drawn_over_training(shared_by(*folders), monkeypatch)
     assert [chart["key"] for chart in charts] == ["iterations", "samples", "evaluations", "seconds"]
     assert missing == []
     assert seen["iterations"]["awm"] == [0, 2, 4]
@@ -220,7 +223,7 @@ def test_curves_run_from_the_base_over_what_training_has_spent(folders, monkeypa
     assert seen["time of training, seconds"]["awm"] == [0, 3, 6]
 
 
-def test_evaluations_of_other_prompts_are_no_points_of_a_curve(tmp_path):
+def test_evaluations_of_other_prompts_are_no_points_of_a_curve(tmp_path, monkeypatch):
     """Without a prompt that all evaluations have, curves are over those of base and tuned, and the page says so."""
     folders = [make_run(tmp_path / name, 0.2, count=4) for name in ("one", "two")]
     file = folders[0] / "eval" / "iteration-000002.json"
@@ -229,13 +232,7 @@ def test_evaluations_of_other_prompts_are_no_points_of_a_curve(tmp_path):
     said = "evaluations during training with other prompts are left out: one."
     assert said in Page(built).text("p").replace("Evaluations", "evaluations")
     shared = shared_by(*folders)
-    found: dict[str, list[float]] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "flowrl.apps.gallery.charts.line_chart",
-            lambda lines, axis, *, percent: found.update({line.label: line.x.tolist() for line in lines}),
-        )
-        over_training(shared, shared.metrics[0], {0: Style(0), 1: Style(1)}, "", curve_places(shared))
+    found = drawn_over_training(shared, monkeypatch)[0]["iterations"]
     assert (len(found["one"]), len(found["two"])) == (2, 3)
 
 

@@ -19,7 +19,6 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from flowrl.apps.gallery.runs import load_run
 from flowrl.apps.publish import card
 from flowrl.apps.publish.card_loading import Base
 from flowrl.apps.publish.plain_text import Named, escaped
@@ -294,12 +293,30 @@ def test_preference_pairs_and_no_reward_are_told(base, tmp_path):
     assert "Of 50 held-out pairs the tuned model prefers 70.0 % as the data do" in text
 
 
-def test_a_video_model_is_called_as_one(tmp_path):
-    front, text = wan_card(tmp_path, num_frames=9, fps=24)
-    assert front["pipeline_tag"] == "text-to-video"
-    assert "export_to_gif(pipe(" in text
-    assert "num_frames=9" in text
-    assert '"video.gif", fps=24)' in text
+@pytest.mark.parametrize(
+    ("model", "task", "words"),
+    [
+        (
+            {"num_frames": 9, "fps": 24},
+            "text-to-video",
+            ("export_to_gif(pipe(", "num_frames=9", '"video.gif", fps=24)'),
+        ),
+        (
+            {"pipeline": "WanImageToVideoPipeline", "call": {"num_frames": 9}},
+            "image-to-video",
+            (
+                "from diffusers import WanImageToVideoPipeline",
+                "pipe = WanImageToVideoPipeline.from_pretrained(",
+                'image=load_image("input.png")',
+            ),
+        ),
+    ],
+    ids=["a video model", "a class that the configuration names"],
+)
+def test_a_video_model_is_loaded_and_called_as_one(tmp_path, model, task, words):
+    front, text = wan_card(tmp_path, **model)
+    assert front["pipeline_tag"] == task
+    assert [each for each in words if each not in text] == []
     compile(code_of(text), "card", "exec")
 
 
@@ -312,15 +329,6 @@ def test_the_code_gives_the_very_value_of_a_text(tmp_path, value):
     assert given == value
     (rate,) = [ast.literal_eval(word.value) for word in keywords if word.arg == "fps"]
     assert rate == 16
-
-
-def test_a_class_that_the_configuration_names_loads_the_model_and_is_called_with_an_image(tmp_path):
-    front, text = wan_card(tmp_path, pipeline="WanImageToVideoPipeline", call={"num_frames": 9})
-    assert front["pipeline_tag"] == "image-to-video"
-    assert "from diffusers import WanImageToVideoPipeline" in text
-    assert "pipe = WanImageToVideoPipeline.from_pretrained(" in text
-    assert 'image=load_image("input.png")' in text
-    compile(code_of(text), "card", "exec")
 
 
 def test_a_base_of_the_hub_is_named_in_the_front_matter_without_a_connection(base, tmp_path):
@@ -366,11 +374,6 @@ def test_a_card_that_fails_is_told_and_nothing_else_is_lost(run, tmp_path, caplo
     assert "the weights are not affected" in caplog.text
     command(copy, tmp_path / "out")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["pytorch_lora_weights.safetensors"]
-
-
-def test_a_card_of_a_run_folder_reads_its_text_files_alone(run):
-    text = card.card(load_run(run), run / "adapter", "adapter")
-    assert text.startswith("---\n")
 
 
 @pytest.mark.parametrize(
