@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 from flowrl.config.resolved import Resolved
 from flowrl.config.watched import check_guard
@@ -27,7 +26,10 @@ def check(resolved: Resolved) -> None:
     _check_rewards(resolved)
     _check_modality(resolved)
     check_guard(resolved)
-    _check_credit(resolved)
+    try:
+        resolved.algorithm.config.check_group(resolved.group_size)
+    except ValueError as error:
+        raise ConfigError.about(error, "algorithm.", place="algorithm") from None
     _check_optimizer(resolved)
     resolved.training.check(resolved.setting)
 
@@ -131,7 +133,9 @@ def _other_rates(resolved: Resolved, adapter: ModelAdapter) -> list[str]:
     for key, plans in (("rewards", resolved.rewards), ("eval.rewards", resolved.eval_rewards)):
         for number, plan in enumerate(plans):
             rate = getattr(plan.config, "fps", None)
-            if not isinstance(rate, int | float) or rate in (adapter.fps, _default(plan.config, "fps")):
+            if not isinstance(rate, int | float):
+                continue
+            if rate in (adapter.fps, *(item.default for item in fields(plan.config) if item.name == "fps")):
                 continue
             notes.append(
                 f"{key}.{number}.fps={rate:g}: the reward {plan.name!r} takes the videos for so many frames "
@@ -139,11 +143,6 @@ def _other_rates(resolved: Resolved, adapter: ModelAdapter) -> list[str]:
                 "unless that is meant"
             )
     return notes
-
-
-def _default(config: Any, name: str) -> Any:
-    """Default of an option of a reward; None: it is no option."""
-    return next((field.default for field in fields(config) if field.name == name), None)
 
 
 def _check_videos(resolved: Resolved, adapter: ModelAdapter) -> None:
@@ -294,11 +293,3 @@ def _check_modality(resolved: Resolved) -> None:
     for plan in (*resolved.rewards, *resolved.eval_rewards):
         if plan.card is not None:
             require_modality(plan.name, plan.card, videos=frames > 1)
-
-
-def _check_credit(resolved: Resolved) -> None:
-    """Check the method's advantage rule against the group size."""
-    try:
-        resolved.algorithm.config.check_group(resolved.group_size)
-    except ValueError as error:
-        raise ConfigError.about(error, "algorithm.", place="algorithm") from None

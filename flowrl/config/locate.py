@@ -9,7 +9,7 @@ import glob
 import os
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from flowrl.core import registry
 from flowrl.core.assets import asset_roots, embedded_prompts
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.paths import OUTPUT, PATH, ComponentOf, Place, expanded, lost, lost_in, relative_to_folder, split_of
+from flowrl.core.refused import field_types
 from flowrl.core.strict import Options
 from flowrl.scoring.options import RewardEntry
 
@@ -64,8 +65,8 @@ def located(cls: type, tree: Options, origin: Origin, where: str = "") -> Option
     Raises:
         ConfigError: an environment variable that is not set, or a path that exists from the working directory alone.
     """
-    hints, result = typing.get_type_hints(cls, include_extras=True), dict(tree)
-    for key in tree.keys() & {item.name for item in fields(cls)}:
+    hints, nested, result = typing.get_type_hints(cls, include_extras=True), field_types(cls), dict(tree)
+    for key in tree.keys() & nested.keys():
         value, place = tree[key], f"{where}.{key}" if where else key
         marks = typing.get_args(hints[key])
         mark = next((one for one in marks if isinstance(one, Place | ComponentOf)), None)
@@ -75,14 +76,9 @@ def located(cls: type, tree: Options, origin: Origin, where: str = "") -> Option
             result[key] = [_component(mark.kind, v, origin, f"{place}.{i}") for i, v in enumerate(value)]
         elif isinstance(mark, ComponentOf):
             result[key] = _component(mark.kind, value, origin, place)
-        elif isinstance(value, dict) and (inner := _dataclass_in(hints[key])) is not None:
+        elif isinstance(value, dict) and (inner := nested[key]) is not None:
             result[key] = located(inner, value, origin, place)
     return result
-
-
-def _dataclass_in(hint: Any) -> type | None:
-    """The dataclass of a type or of its union; None if there is none."""
-    return next((one for one in (hint, *typing.get_args(hint)) if isinstance(one, type) and is_dataclass(one)), None)
 
 
 def _component(kind: str, options: Any, origin: Origin, where: str) -> Any:
@@ -104,7 +100,7 @@ def _component(kind: str, options: Any, origin: Origin, where: str) -> Any:
 
         return located(ModelConfig, result, origin, where)
     # The options of a component that is not built in are not known before its code runs, so their values decide.
-    shared = {item.name for item in fields(RewardEntry)} if kind == "rewards" else {"name"}
+    shared = set(field_types(RewardEntry)) if kind == "rewards" else {"name"}
     shared |= {"path"} if kind in registry.BASES else set()
     own = {key: value for key, value in result.items() if key not in shared}
     return result | {key: _plainly(value, f"{where}.{key}", origin) for key, value in own.items()}
@@ -138,7 +134,7 @@ def _located(value: str, mark: Place, key: str, base: Path) -> str:
         return path
     if kind == "prompts" and embedded_prompts(text) is not None:
         return text
-    if kind == "name" and not _looks_like_path(text) and _is_asset(text):
+    if kind == "name" and not _looks_like_path(text) and any((root / text).is_dir() for root in asset_roots()):
         return text
     if kind != "cache":
         _refuse_elsewhere(value, text, path, key, base)
@@ -149,10 +145,6 @@ def _located(value: str, mark: Place, key: str, base: Path) -> str:
 
 def _looks_like_path(text: str) -> bool:
     return text.startswith(_STARTS) or text in (".", "..") or text.lower().endswith(_SUFFIXES)
-
-
-def _is_asset(name: str) -> bool:
-    return any((root / name).is_dir() for root in asset_roots())
 
 
 def _refuse_elsewhere(value: str, text: str, path: str, key: str, base: Path) -> None:

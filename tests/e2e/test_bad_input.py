@@ -26,28 +26,16 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *wor
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("optim.learning_rat=1", ["optim.learning_rat", "did you mean 'learning_rate'"]),
-        ("rolout.group_size=4", ["rolout", "did you mean 'rollout'"]),
-        ("iterations=many", ["iterations", "'many'", "whole number"]),
-        ("optim.learning_rate=[1]", ["optim.learning_rate", "number"]),
-        ("optim.learning_rate=-1", ["learning_rate=-1", "positive"]),
         ("rollout.sampler.noise_level=-0.1", ["noise_level=-0.1"]),
-        ("optim.updates_per_iteration=3", ["updates_per_iteration=3", "does not divide", "=2, or ", "=4"]),
         ("data.prompts=nowhere.txt", ["data.prompts", "nowhere.txt", "no such file"]),
         ("data.prompts=empty.txt", ["data.prompts", "empty.txt", "no prompt"]),
-        ("rewards=[]", ["rewards is empty"]),
-        ("rewards=[{name: shape}]", ["shape", "did you mean 'shapes'"]),
         ("rewards=[{path: nowhere.py}]", ["nowhere.py", "no such file"]),
-        ("model.name=sd4", ["sd4", "sd3"]),
         ("model.path=./nowhere", ["/nowhere'", "no such"]),
         ("model.path=weights.ckpt", ["weights.ckpt", "safetensors"]),
-        ("algorithm.name=grpo_flow", ["grpo_flow", "flow_grpo"]),
         ("rollout.sampler={name: ode}", ["deterministic"]),
         ("algorithm.sde_steps=[2]", ["sde_steps=[2]", "last trainable step is 1"]),
         ("rollout.sampler={name: sage, sigma_max: 0.2}", ["'sage'", "step 0 ends at sigma_next=", "raise sigma_max"]),
         ("output=/dev/null/runs", ["/dev/null/runs", "cannot be written"]),
-        ("name=a/b", ["a/b", "run folder"]),
-        ("no-equals-sign", ["no-equals-sign", "key=value"]),
     ],
 )
 def test_what_the_user_can_mend_is_named_with_exit_code_2(place, monkeypatch, capsys, override: str, words: list[str]):

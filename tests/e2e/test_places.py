@@ -10,18 +10,9 @@ import pytest
 import torch
 import yaml
 
-from flowrl import cli
 from tests.e2e.conftest import BASE, BRIGHTNESS, finish, start, train
+from tests.e2e.test_bad_input import command
 from tests.remedies import follows
-
-
-def command(monkeypatch, capsys, *words: str) -> tuple[int, str]:
-    """(exit code, all that is printed) of `flowrl WORDS` in this process."""
-    monkeypatch.setattr("sys.argv", ["flowrl", *words])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    printed = capsys.readouterr()
-    return int(caught.value.code or 0), printed.out + printed.err
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.types import SampleId
-from flowrl.rollout.exploration import choose, fidelity
+from flowrl.rollout.exploration import choose, fidelity, require_pool
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.options import ExplorationConfig, PreviewKind
 from flowrl.rollout.preview import Preview
@@ -77,7 +77,7 @@ def test_random_choices_are_those_of_their_key():
 )
 def test_a_pool_that_gives_no_group_and_numbers_out_of_range_are_refused(options, group, words):
     with pytest.raises(ValueError, match=words):
-        ExplorationConfig(**options).check_group(group)
+        require_pool(ExplorationConfig(**options), group)
 
 
 # ---- fidelity
