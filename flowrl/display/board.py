@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowrl.display.units import duration
+
 HEADLINES = {"reward/total_mean": "reward", "policy/implicit_accuracy": "agreement", "policy/loss": "loss"}
 """Keys of a metrics row and their words; the first that a row has stands for it."""
-ITERATION = "iteration"
 PHASES = {
-    ITERATION: "training",
-    "loading": "loading",
+    "iteration": "training",
     "evaluation": "evaluating",
     "text": "encoding the prompts",
     "rollout": "",
@@ -25,14 +25,10 @@ PHASES = {
     "update": "updating",
 }
 """Names of phases (`phases.phase`, `Timer.phase`) and their words; "": the work around it has them."""
-ARROWS = "\u2191\u2193\u2192"
+ARROWS, ASCII_ARROWS = "\u2191\u2193\u2192", "^v="
 """Up, down, as before; where a terminal has none of them: ASCII."""
-ASCII_ARROWS = "^v="
 _WINDOW = 5
 """Iterations whose mean is compared with that of as many before them."""
-_BRIEF_S = 0.3
-"""Seconds from which an inner phase without a count is shown."""
-_BAR = 20
 
 
 @dataclass(eq=False, slots=True)
@@ -50,17 +46,8 @@ class Work:
     """When a line last said that it goes on; None: never."""
 
     def left(self, now: float) -> float | None:
-        """Seconds to the end at the pace so far; None before anything is done."""
+        """Seconds to its end."""
         return remaining(self.done, self.total, now - self.started)
-
-
-@dataclass(frozen=True, slots=True)
-class Trend:
-    """A number and its change."""
-
-    last: float
-    change: float | None
-    """Against what came before; None: nothing did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,40 +59,6 @@ class Scores:
     name: str
     """Of the metric with its prompts, such as "held-out brightness"."""
     mean: float
-
-
-@dataclass(slots=True)
-class Evaluations:
-    """The evaluations of a run: which ones are to come, and how long those of this call took.
-
-    Images are those that this process draws.
-    """
-
-    every: int = 0
-    """Iterations between two during training; 0: none."""
-    during: int = 0
-    """Images of one during training."""
-    final: int = 0
-    """Images of the last one, after the last iteration."""
-    drawn: int = 0
-    seconds: float = 0.0
-    """For `drawn` images, the preview prompts of those evaluations among them."""
-    inside: float = 0.0
-    """Seconds of those after the first iteration of this call began."""
-
-    def coming(self, iteration: int, total: int) -> int:
-        """Images that are still to be drawn after an iteration of `total`.
-
-        >>> Evaluations(every=2, during=8, final=16).coming(1, 6)
-        32
-        """
-        many = (total - 1) // self.every - iteration // self.every if self.every else 0
-        return max(many, 0) * self.during + self.final
-
-    def left(self, iteration: int, total: int) -> float | None:
-        """Seconds that they take at the pace of those that were made; None: none was made in this call."""
-        coming = self.coming(iteration, total)
-        return self.seconds / self.drawn * coming if self.drawn else None if coming else 0.0
 
 
 @dataclass(slots=True)
@@ -126,23 +79,25 @@ class Board:
     values: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _WINDOW))
     """Of the headline, by iteration."""
     scores: list[Scores] = field(default_factory=list)
-    evaluations: Evaluations = field(default_factory=Evaluations)
+    coming: Callable[[int], int] = lambda iteration: 0
+    """Images of the evaluations that follow an iteration."""
+    drawn: int = 0
+    """Images of the evaluations that were made in this call."""
+    seconds: float = 0.0
+    """That those took, their preview prompts among them."""
+    inside: float = 0.0
+    """Those of them since `began`."""
 
     def current(self, now: float) -> Work | None:
-        """The innermost work that is worth showing."""
+        """The innermost work that is worth showing: of those without a count, one that lasts."""
         named = [work for work in tuple(self.works) if work.name]
-        long = [work for work in named if work.total or now - work.started > _BRIEF_S]
+        long = [work for work in named if work.total or now - work.started > 0.3]
         return (long or named or [None])[-1]
-
-    @property
-    def iterating(self) -> bool:
-        """The run is among its iterations, each of which has a line of its own at its end."""
-        return self.began is not None and self.iteration < self.total
 
     def add_work(self, work: Work) -> None:
         """Begin a work."""
         self.works.append(work)
-        if self.total and self.began is None and work.name == PHASES[ITERATION]:
+        if self.total and self.began is None and work.name == PHASES["iteration"]:
             self.began = work.started
 
     def add_row(self, row: Mapping[str, Any]) -> None:
@@ -153,11 +108,11 @@ class Board:
             self.headline = HEADLINES[key]
             self.values.append(float(row[key]))
 
-    def add_evaluation(self, drawn: int, seconds: float) -> None:
-        """Note an evaluation that is done: images that this process drew, and the seconds it took."""
-        known = self.evaluations
-        known.drawn, known.seconds = known.drawn + drawn, known.seconds + seconds
-        known.inside += 0.0 if self.began is None else seconds
+    def add_evaluation(self, scores: Scores | None, drawn: int, seconds: float) -> None:
+        """Note an evaluation that is done; `scores` if it belongs to the curve of the run."""
+        self.drawn, self.seconds = self.drawn + drawn, self.seconds + seconds
+        self.inside += 0.0 if self.began is None else seconds
+        self.scores += [] if scores is None else [scores]
 
     def run_left(self, now: float) -> float | None:
         """Seconds to the end of the run, its coming evaluations included as far as their pace is known.
@@ -167,17 +122,15 @@ class Board:
         if self.began is None or self.iteration == self.total:
             return None
         under_way = sum(now - work.started for work in tuple(self.works) if work.name == PHASES["evaluation"])
-        spent = now - self.began - self.evaluations.inside - under_way
+        spent = now - self.began - self.inside - under_way
         left = remaining(self.iteration - self.start, self.total - self.start, max(spent, 0.0))
         coming = self.evaluations_left()
         return left if left is None or coming is None else left + max(coming - under_way, 0.0)
 
     def evaluations_left(self) -> float | None:
-        """Seconds of the evaluations to come; None: their pace is not known yet, so `run_left` is without them."""
-        return self.evaluations.left(self.iteration, self.total)
-
-
-# ---- numbers
+        """Seconds of the evaluations to come; None: none was made in this call, so `run_left` is without them."""
+        coming = self.coming(self.iteration)
+        return self.seconds / self.drawn * coming if self.drawn else None if coming else 0.0
 
 
 def remaining(done: int, total: int, seconds: float) -> float | None:
@@ -189,11 +142,11 @@ def remaining(done: int, total: int, seconds: float) -> float | None:
     return seconds / done * max(total - done, 0) if done > 0 else None
 
 
-def row_trend(values: Sequence[float], window: int = _WINDOW) -> Trend | None:
-    """Mean of the last `window` values against that of as many before them, of fewer while there are few.
+def row_trend(values: Sequence[float], window: int = _WINDOW) -> tuple[float, float | None] | None:
+    """(mean of the last `window` values, its change against that of as many before them), of fewer while there are few.
 
     >>> row_trend([1.0, 2.0, 3.0, 5.0])
-    Trend(last=4.0, change=2.5)
+    (4.0, 2.5)
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -201,123 +154,87 @@ def row_trend(values: Sequence[float], window: int = _WINDOW) -> Trend | None:
     size = max(1, min(window, len(finite) // 2))
     last, before = finite[-size:], finite[-2 * size : -size]
     mean = sum(last) / len(last)
-    return Trend(mean, mean - sum(before) / len(before) if before else None)
-
-
-def score_trend(scores: Sequence[Scores]) -> tuple[Trend, Trend] | None:
-    """The last evaluation against the one before, and against the first; those of other prompts are left out.
-
-    >>> a, b, c = (Scores((4,), "held-out x", mean) for mean in (1.0, 3.0, 2.5))
-    >>> score_trend([a, b, c])
-    (Trend(last=2.5, change=-0.5), Trend(last=2.5, change=1.5))
-    """
-    alike = [each.mean for each in scores if each.alike == scores[-1].alike]
-    if not alike:
-        return None
-    last, former = alike[-1], alike[:-1]
-    return Trend(last, last - former[-1] if former else None), Trend(last, last - former[0] if former else None)
+    return mean, mean - sum(before) / len(before) if before else None
 
 
 # ---- text
 
 
-def duration(seconds: float) -> str:
-    """Seconds in words.
+def trend_text(name: str, last: float, change: float | None, arrows: str = ASCII_ARROWS) -> str:
+    """A number with its change; None: nothing came before.
 
-    >>> duration(3.4), duration(125), duration(7260)
-    ('3 s', '2 min 5 s', '2 h 1 min')
-    """
-    whole = round(max(seconds, 0.0))
-    minutes, hours = divmod(whole, 60)[0], whole // 3600
-    if hours:
-        return f"{hours} h {minutes % 60} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{whole} s"
-
-
-def trend_text(name: str, trend: Trend, arrows: str = ASCII_ARROWS) -> str:
-    """A number with its change.
-
-    >>> trend_text("reward", Trend(0.5, 0.0125)), trend_text("reward", Trend(0.5, None))
+    >>> trend_text("reward", 0.5, 0.0125), trend_text("reward", 0.5, None)
     ('reward 0.500 ^ +0.013', 'reward 0.500')
     """
-    if trend.change is None:
-        return f"{name} {trend.last:.3f}"
-    change = f"{trend.change:+.3f}"
-    arrow = arrows[2] if float(change) == 0 else arrows[0] if trend.change > 0 else arrows[1]
-    return f"{name} {trend.last:.3f} {arrow} {change}"
+    if change is None:
+        return f"{name} {last:.3f}"
+    shown = f"{change:+.3f}"
+    arrow = arrows[2] if float(shown) == 0 else arrows[0] if change > 0 else arrows[1]
+    return f"{name} {last:.3f} {arrow} {shown}"
 
 
-def bar_text(done: int, total: int, width: int = _BAR) -> str:
+def scores_text(scores: Sequence[Scores], arrows: str = ASCII_ARROWS) -> str:
+    """The last evaluation against the one before, and against the first; those of other prompts are left out.
+
+    >>> scores_text([Scores((4,), "held-out x", mean) for mean in (1.0, 3.0, 2.5)])
+    'held-out x 2.500 v -0.500 (since the first +1.500)'
+    """
+    means = [each.mean for each in scores if each.alike == scores[-1].alike]
+    text = trend_text(scores[-1].name, means[-1], means[-1] - means[-2] if len(means) > 1 else None, arrows)
+    return text if len(means) < 3 else f"{text} (since the first {means[-1] - means[0]:+.3f})"
+
+
+def bar(done: int, total: int) -> str:
     """A bar in ASCII.
 
-    >>> bar_text(1, 4, 8)
-    '[##......]'
+    >>> bar(1, 4)
+    '[#####...............]'
     """
-    filled = min(width, width * done // total) if total else 0
-    return f"[{'#' * filled}{'.' * (width - filled)}]"
+    return f"[{'#' * (20 * min(done, total) // total):.<20}]"
 
 
-def work_text(work: Work, now: float, *, bar: bool = False) -> str:
-    """A work with its count, the seconds so far and those to come.
+def work_text(work: Work, now: float, *, drawn: bool = False) -> str:
+    """A work with its count, the seconds so far and those to come; `drawn`: as a line with a bar.
 
     >>> work_text(Work("sampling", 0.0, 64, 16), 10.0)
     'sampling 16/64, 10 s, 30 s left'
     """
     seconds, left = duration(now - work.started), work.left(now)
     if not work.total:
-        return f"{work.name}  {seconds}" if bar else f"{work.name}, {seconds}"
+        return f"{work.name}{'  ' if drawn else ', '}{seconds}"
     rest = "" if left is None or work.done >= work.total else f"{duration(left)} left"
     count = f"{work.done}/{work.total}"
-    if bar:
-        return "  ".join(filter(None, (f"{work.name} {bar_text(work.done, work.total)} {count}", rest or seconds)))
+    if drawn:
+        return f"{work.name} {bar(work.done, work.total)} {count}  {rest or seconds}"
     return ", ".join(filter(None, (f"{work.name} {count}", seconds, rest)))
 
 
 def waiting_line(board: Board, work: Work, now: float) -> str:
     """A plain line that says what is waited for."""
     text = work_text(work, now)
-    if not (board.works and board.works[0].name == PHASES[ITERATION]) or text.startswith(ITERATION):
-        return text
-    return f"iteration {board.iteration + 1}: {text}"
+    inside = board.works and board.works[0].name == PHASES["iteration"] and not text.startswith("iteration")
+    return f"iteration {board.iteration + 1}: {text}" if inside else text
 
 
 def live_lines(board: Board, now: float, width: int, arrows: str = ASCII_ARROWS) -> list[str]:
     """The lines of a terminal, each at most `width` long."""
     lines: list[str] = []
     if board.total:
-        left, since = board.run_left(now), now if board.began is None else board.began
-        rest = _left_text(board, left) if left is not None else duration(now - since) if now > since else ""
-        bar = bar_text(board.iteration, board.total)
-        lines.append(f"iteration {board.iteration}/{board.total} {bar}  {rest}".rstrip())
-        numbers = _numbers(board, arrows)
+        left, coming, began = board.run_left(now), board.evaluations_left(), board.began
+        if left is None:
+            rest = "" if began is None or now <= began else duration(now - began)
+        elif coming is None:
+            rest = f"{duration(left)} left without evaluations"
+        else:
+            rest = f"{duration(left)} left" + (f", {duration(coming)} of it evaluations" if round(coming) else "")
+        head = f"iteration {board.iteration}/{board.total} {bar(board.iteration, board.total)}"
+        lines.append(f"{head}  {rest}".rstrip())
+        row = row_trend(board.values)
+        numbers = [] if row is None else [trend_text(board.headline, *row, arrows)]
+        numbers += [scores_text(board.scores, arrows)] if board.scores else []
         together = "   ".join(numbers)
         lines += numbers if len(together) > width else filter(None, [together])
     work = board.current(now)
     if work is not None:
-        lines.append(work_text(work, now, bar=True))
+        lines.append(work_text(work, now, drawn=True))
     return [line[:width] for line in lines]
-
-
-def _left_text(board: Board, left: float) -> str:
-    """Seconds that are left, and what of them evaluations take.
-
-    >>> _left_text(Board(10, evaluations=Evaluations(final=8, drawn=4, seconds=30.0)), 125.0)
-    '2 min 5 s left, 1 min 0 s of it evaluations'
-    """
-    coming = board.evaluations_left()
-    if coming is None:
-        return f"{duration(left)} left without evaluations"
-    return f"{duration(left)} left" + (f", {duration(coming)} of it evaluations" if round(coming) else "")
-
-
-def _numbers(board: Board, arrows: str) -> list[str]:
-    """Reward and held-out metric with their trends."""
-    parts, row, scores = list[str](), row_trend(board.values), score_trend(board.scores)
-    if row is not None:
-        parts.append(trend_text(board.headline, row, arrows))
-    if scores is not None:
-        last, first = scores
-        text = trend_text(board.scores[-1].name, last, arrows)
-        alike = sum(each.alike == board.scores[-1].alike for each in board.scores)
-        parts.append(text if alike < 3 or first.change is None else f"{text} (since the first {first.change:+.3f})")
-    return parts

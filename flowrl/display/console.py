@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -34,8 +35,7 @@ class Screen(logging.StreamHandler[TextIO]):
 
     def __init__(self, *, main: bool, rank: int = 0) -> None:
         super().__init__(sys.stdout)
-        opened = display.current()
-        self.mode = "auto" if opened is None else opened.mode
+        self.mode = display.current().mode
         self.rank = rank
         self.setFormatter(logging.Formatter("%(message)s"))
         self.setLevel(logging.DEBUG if DEBUG in os.environ else logging.INFO if main else logging.WARNING)
@@ -47,12 +47,11 @@ class Screen(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         opened = display.current()
-        if self.mode == "json" and opened is not None:
+        if self.mode == "json" and opened is not display.NONE:
             opened.send("warning", level=record.levelname.lower(), process=self.rank, text=self.format(record))
         elif not self.lost:
             super().emit(record)
-        if opened is not None:
-            opened.spoke()
+        opened.spoke = time.monotonic()
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

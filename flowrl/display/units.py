@@ -1,6 +1,17 @@
-"""Sizes in bytes and amounts of work as text."""
+"""Times, sizes in bytes and amounts of work as text."""
 
 from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words, of two units at most.
+
+    >>> duration(3.4), duration(125), duration(7260)
+    ('3 s', '2 min 5 s', '2 h 1 min')
+    """
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def size(count: float | None) -> str:

@@ -108,7 +108,8 @@ class Saver:
 
     def _note(self, iteration: int) -> None:
         self.saved = iteration
-        display.saved(iteration, checkpoint.path_of(self.folder.checkpoints, iteration))
+        folder = checkpoint.path_of(self.folder.checkpoints, iteration)
+        display.current().send("saved", iteration=iteration, folder=str(folder))
 
     def _write(self, saved: Checkpoint, world: World = ALONE) -> None:
         keep = self.session.config.checkpoint.keep

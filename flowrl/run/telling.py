@@ -1,24 +1,30 @@
-"""What a run tells the display (`core.display`)."""
+"""What a run tells the display (`display`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from flowrl.config.schema import EvalConfig
 from flowrl.display import display
-from flowrl.display.board import Evaluations, Scores
+from flowrl.display.board import Scores
 from flowrl.evaluation.evaluator import Evaluator
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.evaluation.results import Evaluation
 
 
-def planned(evaluator: Evaluator, options: EvalConfig) -> Evaluations:
-    """The evaluations of a run that are to come, as far as this process draws them."""
+def planned(evaluator: Evaluator, options: EvalConfig, iterations: int) -> Callable[[int], int]:
+    """Images of the evaluations that follow an iteration of a run, as far as this process draws them."""
     samples, size = evaluator.options.samples_per_prompt, evaluator.world.size
-    counts = [len(evaluator.prompts[:limit]) * samples // size for limit in (options.periodic_prompts, None)]
-    return Evaluations(options.every, *counts)
+    during, final = (len(evaluator.prompts[:limit]) * samples // size for limit in (options.periodic_prompts, None))
+
+    def coming(iteration: int) -> int:
+        many = (iterations - 1) // options.every - iteration // options.every if options.every else 0
+        return max(many, 0) * during + final
+
+    return coming
 
 
 def tell(result: Evaluation, prompts: RunPrompts, drawn: int, seconds: float) -> None:
@@ -30,8 +36,6 @@ def tell(result: Evaluation, prompts: RunPrompts, drawn: int, seconds: float) ->
         drawn: images that this process drew for it.
         seconds: that it took, with trees and preview prompts.
     """
-    if display.current() is None:
-        return
     means = {name: float(np.nanmean(table)) for name, table in result.scores.items() if np.isfinite(table).any()}
     facts: dict[str, Any] = {"tag": result.tag, "iteration": result.iteration, "prompts": len(result.prompts)}
     facts |= {"seeds": result.seeds, "guidance_scale": result.guidance_scale, "scores": means}
@@ -42,7 +46,9 @@ def tell(result: Evaluation, prompts: RunPrompts, drawn: int, seconds: float) ->
     alike = (result.prompts, result.seeds, result.guidance_scale, first)
     on_curve = first is not None and not result.tag.startswith("base-guidance")
     scores = Scores(alike, metric_name(prompts, first), means[first]) if first is not None and on_curve else None
-    display.evaluated(scores, drawn, **facts)
+    shown = display.current()
+    shown.board.add_evaluation(scores, drawn, facts["seconds"])
+    shown.send("evaluation", **facts)
 
 
 def metric_name(prompts: RunPrompts, metric: str) -> str:

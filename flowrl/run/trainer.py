@@ -112,7 +112,7 @@ class Trainer:
                 self.guard = Guarding(self.session, self.folder)
                 self.report = Report(self.session, self.folder, self.clock, self.guard)
                 place = {"run": str(self.folder.path), "device": str(self.world.device)}
-                coming = telling.planned(self.session.parts.evaluator, self.config.eval)
+                coming = telling.planned(self.session.parts.evaluator, self.config.eval, planned)
                 display.run_starts(start, planned, coming, processes=self.world.size, **place)
                 # Before a checkpoint is restored: these are the untrained weights.
                 before = self.report.before(resumed=start > 0)

@@ -91,6 +91,6 @@ class Signals:
 
     def _remember(self, number: int, frame: object) -> None:
         if self.numbers:
-            display.leave()
+            display.current().clear()  # before the process ends at once
             os._exit(128 + number)
         self.numbers.append(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,19 +13,18 @@ from flowrl.display.board import (
     ARROWS,
     PHASES,
     Board,
-    Evaluations,
     Scores,
-    Trend,
     Work,
-    duration,
     live_lines,
     remaining,
     row_trend,
-    score_trend,
+    scores_text,
     trend_text,
     waiting_line,
     work_text,
 )
+from flowrl.display.units import duration
+from flowrl.run.telling import planned
 
 
 def board(**given: object) -> Board:
@@ -55,8 +55,10 @@ def test_the_run_is_timed_from_its_first_iteration_of_this_call_and_counts_no_re
 
 def test_the_time_left_is_that_of_a_run_whose_iterations_and_evaluations_keep_their_pace():
     total, every, step, image, few, many = 7, 2, 10.0, 0.5, 4, 20
-    run = Board(total=total, evaluations=Evaluations(every, few, many))
-    run.add_evaluation(many, many * image)  # the base's
+    sizes = {"prompts": [0] * many, "options": SimpleNamespace(samples_per_prompt=1), "world": SimpleNamespace(size=1)}
+    coming = planned(SimpleNamespace(**sizes), SimpleNamespace(every=every, periodic_prompts=few), total)
+    run = Board(total=total, coming=coming)
+    run.add_evaluation(None, many, many * image)  # the base's
     run.add_work(Work(PHASES["iteration"], 0.0))
     now, ends = 0.0, total * step + (total - 1) // every * few * image + many * image
     for iteration in range(1, total):
@@ -70,10 +72,10 @@ def test_the_time_left_is_that_of_a_run_whose_iterations_and_evaluations_keep_th
                 assert then is not None
                 assert after == pytest.approx(then - 1.0)
             run.works.remove(work)
-            run.add_evaluation(few, few * image)
+            run.add_evaluation(None, few, few * image)
         run.iteration = iteration
         assert run.run_left(now) == pytest.approx(ends - now)
-    resumed = Board(total=total, start=2, iteration=2, evaluations=Evaluations(every, few, many))
+    resumed = Board(total=total, start=2, iteration=2, coming=coming)
     resumed.add_work(Work(PHASES["iteration"], 0.0))
     resumed.iteration = 3
     assert resumed.evaluations_left() is None
@@ -88,25 +90,25 @@ def test_the_trend_of_rows_is_a_difference_of_means_of_equally_many(values: list
         return
     size = max(1, min(5, len(values) // 2))
     assert trend is not None
-    assert trend.last == pytest.approx(sum(values[-size:]) / size)
+    assert trend[0] == pytest.approx(sum(values[-size:]) / size)
     if len(values) > 1:
-        assert trend.change == pytest.approx(trend.last - sum(values[-2 * size : -size]) / size)
+        assert trend[1] == pytest.approx(trend[0] - sum(values[-2 * size : -size]) / size)
 
 
 def test_iterations_without_a_number_do_not_count():
-    assert row_trend([math.nan, 1.0, math.nan, 2.0]) == Trend(2.0, 1.0)
+    assert row_trend([math.nan, 1.0, math.nan, 2.0]) == (2.0, 1.0)
     assert row_trend([math.nan]) is None
 
 
 def test_evaluations_of_other_prompts_are_not_compared():
     few, many = [Scores((n,), "x", mean) for n, mean in ((4, 1.0), (4, 3.0))], Scores((64,), "x", 2.0)
-    assert score_trend([few[0], many, few[1]]) == (Trend(3.0, 2.0), Trend(3.0, 2.0))
-    assert score_trend([*few, many]) == (Trend(2.0, None), Trend(2.0, None))
+    assert scores_text([few[0], many, few[1]]) == "x 3.000 ^ +2.000"
+    assert scores_text([*few, many]) == "x 2.000"
 
 
 @pytest.mark.parametrize(("change", "arrow"), [(0.1, 0), (-0.1, 1), (0.0, 2), (1e-5, 2)])
 def test_the_arrow_is_that_of_the_difference_that_stands_after_it(change: float, arrow: int):
-    assert f" {ARROWS[arrow]} " in trend_text("reward", Trend(0.5, change), ARROWS)
+    assert f" {ARROWS[arrow]} " in trend_text("reward", 0.5, change, ARROWS)
 
 
 def test_an_inner_phase_is_shown_once_it_lasts_and_the_hidden_one_never():

@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -18,11 +17,12 @@ import pytest
 from flowrl.display import display
 from flowrl.display.console import log, set_up_logging, verdict
 from flowrl.display.display import KINDS, Display, Progress, opened, working
+from tests.terminals import in_terminal
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "watching.md"
 RUN = """
-import sys, time
-from flowrl.core import display
+import os, sys, time
+from flowrl.display import display
 from flowrl.display.board import Scores
 with display.opened():
     display.run_starts(0, 4)
@@ -32,9 +32,11 @@ with display.opened():
                 time.sleep(0.05)
                 bar.update(1)
                 print("a line of the log", i)
-        display.evaluated(Scores((1,), "held-out x", 0.1 * i), 1, seconds=0.1)
+        display.current().board.add_evaluation(Scores((1,), "held-out x", 0.1 * i), 1, 0.1)
         display.iteration_done({"iteration": i, "reward/total_mean": 0.5 + i})
         time.sleep(0.12)
+        display.current().refresh()
+        os.write(2, b"a warning of another process".ljust(79) + b"\\n")
     sys.stderr.write("another bar 10%\\r")
     sys.stderr.write("another bar 20%\\n")
 print("the end")
@@ -45,29 +47,8 @@ print("the end")
 def nothing_is_open():
     handlers = list(log.handlers)
     yield
-    assert display.current() is None
+    assert display.current() is display.NONE
     log.handlers[:] = handlers
-
-
-def in_terminal(code: str, **environment: str) -> str:
-    """What a Python program writes to a terminal."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=theirs, stderr=theirs, stdin=theirs, env=os.environ | environment
-    )
-    os.close(theirs)
-    data = b""
-    while True:
-        try:
-            part = os.read(ours, 65536)
-        except OSError:  # how a terminal ends on Linux
-            break
-        if not part:
-            break
-        data += part
-    os.close(ours)
-    assert process.wait() == 0
-    return data.decode()
 
 
 def on_screen(output: str) -> list[str]:
@@ -92,20 +73,21 @@ def on_screen(output: str) -> list[str]:
 
 
 def test_a_terminal_shows_bars_and_keeps_the_lines_of_the_log_alone():
-    output = in_terminal(RUN, TERM="xterm", PYTHONIOENCODING="utf-8")
+    code, output = in_terminal("-c", RUN)
     assert "iteration 1/4 [#####...............]" in output
     assert re.search(r"iteration 2: sampling \[#+\.*\] \d/3", output)
     assert "held-out x 0.200 \u2191 +0.100" in output
-    logged = [f"a line of the log {i}" for i in (1, 2, 3) for _ in range(3)]
-    assert on_screen(output) == [*logged, "another bar 20%", "the end"]
+    logged = [*["a line of the log"] * 3, "a warning of another process"] * 3
+    assert code == 0
+    assert [line.rstrip(" 123") for line in on_screen(output)] == [*logged, "another bar 20%", "the end"]
     assert "\x1b[?25l" not in output  # the cursor is never hidden
 
 
-@pytest.mark.parametrize("environment", [{"TERM": "xterm", "PYTHONIOENCODING": "ascii"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"TERM": "dumb"}])
 def test_a_terminal_of_ascii_or_without_sequences_gets_what_it_can_show(environment: dict[str, str]):
-    output = in_terminal(RUN, **environment)
+    _, output = in_terminal("-c", RUN, **environment)
     assert output.isascii()
-    assert ("\x1b" in output) == (environment["TERM"] == "xterm")
+    assert ("\x1b" in output) == ("TERM" not in environment)
     assert output.count("a line of the log") == 9
 
 
@@ -168,7 +150,7 @@ def test_the_kinds_of_objects_are_those_of_the_docs():
 
 def test_a_stream_that_nobody_reads_is_said_once_and_ends_nothing():
     code = (
-        "import time; from flowrl.display.console import log, set_up_logging; from flowrl.core import display\n"
+        "import time; from flowrl.display.console import log, set_up_logging; from flowrl.display import display\n"
         "with display.opened():\n  set_up_logging(None, main=True)\n"
         "  for i in range(9): log.info('row %d', i); time.sleep(0.02)\n"
         "import sys; print('went on', file=sys.stderr)"
@@ -196,7 +178,7 @@ def test_a_bar_of_its_own_is_quiet_in_a_pipe_without_samples_and_where_it_is_not
     monkeypatch.setattr(sys, "stderr", stream)
     with Progress(count, "sampling", show=show) as bar:
         bar.update(count)
-        assert display.current() is None
+        assert display.current() is display.NONE
     assert stream.getvalue() == ""
 
 
@@ -211,14 +193,14 @@ def test_a_bar_of_its_own_ends_full_and_is_wiped(monkeypatch: pytest.MonkeyPatch
     assert "sampling" in text
     assert "8/8" in text
     assert text.endswith("\x1b[J")
-    assert display.current() is None
+    assert display.current() is display.NONE
 
 
 def test_a_forked_process_has_no_display():
     with opened("quiet"):
         child = os.fork()
         if child == 0:
-            os._exit(0 if display.current() is None else 1)
+            os._exit(0 if display.current() is display.NONE else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

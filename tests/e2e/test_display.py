@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
 import signal
-import struct
-import sys
-import termios
 from pathlib import Path
 
 import pytest
@@ -17,6 +11,7 @@ import pytest
 from flowrl.commands.train import command
 from flowrl.display.display import KINDS
 from tests.e2e.conftest import inside
+from tests.terminals import in_terminal
 
 SMALL = ["rollout.num_inference_steps=2", "rollout.group_size=2", "algorithm.sde_steps=[0]", "data.max_eval_prompts=2"]
 
@@ -68,36 +63,13 @@ def test_what_ends_early_has_an_end_too(tmp_path: Path, capsys: pytest.CaptureFi
             command("run.yaml", [], quiet=True, as_json=True)
 
 
-def in_terminal(until: str, *words: str) -> tuple[int, str]:
-    """(exit code, output) of `flowrl WORDS` in a terminal of 60 columns, with Ctrl-C once it shows `until`."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.environ |= {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
-        os.execv(sys.executable, [sys.executable, "-m", "flowrl", *words])
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
-    output, pressed = b"", False
-    while True:
-        try:
-            part = os.read(terminal, 65536)
-        except OSError:
-            break
-        if not part:
-            break
-        output += part
-        if not pressed and until.encode() in output:
-            pressed = bool(os.write(terminal, b"\x03"))
-    os.close(terminal)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), output.decode()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_terminal_shows_one_display_and_is_left_clean_by_ctrl_c(tmp_path: Path, processes: int):
     with inside(tmp_path):
-        options = ["eval.every=1", "iterations=40", "data.max_eval_prompts=2"]
-        code, output = in_terminal(
-            "iteration 2/40 [", "train", "run.yaml", *SMALL, *options, f"--processes={processes}", "--backend=gloo"
-        )
+        options = ["eval.every=1", "iterations=40", f"--processes={processes}", "--backend=gloo"]
+        words = ["-m", "flowrl", "train", "run.yaml", *SMALL, *options]
+        code, output = in_terminal(*words, columns=60, until="iteration 2/40 [")
     assert code == 128 + signal.SIGINT
     # The phases that take long enough to be drawn; the others are those of the board's own tests.
     for text in ("loading the libraries", "loading the model", "iteration 2/40 [", " left"):

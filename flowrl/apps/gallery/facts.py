@@ -11,6 +11,7 @@ import numpy as np
 
 from flowrl.apps.gallery import results
 from flowrl.apps.gallery.runs import Run, number, value_at
+from flowrl.display.units import duration
 
 
 def status(run: Run) -> str:
@@ -26,17 +27,6 @@ def seconds(run: Run) -> float:
     if not math.isfinite(known):
         return float(np.nansum(y))
     return known + (float(np.nansum(y[x > (run.summary.get("iterations") or 0)])) if run.begun else 0.0)
-
-
-def duration(time: float) -> str:
-    """A time in seconds as text.
-
-    >>> duration(170.2), duration(45.0), duration(7325.0)
-    ('2 min 50 s', '45 s', '2 h 2 min')
-    """
-    minutes, rest = divmod(round(time), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def facts(run: Run) -> list[tuple[str, str]]:

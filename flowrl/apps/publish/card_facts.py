@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.apps.gallery import guard, results
-from flowrl.apps.gallery.facts import duration, seconds
+from flowrl.apps.gallery.facts import seconds
 from flowrl.apps.gallery.results import Estimate, Metric
 from flowrl.apps.gallery.runs import Run, value_at
 from flowrl.apps.publish.plain_text import Named, escaped
 from flowrl.core import registry
 from flowrl.core.errors import Fault
+from flowrl.display.units import duration
 
 _FEW = 50
 """Prompts below which the card calls the data small; `flowrl.statistics` takes wider intervals there."""

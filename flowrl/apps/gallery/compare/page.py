@@ -20,6 +20,7 @@ from flowrl.apps.gallery.compare.wall import wall
 from flowrl.apps.gallery.images import Place
 from flowrl.apps.gallery.results import DASH, Estimate, Metric
 from flowrl.apps.gallery.runs import Run, value_at
+from flowrl.display.units import duration
 
 WHOLE = 3
 """Most runs whose whole reports are on the page of their comparison; of more, their own pages are linked."""
@@ -179,7 +180,7 @@ def _row(
         "over_leader": _change(metric, standing.over_leader, judged),
         "win": Metric("win", percent=True, decimals=1).level(standing.win),
         "plot": _bar(standing.over_base.estimate, domain),
-        "cpu": facts.duration(cpu) if math.isfinite(cpu) else DASH,
+        "cpu": duration(cpu) if math.isfinite(cpu) else DASH,
     }
 
 
@@ -214,7 +215,7 @@ def _head(runs: Sequence[Run], number: int) -> dict[str, Any]:
         "algorithm": str(value_at(run.config, "algorithm", "name") or DASH),
         "status": facts.status(run),
         "on": run.subject.on.strip(),
-        "time": facts.duration(facts.seconds(run)),
+        "time": duration(facts.seconds(run)),
     }
 
 
