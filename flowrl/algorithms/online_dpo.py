@@ -25,8 +25,8 @@ from torch import Tensor
 
 from flowrl.algorithms._matching import PullOptions, pulling
 from flowrl.algorithms._options import CreditOptions, SolverOptions, TimesOptions
-from flowrl.algorithms._preference import PairOptions, pair_loss
 from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.algorithms.diffusion_dpo import PairOptions, pair_loss
 from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, RuleConfig, aggregate

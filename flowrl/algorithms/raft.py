@@ -1,6 +1,6 @@
 """RAFT: fine-tuning on the best samples of each prompt.
 
-    1. sample x0 with the network that was the policy at the last refresh (`_imitation.py` says why)
+    1. sample x0 with the network that was the policy at the last refresh (see rwr.py)
     2. keep the k best of a prompt; `ties` keeps all that equal the k-th
     3. loss = mean (v - v*)^2 over those kept + kl mean (v - v_ref)^2
 
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import imitation
-from flowrl.algorithms._imitation import ImitationOptions, weighted_loss
 from flowrl.algorithms._matching import PullOptions, pulling
 from flowrl.algorithms._options import SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
+from flowrl.algorithms.rwr import ImitationOptions, weighted_loss
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, aggregate

@@ -100,9 +100,3 @@ def test_awm_with_advantages_that_are_not_negative_is_weighted_imitation():
     scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": weight}
     _, imitated = loss_and_gradient(rwr.build(rwr.Config()), V, {}, **scene)
     assert_close(found(plain(weighting="uniform"), advantage=weight)[2], imitated, rtol=1e-9, atol=1e-12)
-
-
-def test_the_average_follows_as_published():
-    """min(0.3, 0.001 steps)."""
-    lag = awm.Config().ema
-    assert [lag.decay(step) for step in (0, 100, 300, 5000)] == pytest.approx([0.0, 0.1, 0.3, 0.3])

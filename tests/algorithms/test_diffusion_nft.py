@@ -69,15 +69,6 @@ def test_the_mirror_images_are_taken_around_the_old_networks_clean_prediction(vp
     assert loss == pytest.approx(float((policy + pulled).sum()), rel=1e-4)
 
 
-def test_the_published_schedules_of_the_old_network():
-    ramp, late, none = (Config(old=name).lag for name in ("ramp", "late", "none"))
-    assert ramp.decay(600) == 0.5
-    assert ramp.decay(120) == pytest.approx(0.12)
-    assert [late.decay(step) for step in (74, 75, 208, 209)] == pytest.approx([0.0, 0.0, 0.9975, 0.999])
-    assert {none.decay(step) for step in (0, 1, 1000)} == {0.0}
-    assert build(Config(old="late")).lags["old"] == late
-
-
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [

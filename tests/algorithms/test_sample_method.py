@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.algorithms import awm
+from flowrl.algorithms import awm, crd, diffusion_nft, ram
 from flowrl.algorithms._matching import AnchorConfig, LagConfig
 from flowrl.algorithms._options import Options
 from flowrl.algorithms.base import Networks, SampleMethod
@@ -79,3 +79,20 @@ def test_a_role_is_refreshed_when_it_is_due_and_a_checkpoint_knows_how_often_it_
 def test_a_state_with_less_or_with_a_role_that_there_is_not_is_refused(state):
     with pytest.raises(ValueError, match="the checkpoint"):
         Followed(Lagging()).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "role", "expected"),
+    [
+        (awm, {}, "anchor", {0: 0.0, 100: 0.1, 300: 0.3, 5000: 0.3}),
+        (crd, {}, "old", {0: 0.25, 100: 0.75, 149: 0.995, 1000: 0.999}),  # "0-0.25-0.005-0.999"
+        (crd, {}, "sampling", {74: 0.0, 75: 0.0, 175: 0.75, 1000: 0.999}),  # "75-0.0-0.0075-0.999"
+        (diffusion_nft, {"old": "ramp"}, "old", {120: 0.12, 600: 0.5}),
+        (diffusion_nft, {"old": "late"}, "old", {74: 0.0, 75: 0.0, 208: 0.9975, 209: 0.999}),
+        (diffusion_nft, {"old": "none"}, "old", {0: 0.0, 1: 0.0, 1000: 0.0}),
+        (ram, {}, "old", {0: 0.0, 50: 0.5, 90: 0.9, 500: 0.9}),
+    ],
+)
+def test_roles_follow_as_published(method, options, role, expected):
+    lag = method.build(method.Config(**options)).lags[role]
+    assert {updates: lag.decay(updates) for updates in expected} == pytest.approx(expected)
