@@ -25,7 +25,7 @@ from flowrl.core.tensors import floats
 from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.process import expand
 from flowrl.diffusion.schedules import Schedule
-from flowrl.diffusion.solver_base import Node, Solver
+from flowrl.diffusion.solver_base import Node, Solver, span
 
 
 def sa_schedule(schedule: Schedule) -> Schedule:
@@ -77,14 +77,14 @@ class SaSolver(Solver):
             before = None
         x, m0, step = here.x, here.x0_hat, here.step
         if before is not None and not before.first:
-            gain = _gain(before.step) * _span(before.step) / 2
+            gain = _gain(before.step) * span(before.step) / 2
             x = _first_order(before) + expand(gain.float(), x) * (m0 - before.x0_hat)
         left = replace(here, x=x, first=before is None)
         if last:
             return m0, left
         ahead = _first_order(left)
         if before is not None:
-            gain = _gain(step) * _span(step).square() / 2 / _span(before.step)
+            gain = _gain(step) * span(step).square() / 2 / span(before.step)
             ahead = ahead + expand(gain.float(), x) * (m0 - before.x0_hat)
         return ahead, left
 
@@ -93,7 +93,7 @@ def _first_order(node: Node) -> Tensor:
     """F(m0)."""
     x, step = node.x, node.step
     assert node.noise is not None
-    tau2, h = step.noise_level.double().square(), _span(step)
+    tau2, h = step.noise_level.double().square(), span(step)
     keep = (-tau2 * h).exp() * step.sigma_next.double() / step.sigma.double()
     take = -step.alpha_next.double() * torch.expm1(-(1 + tau2) * h)
     std = step.sigma_next.double() * (-torch.expm1(-2 * tau2 * h)).sqrt()
@@ -104,9 +104,3 @@ def _first_order(node: Node) -> Tensor:
 def _gain(step: Step) -> Tensor:
     """q alpha', [B] float64."""
     return (1 + step.noise_level.double().square()) * step.alpha_next.double()
-
-
-def _span(step: Step) -> Tensor:
-    """H, [B] float64."""
-    here = step.alpha.double().log() - step.sigma.double().log()
-    return step.alpha_next.double().log() - step.sigma_next.double().log() - here

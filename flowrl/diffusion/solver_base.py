@@ -39,6 +39,16 @@ class Node:
         return Node(self.x[here], self.x0_hat[here], self.step.at(rows), noise, self.first)
 
 
+def log_snr(alpha: Tensor, sigma: Tensor) -> Tensor:
+    """lambda = ln alpha - ln sigma, [B] float64."""
+    return alpha.double().log() - sigma.double().log()
+
+
+def span(step: Step) -> Tensor:
+    """H, the rise of lambda over a step, [B] float64."""
+    return log_snr(step.alpha_next, step.sigma_next) - log_snr(step.alpha, step.sigma)
+
+
 class Solver:
     """A solver of the path from noise to data."""
 

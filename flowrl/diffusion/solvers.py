@@ -27,7 +27,7 @@ from torch import Tensor
 from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.process import ddim_mean, expand
 from flowrl.diffusion.sa_solver import SaSolver
-from flowrl.diffusion.solver_base import Node, Solver
+from flowrl.diffusion.solver_base import Node, Solver, log_snr, span
 
 SolverName = Literal["ode", "dpm1", "dpm2_midpoint", "dpm2_heun", "sa"]
 
@@ -69,7 +69,7 @@ def _dpm(x: Tensor, x0_hat: Tensor, step: Step) -> Tensor:
     >>> round(float(_dpm(torch.ones(1, 1), torch.full((1, 1), 0.6), step)), 6)
     0.9
     """
-    h = _lam(step.alpha_next, step.sigma_next) - _lam(step.alpha, step.sigma)
+    h = span(step)
     keep = step.sigma_next.double() / step.sigma.double()
     take = -step.alpha_next.double() * torch.expm1(-h)
     return expand(keep.float(), x) * x.float() + expand(take.float(), x0_hat) * x0_hat
@@ -78,17 +78,12 @@ def _dpm(x: Tensor, x0_hat: Tensor, step: Step) -> Tensor:
 def _correction(weight: Callable[[Tensor, Tensor], Tensor], here: Node, before: Node) -> Tensor:
     """The addition of order 2, [B, ...]."""
     step = here.step
-    lam = _lam(step.alpha, step.sigma)
-    h = _lam(step.alpha_next, step.sigma_next) - lam
-    back = lam - _lam(before.step.alpha, before.step.sigma)
+    h = span(step)
+    back = log_snr(step.alpha, step.sigma) - log_snr(before.step.alpha, before.step.sigma)
     gain = step.alpha_next.double() * weight(-torch.expm1(-h), h) * h / back
     # Infinite H: the last node (sigma' = 0), where the gain would be infinite and order 1 is exact.
     gain = torch.where(h.isfinite(), gain, 0.0)
     return expand(gain.float(), here.x0_hat) * (here.x0_hat - before.x0_hat)
-
-
-def _lam(alpha: Tensor, sigma: Tensor) -> Tensor:
-    return alpha.double().log() - sigma.double().log()
 
 
 SOLVERS: dict[SolverName, Solver] = {

@@ -98,8 +98,8 @@ def elbo_weight(sigma: Tensor, noise_level: float = 0.7) -> Tensor:
 def optimality(advantage: Tensor, bound: float) -> Tensor:
     """Probability [M] in [0, 1] that a sample is a good one: A clipped to +-bound, mapped linearly.
 
-    >>> optimality(torch.tensor([-9.0, 0.0, 2.5]), 5.0).tolist()
-    [0.0, 0.5, 0.75]
+    >>> optimality(torch.tensor([-9.0, -5.0, 0.0, 2.5, 5.0, 9.0]), 5.0).tolist()
+    [0.0, 0.0, 0.5, 0.75, 1.0, 1.0]
     """
     return (advantage / (2 * bound) + 0.5).clamp(0, 1)
 

@@ -15,8 +15,10 @@ from flowrl.contracts.laws import ContractError, Law
 from flowrl.contracts.methods import LAWS, MethodTrial
 from flowrl.core import registry
 from flowrl.losses.batches import LossOutput
+from tests.toys import algorithms
 
 NAMES = registry.names("algorithms")
+CHAINS = [n for n in algorithms(flowrl.EdgeMethod) if not registry.load("algorithms", n).Config().tree(10, 1, 0)]
 FAST = ("flow_grpo", "diffusion_nft", "diffusion_dpo", "find")
 """One for each kind of training data."""
 OWN: dict[str, dict[str, Any]] = {"mix_grpo_flash": {"shift": 1.0}}
@@ -43,7 +45,8 @@ CASES = [(name, path, law) for path, names in (("flow", NAMES), ("vp", ON_VP)) f
 
 def quick(name: str, path: str, law: Law[MethodTrial]) -> bool:
     if path == "vp":
-        return name == "ddpo" and law.name in ("ratio", "loss", "gradient")
+        trained = name in ("ddpo", "diffusion_nft") and law.name in ("loss", "gradient", "update")
+        return trained or (law.name == "ratio" and name in CHAINS)
     return name in FAST or law.name == "state"
 
 

@@ -41,11 +41,12 @@ def test_a_sampler_file_has_a_frozen_config_with_defaults_and_a_build(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sampler_refuses_a_path_that_it_does_not_take_by_name(name):
+def test_a_sampler_refuses_a_path_that_it_does_not_take_and_says_what_to_use(name):
     taken = {each.path for each in taken_paths(build(name))}
     for path in set(PATHS) - taken:
         each = OnPath(build(name), path)
-        with pytest.raises(ValueError, match=f"'{name}' needs a flow model"):
+        words = rf"'{name}' needs a flow model.*rollout\.sampler=\{{.name.: .ddim., .eta.: 1\.0\}}"
+        with pytest.raises(ValueError, match=words):
             each.call(each.steps(0.0, 4), *inputs(4))
 
 

@@ -134,11 +134,6 @@ def test_a_sure_sample_pulls_the_policy_to_the_data_or_to_its_mirror_image(beta,
     assert float(gradient(loss, best).abs().max()) < 1e-9
 
 
-@pytest.mark.parametrize(("advantage", "expected"), [(5.0, 1.0), (9.0, 1.0), (-5.0, 0.0), (-7.0, 0.0), (0.0, 0.5)])
-def test_optimality_is_the_advantage_within_its_bound(advantage, expected):
-    assert float(optimality(torch.tensor([advantage]), 5.0)) == expected
-
-
 def test_nft_is_two_and_a_half_times_awm_huber_for_gaussian_residuals():
     """Mean |e| = sqrt(2 / pi) sqrt(l), so the ratio is 2 / sqrt(2 / pi) = 2.507 in many dims."""
     dims = 40_000
