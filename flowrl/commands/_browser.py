@@ -33,35 +33,34 @@ def show(address: str, open_page: bool | None) -> None:
         address: the page, with its port.
         open_page: whether to open it; None: where there is a display.
     """
+    import os
+    import sys
     import webbrowser
     from urllib.parse import urlsplit
 
-    here = _has_display()
+    # Whether a browser that is started here shows up before the user.
+    displays = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    here = displays and "SSH_CONNECTION" not in os.environ
     if not here:
         print(_tunnel(urlsplit(address).port or 80), flush=True)
     if here if open_page is None else open_page:
         webbrowser.open(address)
 
 
-def _has_display() -> bool:
-    """Whether a browser that is started here shows up before the user."""
-    import os
-    import sys
-
-    if "SSH_CONNECTION" in os.environ:
-        return False
-    return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
-
-
 def _tunnel(port: int) -> str:
     """What a user types on their own machine to see the page."""
-    import getpass
     import os
     import socket
 
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container without a user of this number
-        user = str(os.getuid())
-    there = f"{user}@{socket.gethostname()}"
+    there = f"{account(str(os.getuid()))}@{socket.gethostname()}"
     return f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {there}, then open http://127.0.0.1:{port}/ there"
+
+
+def account(otherwise: str) -> str:
+    """The user's name; `otherwise` in a container without a user of this number."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return otherwise

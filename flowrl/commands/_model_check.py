@@ -40,7 +40,7 @@ def _require_weights(folder: Path, what: str) -> None:
 
 
 def _on_hub(path: str, revision: str | None) -> str:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
     name = f"model.path={path!r}"
@@ -48,53 +48,38 @@ def _on_hub(path: str, revision: str | None) -> str:
         # The smallest file of a pipeline: access to it is access to all.
         file = Path(hf_hub_download(path, _INDEX, revision=revision, force_download=True))
     except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = hub_fault(name, revision, error)
-        cached = None if reason else _cached(path, revision)
-        if cached is None:
+        reason = _hub_fault(name, revision, error)
+        cached = None if reason else try_to_load_from_cache(path, _INDEX, revision=revision)
+        if not isinstance(cached, str):
             raise ModelError(
                 reason
                 or f"{name} is not here, and the hub cannot be reached ({_short(error)}): connect "
                 "to the network, unset HF_HUB_OFFLINE, or give a folder that is here"
             ) from error
-        _require_weights(cached, name)
+        _require_weights(Path(cached).parent, name)
         return "in the hub's cache here; the hub cannot be reached"
     if any(file.parent.rglob("*.safetensors")):
         return "on the hub and open to you; weights of it are in the cache here"
     return "on the hub and open to you; not downloaded yet"
 
 
-def _cached(path: str, revision: str | None) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    result = try_to_load_from_cache(path, _INDEX, revision=revision)
-    return Path(result).parent if isinstance(result, str) else None
-
-
-def hub_fault(name: str, revision: str | None, error: BaseException) -> str | None:
+def _hub_fault(name: str, revision: str | None, error: BaseException) -> str | None:
     """Meaning of the hub's answer, with the remedy; None if there was no answer."""
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors
 
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         return f"{name} is gated, and you have no access: accept its licence on its hub page, then run 'hf auth login'"
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         return f"{name}: the hub has no such repository, or it is private: check the spelling, or run 'hf auth login'"
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         return f"{name} has no revision {revision!r}: name a branch, tag or commit of it in model.revision"
-    if isinstance(error, LocalEntryNotFoundError):
+    if isinstance(error, errors.LocalEntryNotFoundError):
         return None  # a subclass of EntryNotFoundError that means no answer
-    if isinstance(error, EntryNotFoundError):
+    if isinstance(error, errors.EntryNotFoundError):
         return f"{name}: the repository has no {_INDEX}, so it is not a diffusers pipeline; name one that is"
-    if isinstance(error, HFValidationError):
+    if isinstance(error, errors.HFValidationError):
         return f"{name} is not a hub id ({_short(error)}); one looks like 'owner/name'"
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
     if status == 401:
         return f"{name}: the hub refuses your token (401): run 'hf auth login' with a valid one"
     if status == 403:

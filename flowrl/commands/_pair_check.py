@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flowrl.data.preference_records import Preference, StoredImage
     from flowrl.data.preferences import PreferenceSet
 
 
@@ -54,7 +53,10 @@ def look(source: str, words: Sequence[str]) -> bool:
     every = dataclasses.replace(options, max_broken=1.0)
     pairs = load_preferences(source, "SOURCE", every, paired=False, videos=Frames(None))
     result = _opened(pairs)
-    print(f"{result.pairs} of {len(pairs)} records have readable {_kind(result.frames)}, of {_sizes(result.sizes)}")
+    extremes = [pick(result.sizes or [(0, 0)], key=lambda size: size[0] * size[1]) for pick in (min, max)]
+    small, large = (f"{width}x{height}" for width, height in extremes)
+    sizes = "no size" if not result.sizes else small if small == large else f"{small} to {large} pixels"
+    print(f"{result.pairs} of {len(pairs)} records have readable {_kind(result.frames)}, of {sizes}")
     print(f"{sum(1 for _ in pairs.captions())} distinct prompts")
     for count, shown, what in (
         (result.broken, result.unreadable, "records with an image that cannot be read"),
@@ -86,7 +88,7 @@ def _opened(pairs: PreferenceSet) -> Look:
     for index in range(len(pairs)):
         try:
             pair = pairs.read(index)
-            for count, image in enumerate(_images(pair)):
+            for count, image in enumerate(filter(None, (pair.chosen, pair.rejected))):
                 frames = image.frames(None) if may_be_video(image.source) else [image.open()]
                 result.sizes.add(frames[0].size)
                 result.frames.add(len(frames))
@@ -105,22 +107,9 @@ def _opened(pairs: PreferenceSet) -> Look:
     return result
 
 
-def _images(pair: Preference) -> Iterator[StoredImage]:
-    yield pair.chosen
-    if pair.rejected is not None:
-        yield pair.rejected
-
-
 def _kind(frames: set[int]) -> str:
     """What the records hold, in words, by the numbers of frames."""
     if max(frames, default=1) == 1:
         return "images"
     few, many = min(frames), max(frames)
     return f"videos of {few} frames" if few == many else f"videos of {few} to {many} frames"
-
-
-def _sizes(sizes: set[tuple[int, int]]) -> str:
-    if not sizes:
-        return "no size"
-    small, large = (pick(sizes, key=lambda size: size[0] * size[1]) for pick in (min, max))
-    return f"{small[0]}x{small[1]}" + ("" if small == large else f" to {large[0]}x{large[1]} pixels")

@@ -32,6 +32,10 @@ NoWait = Annotated[
     option("Return at once.", "The answer will be in RUN/asked; without it the command waits.", name="--no-wait"),
 ]
 
+_DOES = {
+    **{"save": "the run saves", "sample": "the run draws the images"},
+    **{"evaluate": "the run evaluates", "stop": "the run ends"},
+}
 _LOOK_S, _SAY_S = 0.2, 1.0
 """Seconds between looks for the answer, and until the screen says what is waited for."""
 
@@ -140,18 +144,10 @@ def answered(run: Path, name: str, word: str) -> dict[str, Any]:
             requests.withdraw(run, name)
             return {"state": "dropped", "text": f"{_ended(run)} (The run ended {taken}.)"}
         if (waited := time.monotonic() - began) > _SAY_S:
-            line.show(_waiting_for(run, word, taken=found is not None), waited)
+            until = "waiting until the run has saved and ended" if word == "stop" else None
+            text = _DOES[word] if found is not None else until
+            line.show(text or f"waiting for the end of iteration {_finished(run) + 1}", waited)
         time.sleep(_LOOK_S)
-
-
-def _waiting_for(run: Path, word: str, *, taken: bool) -> str:
-    """What a request waits for."""
-    if taken:
-        doing = {"save": "saves", "sample": "draws the images", "evaluate": "evaluates", "stop": "ends"}
-        return f"the run {doing[word]}"
-    if word == "stop":
-        return "waiting until the run has saved and ended"
-    return f"waiting for the end of iteration {_finished(run) + 1}"
 
 
 def _finished(run: Path) -> int:

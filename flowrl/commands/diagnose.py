@@ -29,7 +29,9 @@ def command(run: Folder, as_json: Json = False) -> None:
 
 def text(result: Diagnosis) -> str:
     """A diagnosis for the terminal."""
-    lines = [f"{result.run}: {_counted(len(result.findings))}"]
+    count = len(result.findings)
+    counted = {0: "nothing found", 1: "1 finding"}.get(count, f"{count} findings, the likeliest first")
+    lines = [f"{result.run}: {counted}"]
     for number, found in enumerate(result.findings, start=1):
         shown = found.number
         lines += [
@@ -45,9 +47,3 @@ def text(result: Diagnosis) -> str:
         lines.append("could not be looked at:")
         lines += [f"   {name}: {reason}" for name, reason in result.not_looked_at.items()]
     return "\n".join(lines)
-
-
-def _counted(count: int) -> str:
-    if not count:
-        return "nothing found"
-    return "1 finding" if count == 1 else f"{count} findings, the likeliest first"

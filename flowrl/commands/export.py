@@ -63,6 +63,7 @@ def command(
         # Before the hub's library is imported: a base model of the hub is not even looked up.
         os.environ["HF_HUB_OFFLINE"] = "1"
     from flowrl.apps.publish import publish
+    from flowrl.apps.publish.card import FILE
 
     if push is None:
         assert out is not None
@@ -70,8 +71,13 @@ def command(
         return
     publish.require_name(push)
     if dry_run:
-        with tempfile.TemporaryDirectory() as folder:
-            _show(run, out or Path(folder), layout, push, private)
+        with tempfile.TemporaryDirectory() as spare:
+            folder = out or Path(spare)
+            _export(run, layout, folder)
+            print(f"Dry run: nothing is sent. To {push} ({'private' if private else 'public'}):")
+            print(publish.listing(publish.files(folder)))
+            card = folder / FILE
+            print(f"\n{FILE}:\n\n{card.read_text(encoding='utf-8')}" if card.is_file() else f"\nThere is no {FILE}.")
         return
     folder = out or run / f"export-{layout}"
     print(_export(run, layout, folder))
@@ -87,15 +93,3 @@ def _export(run: Path, layout: Format, out: Path) -> Path:
     result = export(run, layout, out)
     try_card(run, out, layout)
     return result
-
-
-def _show(run: Path, folder: Path, layout: Format, push: str, private: bool) -> None:
-    """Export, and print what an upload would send."""
-    from flowrl.apps.publish import publish
-    from flowrl.apps.publish.card import FILE
-
-    _export(run, layout, folder)
-    print(f"Dry run: nothing is sent. To {push} ({'private' if private else 'public'}):")
-    print(publish.listing(publish.files(folder)))
-    card = folder / FILE
-    print(f"\n{FILE}:\n\n{card.read_text(encoding='utf-8')}" if card.is_file() else f"\nThere is no {FILE}.")

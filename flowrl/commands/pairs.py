@@ -65,51 +65,38 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Make preference pairs: the best and the worst sample of each prompt."""
-    with showing(quiet):
-        _pairs(target, words, out, count, per_prompt, margin, processes, check)
-
-
-def _pairs(
-    target: str,
-    words: list[str] | None,
-    out: Path | None,
-    count: int | None,
-    per_prompt: int | None,
-    margin: float,
-    processes: int,
-    check: bool,
-) -> None:
     from flowrl.core.errors import ConfigError
     from flowrl.core.files import out_folder
 
-    if check:
-        if out is not None or count is not None or per_prompt is not None or margin or processes > 1:
-            raise ConfigError("--check takes a preference set and columns only; leave the other options out")
-        from flowrl.commands._pair_check import look
+    with showing(quiet):
+        if check:
+            if out is not None or count is not None or per_prompt is not None or margin or processes > 1:
+                raise ConfigError("--check takes a preference set and columns only; leave the other options out")
+            from flowrl.commands._pair_check import look
 
-        raise SystemExit(0 if look(target, words or []) else 1)
-    if out is None:
-        raise ConfigError("--out DIR is required: a folder for the pairs")
-    out_folder(out)
-    from flowrl.config.load import load_config, resolve
+            raise SystemExit(0 if look(target, words or []) else 1)
+        if out is None:
+            raise ConfigError("--out DIR is required: a folder for the pairs")
+        out_folder(out)
+        from flowrl.config.load import load_config, resolve
 
-    run = load_config(target, words)  # its faults are told before the libraries are imported
-    from flowrl.apps.command_line import in_processes
-    from flowrl.run.pairs.drawing import make
-    from flowrl.run.pairs.plan import Wanted
-    from flowrl.run.pairs.plan import check as refuse
+        run = load_config(target, words)  # its faults are told before the libraries are imported
+        from flowrl.apps.command_line import in_processes
+        from flowrl.run.pairs.drawing import make
+        from flowrl.run.pairs.plan import Wanted
+        from flowrl.run.pairs.plan import check as refuse
 
-    resolved = resolve(run)
-    wanted = Wanted(resolved.run.rollout.group_size if per_prompt is None else per_prompt, margin, count)
-    refuse(resolved, wanted)
-    if processes > 1 and "WORLD_SIZE" not in os.environ:
-        raise SystemExit(in_processes(out, processes))
-    done = make(resolved, wanted, out)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{out}: {done}")
-        _read_back(out, done.pairs, resolved.model.config.frames)
-    if not done.pairs or (count is not None and done.pairs < count):
-        raise SystemExit(_short(done.pairs, count, margin))
+        resolved = resolve(run)
+        wanted = Wanted(resolved.run.rollout.group_size if per_prompt is None else per_prompt, margin, count)
+        refuse(resolved, wanted)
+        if processes > 1 and "WORLD_SIZE" not in os.environ:
+            raise SystemExit(in_processes(out, processes))
+        done = make(resolved, wanted, out)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{out}: {done}")
+            _read_back(out, done.pairs, resolved.model.config.frames)
+        if not done.pairs or (count is not None and done.pairs < count):
+            raise SystemExit(_short(done.pairs, count, margin))
 
 
 def _read_back(out: Path, pairs: int, frames: int) -> None:

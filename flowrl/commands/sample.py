@@ -1,7 +1,14 @@
-"""`flowrl sample`: images or videos of a model, or of a run's tuned weights."""
+"""`flowrl sample`: images or videos of a model, or of a run's tuned weights.
+
+A file is named `<prompt>-<sample>-<mark>`: two numbers of the call, and eight digits of a hash over all that decides
+the image: prompt, images, seed, model, adapter, steps, guidance and all other arguments. So a file is overwritten by
+the same call alone, which makes the same image again.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from flowrl.commands._arguments import Base, Loras, Parts, Quiet, argument, option, showing
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from flowrl.core.types import Gaussians
     from flowrl.data.prompts import Prompt
     from flowrl.rollout.learned_noise import LearnedNoise
@@ -81,9 +90,39 @@ def command(
         mp4.require_rate(fps, "--fps")
     if form == "mp4":
         mp4.library("--format mp4")
-    video, images, loras = Video(form, fps), image or [], lora or []
+    video = Video(form, fps)
     with showing(quiet):
-        _sample(model, prompts, images, out, count, seed, steps, guidance, options or [], loras, base, config, video)
+        import torch
+
+        from flowrl.apps.command_line import call_of, require_finite
+        from flowrl.core.errors import ConfigError
+        from flowrl.core.files import out_folder
+        from flowrl.display.phases import phase
+        from flowrl.run import judged
+        from flowrl.run.export import frame_rate, learned_noise
+
+        require_finite(guidance)
+        if not -(2**63) <= seed < 2**64 - count:
+            raise ConfigError(f"--seed {seed}: torch takes seeds of 64 bits; give a smaller number")
+        records = _records(prompts, image or [])
+        out_folder(out)
+        noise = None if base else learned_noise(Path(model))
+        distributions = None if noise is None else _distributions(noise, records)
+        with phase("loading"):
+            loaded = judged.load(model, base=base, loras=lora or [], config=config)
+        pipeline = loaded.pipeline
+        video.require_kind(pipeline)
+        call = call_of(pipeline, loaded.call, steps, guidance, options or [])
+        rate = frame_rate(model, pipeline, call) if video.fps is None else video.fps
+        for record in records:
+            _image_arguments(pipeline, record, call)
+        with phase("loading"):
+            pipeline.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        pipeline.set_progress_bar_config(disable=True)
+        made = loaded.origin(call, guidance)
+        less = "; smaller images (--set height=512 --set width=512) and videos of fewer frames take less"
+        with phase("sampling", less):
+            _draw(pipeline, call, records, made, distributions, out, count, seed, video, rate)
 
 
 @dataclass(frozen=True)
@@ -105,71 +144,19 @@ class Video:
         """Raise ConfigError where the command asks for videos and the pipeline's call knows no frames and no video."""
         from inspect import signature
 
-        from flowrl.core.errors import ConfigError, Remedy
-
         known = signature(type(pipeline).__call__).parameters
-        if self.asked is not None and not any(part in name for name in known for part in ("frame", "video")):
-            raise ConfigError(
-                f"{self.asked}: it is for videos, and {type(pipeline).__name__} makes images, which are written as PNG",
-                remedies=[Remedy(without=self.asked)],
-            )
+        if not any(part in name for name in known for part in ("frame", "video")):
+            self.require(pipeline, 1, "makes images, which are written as PNG")
 
-    def require(self, pipeline: Any, frames: int) -> None:
+    def require(self, pipeline: Any, frames: int, what: str = "made an image, which is written as PNG") -> None:
         """Raise ConfigError for an image where the command asks for a kind or a rate of videos."""
         from flowrl.core.errors import ConfigError, Remedy
 
         if frames == 1 and self.asked is not None:
             raise ConfigError(
-                f"{self.asked}: it is for videos, and {type(pipeline).__name__} made an image, which is written as PNG",
+                f"{self.asked}: it is for videos, and {type(pipeline).__name__} {what}",
                 remedies=[Remedy(without=self.asked)],
             )
-
-
-def _sample(
-    model: str,
-    prompts: list[str],
-    image: list[Path],
-    out: Path,
-    count: int,
-    seed: int,
-    steps: int | None,
-    guidance: float | None,
-    options: list[str],
-    lora: list[str],
-    base: bool,
-    config: str | None,
-    video: Video,
-) -> None:
-    import torch
-
-    from flowrl.apps.command_line import call_of, require_finite
-    from flowrl.core.errors import ConfigError
-    from flowrl.core.files import out_folder
-    from flowrl.display.phases import phase
-    from flowrl.run import judged
-    from flowrl.run.export import frame_rate, learned_noise
-
-    require_finite(guidance)
-    if not -(2**63) <= seed < 2**64 - count:
-        raise ConfigError(f"--seed {seed}: torch takes seeds of 64 bits; give a smaller number")
-    records = _records(prompts, image)
-    out_folder(out)
-    noise = None if base else learned_noise(Path(model))
-    distributions = None if noise is None else _distributions(noise, records)
-    with phase("loading"):
-        loaded = judged.load(model, base=base, loras=lora, config=config)
-    pipeline = loaded.pipeline
-    video.require_kind(pipeline)
-    call = call_of(pipeline, loaded.call, steps, guidance, options)
-    rate = frame_rate(model, pipeline, call) if video.fps is None else video.fps
-    for record in records:
-        _image_arguments(pipeline, record, call)
-    with phase("loading"):
-        pipeline.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    pipeline.set_progress_bar_config(disable=True)
-    made = loaded.origin(call, guidance)
-    with phase("sampling", "; smaller images (--set height=512 --set width=512) and videos of fewer frames take less"):
-        _draw(pipeline, call, records, made, distributions, out, count, seed, video, rate)
 
 
 def _draw(
@@ -184,10 +171,9 @@ def _draw(
     video: Video,
     fps: float,
 ) -> None:
-    """Write `count` samples of each prompt into the folder `out` and print their files; `made` is `_drawn.origin`'s."""
+    """Write `count` samples of each prompt into the folder `out` and print their files; `made`: origin."""
     import torch
 
-    from flowrl.commands._drawn import provenance, stem
     from flowrl.core.errors import ConfigError
     from flowrl.display.display import Progress
     from flowrl.media import media
@@ -218,6 +204,24 @@ def _draw(
             bar.update(1)
             print(file)
     bar.close()
+
+
+def provenance(made: dict[str, Any], prompt: str, images: Iterable[str], seed: int) -> dict[str, Any]:
+    """Plain data of one file: `origin` of its call, prompt, seed, and the contents of the image files."""
+    from flowrl.run.origin import content
+
+    hashes = [{"file": Path(path).name, "sha256": content(Path(path)).hexdigest()} for path in images]
+    return {"prompt": prompt, "seed": seed, **made, "images": hashes}
+
+
+def stem(number: int, sample: int, note: dict[str, Any]) -> str:
+    """Name of a file without its suffix; `note` is its provenance.
+
+    >>> stem(3, 0, {"prompt": "a red circle"})
+    '00003-0-79564736'
+    """
+    mark = hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{number:05d}-{sample}-{mark}"
 
 
 def _image_arguments(pipeline: Any, record: Prompt, call: dict[str, Any]) -> dict[str, Any]:

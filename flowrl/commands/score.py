@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LINES = "scores.jsonl"
 _SUFFIXES = {*IMAGE_SUFFIXES, *SUFFIXES}
+_Sample = tuple[Path, str, dict]
+"""File, prompt and metadata."""
 
 
 Images = Annotated[
@@ -151,8 +153,8 @@ def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
 # ---- what is scored
 
 
-def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> list[tuple[Path, str, dict]]:
-    """(file, prompt, metadata), 10 after 9; `prompts` None: those that `flowrl sample` wrote."""
+def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> list[_Sample]:
+    """What is scored, 10 after 9; `prompts` None: those that `flowrl sample` wrote."""
     from flowrl.core.errors import ConfigError
     from flowrl.data.matching import matched
     from flowrl.data.natural import natural
@@ -202,7 +204,7 @@ def _name_left_out(files: Sequence[Path], others: Sequence[Path]) -> None:
             _warn(f"left out: {len(names)} {what} ({shown})")
 
 
-def _with_rate(file: Path, prompt: str, record: dict) -> tuple[Path, str, dict]:
+def _with_rate(file: Path, prompt: str, record: dict) -> _Sample:
     """A sample with the frame rate of its video in its record, for rewards that count in seconds; a given one stays.
 
     Raises:
@@ -231,7 +233,7 @@ def _records_of(prompts: str) -> list[tuple[str, dict]]:
     return [(p.text, p.metadata) for p in load_prompts(prompts, "--prompts", Columns(TEXTS, names_sample=True))]
 
 
-def _scored(scorer: Scorer, batches: Sequence[Sequence[tuple[Path, str, dict]]]) -> Iterator[dict[str, Any]]:
+def _scored(scorer: Scorer, batches: Sequence[Sequence[_Sample]]) -> Iterator[dict[str, Any]]:
     """A record for each sample; null where the file is not an image or could not be scored.
 
     While a batch is read, rewards that overlap score the one before.
@@ -251,15 +253,16 @@ def _scored(scorer: Scorer, batches: Sequence[Sequence[tuple[Path, str, dict]]])
             yield from _records(scorer.outputs, before, opened, scores.raw)
 
 
-def _opened(
-    scorer: Scorer, samples: Sequence[tuple[Path, str, dict]]
-) -> Iterator[tuple[Sequence[tuple[Path, str, dict]], list[int], Any]]:
+def _opened(scorer: Scorer, samples: Sequence[_Sample]) -> Iterator[tuple[Sequence[_Sample], list[int], Any]]:
     """(samples, positions of those that could be read, their images) of a batch, in 8 bits where they are of one size.
 
     Videos of several sizes are handed on size by size, unless a reward needs the whole batch: as floats, which images
     of several sizes are, they would be four times as large.
     """
+    import torch
+
     from flowrl.core.errors import ConfigError
+    from flowrl.media.eight_bits import EightBitImages, unit_floats
     from flowrl.scoring.build import require_modality
 
     read: list[torch.Tensor | None] = []
@@ -269,9 +272,8 @@ def _opened(
         except ConfigError as error:
             _warn(str(error))
             read.append(None)
-    kinds = {
-        levels.ndim == 4: file.name for (file, _, _), levels in zip(samples, read, strict=True) if levels is not None
-    }
+    pairs = zip(samples, read, strict=True)
+    kinds = {levels.ndim == 4: file.name for (file, _, _), levels in pairs if levels is not None}
     for entry in scorer.distinct:
         for videos, name in kinds.items():
             require_modality(entry.name, entry.reward.card, videos=videos, file=name)
@@ -280,7 +282,12 @@ def _opened(
     for start, stop in itertools.pairwise([0, *ends, len(samples)]):
         rows = [place for place in range(start, stop) if read[place] is not None]
         images = [levels for levels in read[start:stop] if levels is not None]
-        yield samples[start:stop], [place - start for place in rows], _handed(images)
+        handed: Any
+        if len({image.shape for image in images}) == 1:
+            handed = EightBitImages(torch.stack(images), torch.ones(len(images), dtype=torch.bool))
+        else:
+            handed = [unit_floats(image) for image in images]
+        yield samples[start:stop], [place - start for place in rows], handed
         read[start:stop] = [None] * (stop - start)
 
 
@@ -298,17 +305,6 @@ def _changes(shapes: Sequence[Any]) -> list[int]:
     return result
 
 
-def _handed(levels: Sequence[torch.Tensor]) -> Any:
-    """Images in 8 bits if they are of one size, else each in floats."""
-    import torch
-
-    from flowrl.media.eight_bits import EightBitImages, unit_floats
-
-    if len({image.shape for image in levels}) == 1:
-        return EightBitImages(torch.stack(list(levels)), torch.ones(len(levels), dtype=torch.bool))
-    return [unit_floats(image) for image in levels]
-
-
 def _levels(file: Path) -> torch.Tensor:
     """The image or video of a file, uint8; ConfigError where there is none."""
     from flowrl.core.errors import ConfigError
@@ -321,10 +317,7 @@ def _levels(file: Path) -> torch.Tensor:
 
 
 def _records(
-    outputs: Sequence[str],
-    samples: Sequence[tuple[Path, str, dict]],
-    opened: Sequence[int],
-    raw: Mapping[str, torch.Tensor],
+    outputs: Sequence[str], samples: Sequence[_Sample], opened: Sequence[int], raw: Mapping[str, torch.Tensor]
 ) -> Iterator[dict[str, Any]]:
     """The lines of a batch whose samples at the positions `opened` were scored."""
     rows = {place: row for row, place in enumerate(opened)}
@@ -339,7 +332,7 @@ def _records(
 # ---- the contract
 
 
-def _check(plan: RewardPlan, samples: Sequence[tuple[Path, str, dict]], prompts: str | None) -> bool:
+def _check(plan: RewardPlan, samples: Sequence[_Sample], prompts: str | None) -> bool:
     """Test the contract of a reward and print the findings; True if it holds."""
     from flowrl.contracts.rewards import COUNT, RewardTrial, trial_batch
     from flowrl.core.errors import ConfigError

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from flowrl.commands._arguments import argument, option
-from flowrl.commands._browser import Open, Port, show
+from flowrl.commands._browser import Open, Port, account, show
 
 if TYPE_CHECKING:
     from flowrl.apps.voting.ballot import Ballot
-    from flowrl.apps.voting.server import VoteServer
 
 RunArgument = Annotated[
     Path, argument("RUN", "Folder of a finished run with images of base and tuned, or of one that waits for votes.")
@@ -35,7 +34,7 @@ def command(run: RunArgument, voter: Voter = None, port: Port = None, open_page:
     from flowrl.apps.voting.waiting import Waiting, waits
     from flowrl.run.people.votes import FOLDER, VoteBook
 
-    name, books = require_name(_account() if voter is None else voter), list[VoteBook]()
+    name, books = require_name(account("voter") if voter is None else voter), list[VoteBook]()
     training = waits(run)
     paper = Waiting(run) if training else Finished(load_pairs(run))
     tell = _print_training if training else _print
@@ -51,17 +50,13 @@ def command(run: RunArgument, voter: Voter = None, port: Port = None, open_page:
     with VoteServer(ballot, name, port, told) as server, books[0]:
         what = f"the training of {run} asks" if training else f"{len(server.ballot.pairs)} pairs of {run}"
         print(f"{what} at {server.address} (Ctrl-C ends; the votes are kept)", flush=True)
-        _serve(server, open_page)
+        show(server.address, open_page)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:  # the way to end it
+            print(flush=True)
         tell(server.ballot)
         print(f"votes and pairs: {run / FOLDER} (train on them: data.pairs.path={run / FOLDER}, docs/votes.md)")
-
-
-def _serve(server: VoteServer, open_page: bool | None) -> None:
-    show(server.address, open_page)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:  # the way to end it
-        print(flush=True)
 
 
 def _print_training(ballot: Ballot) -> None:
@@ -76,10 +71,13 @@ def _print_training(ballot: Ballot) -> None:
 
 def _print(ballot: Ballot) -> None:
     from flowrl.apps.voting.result import result
+    from flowrl.evaluation import moved
     from flowrl.run.people import polls
 
     votes = ballot.of_present_images()
-    print("\n".join([*result(votes).lines(), _moved(ballot)]), flush=True)
+    # How far the images are from the base's stands beside every win rate.
+    far = moved.sentence(moved.measure((pair.first, pair.second) for pair in ballot.pairs))
+    print("\n".join([*result(votes).lines(), far]), flush=True)
     trained = sum(polls.of_training(vote.group) for vote in ballot.book.votes.values())
     if trained:
         print(f"{trained} votes of the training are kept, and not counted here", flush=True)
@@ -88,23 +86,7 @@ def _print(ballot: Ballot) -> None:
     _print_unreadable(ballot)
 
 
-def _moved(ballot: Ballot) -> str:
-    """How far the images are from the base's, which stands beside every win rate."""
-    from flowrl.evaluation import moved
-
-    return moved.sentence(moved.measure((pair.first, pair.second) for pair in ballot.pairs))
-
-
 def _print_unreadable(ballot: Ballot) -> None:
     if ballot.unreadable:
         files = ", ".join(f"{pair.first} or {pair.second}" for pair in list(ballot.unreadable)[:3])
         print(f"{len(ballot.unreadable)} pairs left out, an image cannot be read: {files}", file=sys.stderr)
-
-
-def _account() -> str:
-    import getpass
-
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container without a user of this number
-        return "voter"

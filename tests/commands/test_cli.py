@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.cli import COMMANDS, DEBUG, PAGES, REFERENCE, main
+from flowrl.cli import COMMANDS, DEBUG, PAGES, REFERENCE
 from flowrl.commands._arguments import in_full, option
 from flowrl.core import registry
+from tests.e2e.test_bad_input import command
 
 
-def flowrl(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "flowrl", *words], capture_output=True, text=True, timeout=120)
+def python(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
 
 
 def test_help_names_every_command_and_loads_no_torch():
-    result = flowrl("--help")
+    result = python("-m", "flowrl", "--help")
     assert result.returncode == 0
-    for name in COMMANDS:
-        assert name in result.stdout
+    assert all(name in result.stdout for name in COMMANDS)
     code = "import sys, flowrl.cli as c; c._register(); print([m for m in ('torch', 'diffusers') if m in sys.modules])"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    loaded = python("-c", code)
     assert loaded.stdout.strip() == "[]", loaded.stderr
 
 
@@ -38,20 +38,13 @@ def test_every_component_is_listed_with_a_level(kind: str):
 
 
 def test_an_unknown_command_exits_with_2():
-    assert flowrl("trian").returncode == 2
-
-
-def test_a_backend_that_there_is_not_is_refused_for_a_single_process_too(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["flowrl", "train", "nowhere", "--backend", "mpi"])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    assert "'mpi' is not one of 'nccl', 'gloo'" in capsys.readouterr().err
+    assert python("-m", "flowrl", "trian").returncode == 2
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("train", "nowhere", "--backend", "mpi"), "'mpi' is not one of 'nccl', 'gloo'"),
         (("doctor", "--check", "flow_sde", "--model", "tiny-sd3"), "each is a test of its own; leave out --check"),
         (("score", "--check", "jpeg", "--out", "scores"), "--out scores: --check writes no lines"),
         (("sweep", "quickstart", "--seeds", "\u00b2"), "give different whole numbers"),
@@ -61,11 +54,9 @@ def test_a_backend_that_there_is_not_is_refused_for_a_single_process_too(monkeyp
 )
 def test_options_without_a_meaning_are_refused(monkeypatch, capsys, tmp_path, words, said):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["flowrl", *words])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+    code, printed = command(monkeypatch, capsys, *words)
+    assert code == 2
+    assert said in printed
     assert not list(tmp_path.iterdir())
 
 
@@ -73,11 +64,8 @@ def test_options_without_a_meaning_are_refused(monkeypatch, capsys, tmp_path, wo
 def test_a_failure_shows_its_traceback_on_debug_alone(monkeypatch, capsys, tmp_path, words):
     monkeypatch.setenv(DEBUG, "")  # so that it is put back
     monkeypatch.delenv(DEBUG)
-    monkeypatch.setattr(sys, "argv", ["flowrl", *words, "gallery", str(tmp_path / "nowhere")])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    printed = capsys.readouterr().err
-    assert caught.value.code == 2
+    code, printed = command(monkeypatch, capsys, *words, "gallery", str(tmp_path / "nowhere"))
+    assert code == 2
     assert "flowrl: " in printed
     assert ("Traceback" in printed) == bool(words)
 
@@ -89,11 +77,9 @@ LONG = {"": 31, "sample": 30, "eval": 40}
 
 def help_of(words: list[str], monkeypatch, capsys, columns: int = 100) -> list[str]:
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr(sys, "argv", ["flowrl", *words, "--help"])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 0
-    return capsys.readouterr().out.rstrip("\n").split("\n")
+    code, printed = command(monkeypatch, capsys, *words, "--help")
+    assert code == 0
+    return printed.rstrip("\n").split("\n")
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])

@@ -90,14 +90,9 @@ def test_the_same_judge_twice_shows_its_own_noise(tmp_path):
         "    return [float((next(COUNT) * 7) % 5) for _ in prompts]\n"
     )
     assert run("tiny-sd3", out, judge=[str(fickle)], limit=4)["judge_noise"] == {}
-    first = [
-        json.loads(line)["scores"]["fickle"] for line in (out / "model" / "samples.jsonl").read_text().splitlines()
-    ]
+    first = scores_of(out, "fickle")
     noise = run("tiny-sd3", out, judge=[str(fickle)], limit=4, rejudge=True)["judge_noise"]["fickle"]
-    second = [
-        json.loads(line)["scores"]["fickle"] for line in (out / "model" / "samples.jsonl").read_text().splitlines()
-    ]
-    change = [after - before for before, after in zip(first, second, strict=True)]
+    change = [after - before for before, after in zip(first, scores_of(out, "fickle"), strict=True)]
     assert noise["n"] == 4
     assert noise["shift"] == pytest.approx(statistics.mean(change))
     assert noise["sd"] == pytest.approx(statistics.stdev(change) / 2**0.5)
@@ -171,13 +166,10 @@ def test_results_that_are_called_by_the_other_model_are_refused(name):
         ({"base": "tiny-sd3"}, r"is MODEL itself: there is nothing to compare"),
         (
             {"overrides": ["model.name=sd"]},
-            r"model.name=sd: for an evaluation by a configuration, without --suite; leave out model.name=sd",
+            r"model.name=sd: for an evaluation by .*, without --suite; leave out model.name=sd",
         ),
         ({"suite": None}, r"--judge.*: for a benchmark suite, which --suite names .*; leave out --judge"),
-        (
-            {"results": [Path("r.jsonl")]},
-            r"--judge: --results takes the scores of the official evaluator; leave out --judge$",
-        ),
+        ({"results": [Path("r.jsonl")]}, r"--judge: --results takes the scores of the official .*; leave out --judge$"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(tmp_path, bright, options, words):

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch.testing import assert_close
 
-from flowrl.commands._drawn import provenance, stem
+from flowrl.commands.sample import provenance, stem
 from flowrl.core.errors import ModelError
 from flowrl.media import media
 from flowrl.models.generic import options as guidance

@@ -184,13 +184,9 @@ def test_video_files_are_scored_with_their_frame_rate_and_stay_in_8_bits(capsys,
 
 def test_a_folder_of_both_is_refused_with_the_file_that_does_not_fit(folder):
     media.write(torch.rand(8, 3, 8, 8), folder / "4")
-    for reward, words in (
-        ("shapes", r"judges images, and 4\.webp is a video"),
-        ("motion", r"judges videos, and 3\.png is an"),
-    ):
-        with pytest.raises(
-            ConfigError, match=f"reward '{reward}' {words}.*; keep (images|videos) in a folder of their"
-        ):
+    told = {"shapes": r"judges images, and 4\.webp is a video", "motion": r"judges videos, and 3\.png is an"}
+    for reward, words in told.items():
+        with pytest.raises(ConfigError, match=f"'{reward}' {words}.*; keep (images|videos) in a folder of their"):
             score.command(folder, [reward])
 
 

@@ -156,8 +156,6 @@ class Reader:
                     break
                 case (value,):
                     return (value,)
-                case _:
-                    pass
         return None
 
     def _assign(self, target: ast.expr, value: Any, names: dict[str, Any]) -> None:
@@ -193,18 +191,15 @@ class Reader:
                 return self._member(node, self._value(holder, names), name)
             case ast.Subscript(value=holder, slice=key):
                 return self._member(node, self._value(holder, names), self._value(key, names))
-            case ast.Tuple(elts=parts):
-                return self._computed(node, lambda: tuple(self._value(part, names) for part in parts))
-            case ast.List(elts=parts):
-                return self._computed(node, lambda: [self._value(part, names) for part in parts])
+            case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                kind = tuple if isinstance(node, ast.Tuple) else list
+                return self._computed(node, lambda: kind(self._value(part, names) for part in parts))
             case ast.Dict(keys=keys, values=values):
                 return self._computed(node, lambda: self._dictionary(node, keys, values, names))
-            case ast.BinOp(left=left, op=op, right=right):
+            case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
                 return self._operate(node, op, self._value(left, names), self._value(right, names))
             case ast.UnaryOp(op=op, operand=operand):
                 return self._operate(node, op, self._value(operand, names), None)
-            case ast.Compare(left=left, ops=[op], comparators=[right]):
-                return self._operate(node, op, self._value(left, names), self._value(right, names))
             case ast.BoolOp(op=op, values=parts):
                 # As in Python, the value of a part and not whether it is true: save_dir = "" or "logs".
                 for part in parts[:-1]:
@@ -266,7 +261,9 @@ class Reader:
         return self._computed(node, lambda: FUNCTIONS[name](*values, **words))
 
     def _operate(self, node: ast.AST, op: ast.AST, left: Any, right: Any) -> Any:
-        if type(op) not in OPERATIONS or (isinstance(op, ast.Mult | ast.Mod) and not _numbers(left, right)):
+        # A text times a number may be of any length, and % fills one in.
+        numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        if type(op) not in OPERATIONS or (isinstance(op, ast.Mult | ast.Mod) and not numbers):
             raise self._refused(node, f"{ast.unparse(node)!r} cannot be read")
         return self._computed(node, lambda: OPERATIONS[type(op)](left, right))
 
@@ -312,7 +309,3 @@ def _forget(statement: ast.stmt, names: dict[str, Any]) -> None:
                 names.clear()
             case ast.alias(name=name, asname=own):
                 names.pop(own or name.partition(".")[0], None)
-
-
-def _numbers(*values: Any) -> bool:
-    return all(isinstance(value, int | float) for value in values)
