@@ -34,6 +34,7 @@ def show(address: str, open_page: bool | None) -> None:
         open_page: whether to open it; None: where there is a display.
     """
     import os
+    import socket
     import sys
     import webbrowser
     from urllib.parse import urlsplit
@@ -42,18 +43,11 @@ def show(address: str, open_page: bool | None) -> None:
     displays = sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
     here = displays and "SSH_CONNECTION" not in os.environ
     if not here:
-        print(_tunnel(urlsplit(address).port or 80), flush=True)
+        port, there = urlsplit(address).port or 80, f"{account(str(os.getuid()))}@{socket.gethostname()}"
+        way = f"ssh -N -L {port}:127.0.0.1:{port} {there}, then open http://127.0.0.1:{port}/ there"
+        print(f"from another machine: {way}", flush=True)
     if here if open_page is None else open_page:
         webbrowser.open(address)
-
-
-def _tunnel(port: int) -> str:
-    """What a user types on their own machine to see the page."""
-    import os
-    import socket
-
-    there = f"{account(str(os.getuid()))}@{socket.gethostname()}"
-    return f"from another machine: ssh -N -L {port}:127.0.0.1:{port} {there}, then open http://127.0.0.1:{port}/ there"
 
 
 def account(otherwise: str) -> str:

@@ -56,7 +56,10 @@ def look(source: str, words: Sequence[str]) -> bool:
     extremes = [pick(result.sizes or [(0, 0)], key=lambda size: size[0] * size[1]) for pick in (min, max)]
     small, large = (f"{width}x{height}" for width, height in extremes)
     sizes = "no size" if not result.sizes else small if small == large else f"{small} to {large} pixels"
-    print(f"{result.pairs} of {len(pairs)} records have readable {_kind(result.frames)}, of {sizes}")
+    few, many = min(result.frames, default=1), max(result.frames, default=1)
+    kind = f"videos of {few} frames" if few == many else f"videos of {few} to {many} frames"
+    kind = "images" if many == 1 else kind
+    print(f"{result.pairs} of {len(pairs)} records have readable {kind}, of {sizes}")
     print(f"{sum(1 for _ in pairs.captions())} distinct prompts")
     for count, shown, what in (
         (result.broken, result.unreadable, "records with an image that cannot be read"),
@@ -105,11 +108,3 @@ def _opened(pairs: PreferenceSet) -> Look:
         bar.update(1)
     bar.close()
     return result
-
-
-def _kind(frames: set[int]) -> str:
-    """What the records hold, in words, by the numbers of frames."""
-    if max(frames, default=1) == 1:
-        return "images"
-    few, many = min(frames), max(frames)
-    return f"videos of {few} frames" if few == many else f"videos of {few} to {many} frames"

@@ -56,18 +56,14 @@ def command(
     """
     if backend is not None:
         os.environ["FLOWRL_BACKEND"] = backend
-    words, keys = _split(overrides or [], accept)
+    given = overrides or []  # with --accept-changes a word without a value is a key that may have another one
+    words, keys = (given, []) if not accept else ([w for w in given if "=" in w], [w for w in given if "=" not in w])
     with showing(quiet, as_json) as display:
         if processes > 1 and "WORLD_SIZE" not in os.environ:
             flags = {"--resume": resume, "--accept-changes": accept, "--quiet": quiet, "--json": as_json}
             on = [*keys, *(flag for flag, given in flags.items() if given)]
             raise SystemExit(_launch(config, words, on, processes))
         display.result = _train(config, words, resume, keys or accept)
-
-
-def _split(words: list[str], accept: bool) -> tuple[list[str], list[str]]:
-    """(overrides, what --accept-changes names): a word without a value is a key."""
-    return [word for word in words if not accept or "=" in word], [word for word in words if accept and "=" not in word]
 
 
 def _train(config: str, overrides: list[str], resume: bool, accept: bool | list[str]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class Pictures:
     def __call__(self, prompt: str) -> None: ...
 
 
-@follows("flowrl/commands/sample.py:Video.require_kind", "flowrl/commands/sample.py:Video.require")
+@follows("flowrl/commands/sample.py:Video.require")
 @pytest.mark.parametrize("asked", [("mp4", None), ("webp", 8.0)])
 def test_kinds_of_videos_are_left_out_for_images(asked):
     from flowrl.commands.sample import Video
@@ -130,8 +130,11 @@ def test_kinds_of_videos_are_left_out_for_images(asked):
         assert remedy.without in ("", Video(*asked).asked)
         return Video("webp", None) if remedy.without else Video(*asked)
 
-    each_ends(lambda remedy: video(remedy).require_kind(Pictures()), "commands/sample.py:Video.require_kind")
-    each_ends(lambda remedy: video(remedy).require(Pictures(), 1), "commands/sample.py:Video.require")
+    for act in (
+        lambda remedy: video(remedy).require_kind(Pictures()),
+        lambda remedy: video(remedy).require(Pictures(), 1),
+    ):
+        each_ends(act, "commands/sample.py:Video.require")
 
 
 @follows("flowrl/commands/sample.py:_records")

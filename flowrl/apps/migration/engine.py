@@ -9,7 +9,7 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -177,10 +177,10 @@ class Draft:
         path = self.text(keys[0])
         self.put(option, self.place(path) or path, *keys)
 
-    def put_prompts(self, folder: str, names: Mapping[str, Sequence[str]], keys: Sequence[str], *roots: Path) -> None:
-        """Write the files of prompts that lie in a folder of the other tool: option -> names, the first that exists."""
-        for option, files in names.items():
-            inside = [os.path.join(folder, file) for file in files]
+    def put_prompts(self, folder: str, names: Sequence[str], keys: Sequence[str], *roots: Path) -> None:
+        """Write the files of prompts that lie in a folder of the other tool: of names with {} the first that exists."""
+        for option, part in (("data.prompts", "train"), ("data.eval_prompts", "test")):
+            inside = [os.path.join(folder, name.format(part)) for name in names]
             found = next(filter(None, (self.place(each, *roots) for each in inside)), None)
             note = "relative to this file" if found else "not found: relative to this file, if it is put there"
             self.put(option, found or inside[-1], *keys, note=note)

@@ -37,9 +37,7 @@ def rules(draft: Draft) -> None:
     family = _FAMILIES.get(model, "generic")
     _run(draft)
     _model(draft, family)
-    parts = (("data.prompts", "train"), ("data.eval_prompts", "test"))
-    names = {option: [f"{part}.jsonl", f"{part}.txt"] for option, part in parts}
-    draft.put_prompts(draft.text("data.dataset_dir"), names, ["data.dataset_dir"])
+    draft.put_prompts(draft.text("data.dataset_dir"), ["{}.jsonl", "{}.txt"], ["data.dataset_dir"])
     if draft.get("data.max_dataset_size") is not None:
         draft.put("data.max_prompts", draft.whole("data.max_dataset_size"), "data.max_dataset_size")
     _rollout(draft, kind)

@@ -136,9 +136,8 @@ def _data(draft: Draft) -> None:
     if kind not in ("general_ocr", "geneval"):
         raise draft.fault("prompt_fn", "only general_ocr and geneval read files of prompts")
     edits = any(part in draft.text("pretrained.model").lower() for part in ("kontext", "edit"))
-    form = "{}_metadata.jsonl" if kind == "geneval" or edits else "{}.txt"
-    names = {option: [form.format(part)] for option, part in (("data.prompts", "train"), ("data.eval_prompts", "test"))}
-    draft.put_prompts(folder, names, ("dataset", "prompt_fn"), draft.source.file.resolve().parent.parent)
+    name = "{}_metadata.jsonl" if kind == "geneval" or edits else "{}.txt"
+    draft.put_prompts(folder, [name], ("dataset", "prompt_fn"), draft.source.file.resolve().parent.parent)
 
 
 def _rollout(draft: Draft, family: str, method: str) -> None:
