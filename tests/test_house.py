@@ -28,9 +28,12 @@ def of_literals(source: str) -> int:
     """Lines within displays and strings of several lines; docstrings are none."""
     tree = ast.parse(source)
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    kinds = ast.Dict | ast.List | ast.Tuple | ast.Set | ast.Constant | ast.JoinedStr
-    found = [node for node in ast.walk(tree) if isinstance(node, kinds) and id(node) not in docs]
-    ends = [(node.lineno, node.end_lineno or node.lineno) for node in found]
+    ends = [
+        (node.lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Set | ast.Constant | ast.JoinedStr)
+        and id(node) not in docs
+    ]
     return len({line for first, last in ends if last > first for line in range(first, last + 1)})
 
 
