@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -85,6 +86,20 @@ def read_object(file: Path, remedy: str) -> dict[str, Any]:
     if not is_mapping(result):
         raise damaged(file, TypeError(f"it holds a {type(result).__name__}"), remedy)
     return result
+
+
+def known_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if it is missing or damaged."""
+    try:
+        return read_object(file, "")
+    except ConfigError:
+        return {}
+
+
+def file_sha256(file: Path) -> str:
+    """The SHA-256 of a file's contents."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def is_mapping(value: object) -> TypeGuard[dict[str, Any]]:

@@ -241,7 +241,7 @@ def widened(change: dict[str, float], picked_from: int) -> dict[str, float]:
     >>> widened({"mean": 0.0, "low": -1.0, "high": 1.0, "n": 9}, 1)["low"]
     -1.0
     """
-    factor = _quantile(picked_from) / NORMAL if picked_from > 1 else 1.0
+    factor = NormalDist().inv_cdf(1 - 0.025 / picked_from) / NORMAL if picked_from > 1 else 1.0
     mean = change["mean"]
     ends = {name: mean + factor * (change[name] - mean) for name in ("low", "high")}
     return change | ends
@@ -249,10 +249,6 @@ def widened(change: dict[str, float], picked_from: int) -> dict[str, float]:
 
 def _times(looks: int) -> str:
     return f"in {looks} evaluations in a row " if looks > 1 else ""
-
-
-def _quantile(among: int) -> float:
-    return NormalDist().inv_cdf(1 - 0.025 / among)
 
 
 def _worded(change: Mapping[str, float]) -> str:

@@ -8,7 +8,6 @@ the rows of each file, so that any other number of processes can read it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from flowrl.core.errors import CheckpointError as CheckpointError
 from flowrl.core.errors import OutOfMemory, UnwritableCheckpoint
-from flowrl.core.files import fsync, write_atomically
+from flowrl.core.files import file_sha256, fsync, write_atomically
 from flowrl.run.people.votes import FOLDER
 from flowrl.training.sharding import Rows
 from flowrl.training.world import ALONE, World
@@ -240,11 +239,7 @@ def _read(
 
 def fingerprint(file: Path) -> dict:
     """Size and SHA-256 of a file, as the manifest has them."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        for block in iter(lambda: stream.read(1 << 20), b""):
-            digest.update(block)
-    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+    return {"bytes": file.stat().st_size, "sha256": file_sha256(file)}
 
 
 def remove_leftovers(folder: Path) -> None:

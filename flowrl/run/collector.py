@@ -17,11 +17,10 @@ from flowrl.rollout.trajectories import NoiseDraws, Rollout, Trajectories
 from flowrl.run.assembly.parts import Parts
 from flowrl.run.exploring import Exploring
 from flowrl.training.dead_groups import DeadGroups
-from flowrl.training.drawing import Drawing, groups_of
 from flowrl.training.image_std import group_image_std
 from flowrl.training.metrics import Sums, Timer, sample_metrics
 from flowrl.training.noise_batches import numbers_of
-from flowrl.training.sampling import by_identity
+from flowrl.training.sampling import Drawing, by_identity, groups_of
 from flowrl.training.signals import NEVER, Stop
 
 

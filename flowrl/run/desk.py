@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from flowrl.core.files import is_list, is_mapping, write_atomically, writing
+from flowrl.core.files import is_list, is_mapping, known_object, write_atomically, writing
 
 Word = Literal["save", "sample", "evaluate", "stop"]
 State = Literal["under way", "done", "failed", "dropped"]
@@ -86,7 +86,7 @@ def withdraw(run: Path, name: str) -> bool:
 
 def answer_to(run: Path, name: str) -> dict[str, Any] | None:
     """A request that was taken up, with its `state` and, once it is final, its `text`; None: it still waits."""
-    return _read(run / ASKED / f"{name}.json")
+    return known_object(run / ASKED / f"{name}.json") or None
 
 
 # ---- the side of the run
@@ -121,12 +121,12 @@ def waiting(run: Path) -> list[str]:
 def under_way(run: Path) -> list[str]:
     """IDs of the requests that were taken up and have no answer yet."""
     files = sorted((run / ASKED).glob("*.json"))
-    return [file.stem for file in files if (_read(file) or {}).get("state") == "under way"]
+    return [file.stem for file in files if known_object(file).get("state") == "under way"]
 
 
 def peek(run: Path, name: str) -> dict[str, Any]:
     """A request that waits; {} if it was withdrawn or is damaged."""
-    return _read(run / WAITING / f"{name}.json") or {}
+    return known_object(run / WAITING / f"{name}.json")
 
 
 def take(run: Path, name: str) -> dict[str, Any] | None:
@@ -137,7 +137,7 @@ def take(run: Path, name: str) -> dict[str, Any] | None:
     file = run / WAITING / f"{name}.json"
     if not file.is_file():
         return None
-    found = _read(file) or {}
+    found = known_object(file)
     options = found.get("options")
     request = {"word": "", "by": "", "at": ""} | found | {"options": options if is_mapping(options) else {}}
     _write(run, name, request | {"state": "under way"})
@@ -154,14 +154,6 @@ def answer(run: Path, name: str, state: State, text: str, **facts: Any) -> None:
 
 def _write(run: Path, name: str, record: dict[str, Any]) -> None:
     write_atomically(run / ASKED / f"{name}.json", json.dumps(record, indent=1) + "\n")
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    try:
-        result = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return result if is_mapping(result) else None
 
 
 def _remove_if_empty(run: Path) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 from flowrl.core.errors import Abandoned, Diverged, Fault, Moved, Overshot, Remedy, described, exited
+from flowrl.core.files import known_object
 from flowrl.display.console import journal, log, verdict
 from flowrl.run import checkpoint
 from flowrl.run.changes import accepting
 from flowrl.run.folder import RunFolder
 from flowrl.run.launch import ask_for_time, command_line
-from flowrl.run.session import Session
 from flowrl.run.state import Clock, Saver, is_split
 from flowrl.run.status import ENDED, SUMMARY
 from flowrl.training.options import OptimConfig
@@ -64,7 +63,9 @@ class Ending:
         except Exception as second:  # the first failure is the one to report
             note = f"the end of iteration {self.iteration} could not be saved: {second}"
         if isinstance(last, Diverged) and last.option and self.saver is not None:
-            last.remedies = (self._other_value(self.saver.session, last.option),)
+            rate = min(self.saver.session.config.optim.learning_rate / 10, _USUAL_RATE)
+            value = f"{rate:.1g}" if last.option == Overshot.option else "float32"
+            last.remedies = (Remedy(command=accepting(resuming(), {last.option: value})),)
         self._report(last, note)
         return last
 
@@ -129,12 +130,6 @@ class Ending:
         before = f"iteration {left[-1]}" if left else "the start"
         return f"the weights after iteration {done} are not saved{aside}; a resumed run goes on from {before}"
 
-    def _other_value(self, session: Session, option: str) -> Remedy:
-        """The command that resumes with another value of the option that a divergence names."""
-        rate = min(session.config.optim.learning_rate / 10, _USUAL_RATE)
-        value = f"{rate:.1g}" if option == Overshot.option else "float32"
-        return Remedy(command=accepting(resuming(), {option: value}))
-
     def _shared(self, error: BaseException) -> bool:
         """True if all processes end with an error, or with its cause."""
         return any(each is not None and self.world.shares(each) for each in (error, error.__cause__))
@@ -165,11 +160,7 @@ class Ending:
 
     def _write(self, status: str, reason: str, note: str, command: str = "") -> None:
         """Add to `summary.json` how and where the run ended, and the command that resumes it."""
-        try:
-            known = json.loads((self.folder.path / SUMMARY).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # there is none yet, or it is damaged
-            known = {}
-        known = known if isinstance(known, dict) else {}
+        known = known_object(self.folder.path / SUMMARY)
         if known.get("status") in ENDED:
             return  # the failure came after the end
         ended = {"status": status, "reason": reason, "iterations": self.iteration, "command": command or resuming()}

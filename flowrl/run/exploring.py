@@ -18,8 +18,8 @@ from flowrl.rollout.noise import Noise
 from flowrl.rollout.preview import Preview
 from flowrl.run.assembly.parts import Parts
 from flowrl.scoring.scorer import Scorer
-from flowrl.training.drawing import Drawing, groups_of
 from flowrl.training.metrics import Sums, Timer
+from flowrl.training.sampling import Drawing, groups_of
 from flowrl.training.signals import Stop
 from flowrl.training.world import shard
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import ConfigError, ModelError
+from flowrl.core.files import file_sha256
 from flowrl.display.console import log
 from flowrl.models.lora_formats.naming import to_diffusers
 from flowrl.models.lora_formats.reading import names_and_header, read_contents, read_finite
 from flowrl.models.lora_formats.refused import other_update, refuse_header
 from flowrl.models.weights.roles import lora_file
-from flowrl.run.origin import content
 
 # The first tensor of each adapted module, in the forms that diffusers' own converters leave.
 _FIRST = re.compile(r"(?:[._]lora[._](?:A|down)|\.lokr_w1(?:_a)?)(?:\.weight)?$")
@@ -124,7 +124,7 @@ def attach(pipeline: Any, lora: LoraFile, name: str) -> dict[str, Any]:
         left = sorted(stems - bound)
         shown = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
         log.warning("--lora %s: only %d of its %d modules are bound: not %s", file, len(bound), len(stems), shown)
-    facts: dict[str, Any] = {"path": str(file), "sha256": content(file).hexdigest(), "scale": lora.scale}
+    facts: dict[str, Any] = {"path": str(file), "sha256": file_sha256(file), "scale": lora.scale}
     return facts | {"modules": len(stems), "bound": len(bound)}
 
 

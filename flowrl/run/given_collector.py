@@ -165,13 +165,12 @@ class HeldOutPairs:
         sums = compare() if self.sampling.sharded else self.world.in_step(compare)
         total = torch.stack(self.world.gather(sums)).sum(dim=0).reshape(self.count, len(PAIR))
         right = ((total > 0).double() + (total >= 0).double()).mean(dim=1) / 2
-        return Agreement(torch.where(credit.dead, torch.nan, right).numpy(), self._captions(latents))
-
-    def _captions(self, latents: Latents) -> np.ndarray:
-        """A number for each pair's caption, [N] int64."""
         texts = {slot: text for part in self.world.gather(latents.texts) for slot, text in part.items()}
         first: dict[str, int] = {}
-        return np.array([first.setdefault(texts[slot], slot) for slot in range(self.count)], dtype=np.int64)
+        return Agreement(
+            torch.where(credit.dead, torch.nan, right).numpy(),
+            np.array([first.setdefault(texts[slot], slot) for slot in range(self.count)], dtype=np.int64),
+        )
 
     def _ids(self, slots: Sequence[int]) -> list[SampleId]:
         return [SampleId(slot, sample) for slot in slots for sample in range(len(PAIR))]

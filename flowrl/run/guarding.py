@@ -19,7 +19,7 @@ import numpy as np
 from flowrl.config.schema import GuardConfig
 from flowrl.config.watched import Scored, require_watched, watched_outputs
 from flowrl.core.errors import ConfigError, Remedy
-from flowrl.core.files import is_mapping
+from flowrl.core.files import known_object
 from flowrl.data.prompts import Prompt, identity
 from flowrl.display.console import log, verdict
 from flowrl.evaluation.guard import KL, Guard, Look, State, Verdict
@@ -43,11 +43,8 @@ def refuse_guarded(folder: Path, guard: GuardConfig) -> None:
     Raises:
         ConfigError: guard.mode would end it again.
     """
-    try:
-        known = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # there is none yet, or it is damaged
-        return
-    if not is_mapping(known) or known.get("status") != GUARDED:
+    known = known_object(folder / SUMMARY)
+    if known.get("status") != GUARDED:
         return
     facts = known.get("guard") or {}
     ended = f"the guard ended this run after iteration {facts.get('ended')}: {facts.get('sentence')}"

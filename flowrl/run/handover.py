@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.files import fsync, fsync_all, write_atomically, writing
+from flowrl.core.files import fsync, fsync_all, known_object, write_atomically, writing
 from flowrl.core.strict import Options
 from flowrl.display.console import log
 from flowrl.models.weights.roles import Weights
@@ -69,10 +69,10 @@ def chosen(run: Path) -> int | None:
     if not saved:
         return None
     try:
-        facts = json.loads((run / FOLDER / STAMP).read_text(encoding="utf-8"))
+        facts = known_object(run / FOLDER / STAMP)
         if facts["guard"]["ended"] == saved[-1] and facts["iteration"] in saved:
             return int(facts["iteration"])
-    except (OSError, ValueError, KeyError, TypeError):  # no guard chose
+    except (ValueError, KeyError, TypeError):  # no guard chose
         pass
     return saved[-1]
 
@@ -83,10 +83,7 @@ def outdated(run: Path) -> int | None:
     Runs of the first versions have no stamp; their weights are written once more, from the same checkpoint.
     """
     wanted = chosen(run)
-    try:
-        stamped = json.loads((run / FOLDER / STAMP).read_text(encoding="utf-8"))["iteration"]
-    except (OSError, ValueError, KeyError, TypeError):
-        stamped = None
+    stamped = known_object(run / FOLDER / STAMP).get("iteration")
     return None if stamped == wanted else wanted
 
 

@@ -8,7 +8,6 @@ its files. docs/files.md is the users' page.
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from typing import Any
 
 from flowrl.config.resolved import Resolved
 from flowrl.core.assets import embedded_prompts
-from flowrl.core.files import write_atomically
+from flowrl.core.files import file_sha256, write_atomically
 from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.core.strict import Options
 from flowrl.data import contents
@@ -120,9 +119,7 @@ def _imported(file: Path) -> Iterator[str]:
 
 
 def _input(key: str, kind: Kind, file: Path, source: str | None = None) -> Input:
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return Input(key, kind, source or str(file), digest, file.stat().st_size)
+    return Input(key, kind, source or str(file), file_sha256(file), file.stat().st_size)
 
 
 # ---- in the run folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from typing import Any
 import torch
 
 from flowrl.core.errors import ConfigError, ModelError, Remedy
+from flowrl.core.files import file_sha256, known_object
 from flowrl.models.pipelines.paths import loading, null_components, require_folder, resolve_path
 from flowrl.models.weights.roles import lora_file
 from flowrl.rollout.learned_noise import LearnedNoise
 from flowrl.run import single_file
 from flowrl.run.export import learned_noise, load_run_pipeline
 from flowrl.run.foreign_lora import LoraFile, attach
-from flowrl.run.origin import content, origin
+from flowrl.run.origin import origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def load(
     elif is_file:
         path = Path(resolve_path(target))
         pipeline, call = single_file.load(path, config, _dtype()), {}
-        facts |= {"file_sha256": content(path).hexdigest()} | ({} if config is None else {"config": config})
+        facts |= {"file_sha256": file_sha256(path)} | ({} if config is None else {"config": config})
     else:
         pipeline, call = _plain(target, revision), {}
         commit = _commit(target, revision)
@@ -144,20 +144,12 @@ def _require_pipeline(folder: Path) -> None:
     elif lora_file(folder).is_file():
         remedy = f"it holds a LoRA: give its base model, with --lora {folder}"
     elif (folder / "config.json").is_file():
-        kind = _class_of(folder / "config.json")
+        values = known_object(folder / "config.json")
+        name = values.get("_class_name") or ", ".join(values.get("architectures") or [])
+        kind = f" ({name})" if name else ""
         whole = (folder.parent / "model_index.json").is_file()
         remedy = f"it holds one network{kind}: give " + (str(folder.parent) if whole else "a whole pipeline")
     raise ModelError(f"{str(folder)!r} is not a diffusers pipeline: {what}; {remedy}")
-
-
-def _class_of(file: Path) -> str:
-    """The class that a network's configuration names, in brackets; nothing where it cannot be read."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    name = values.get("_class_name") or ", ".join(values.get("architectures") or [])
-    return f" ({name})" if name else ""
 
 
 def _commit(target: str, revision: str | None) -> str | None:

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-_BLOCK = 1 << 20
+from flowrl.core.files import file_sha256
 
 
 def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | None) -> dict[str, Any]:
@@ -67,16 +67,6 @@ def _version(folder: Path) -> str:
 
 
 def _adapter(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*.safetensors")):
-        digest.update(f"{file.relative_to(folder)} {content(file).hexdigest()}\n".encode())
-    return digest.hexdigest()
-
-
-def content(file: Path) -> Any:
-    """The sha256 of a file, as a digest of hashlib."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        for block in iter(lambda: stream.read(_BLOCK), b""):
-            digest.update(block)
-    return digest
+    files = sorted(folder.rglob("*.safetensors"))
+    lines = [f"{file.relative_to(folder)} {file_sha256(file)}\n" for file in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.core.errors import ConfigError, Fault, LostProcess, ModelError, described
-from flowrl.core.files import read_object
+from flowrl.core.files import known_object
 from flowrl.core.types import Condition
 from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts, batches, encoded
@@ -71,7 +71,9 @@ class Desk:
             if self.world.main:
                 log.info("%s of iteration %d, asked for by %s", word, session.iteration, request["by"])
             try:
-                text, facts = _work(word)(session, saver, request["options"])
+                if word not in _WORK:
+                    raise ConfigError(f"there is no request {word!r}; this run takes: {', '.join(requests.WORDS)}")
+                text, facts = _WORK[word](session, saver, request["options"])
             except LostProcess:
                 raise
             except Exception as error:  # what was asked for must not end the run, whatever it is
@@ -91,11 +93,8 @@ class Desk:
             log.warning("requests in %s could not be answered: %s", self.run, error)
 
     def _close(self) -> None:
-        try:
-            # Not `status.read`: while the folder is locked, that one says that the run is under way.
-            summary = read_object(self.run / status.SUMMARY, "")
-        except ConfigError:  # there is none
-            summary = {}
+        # Not `status.read`: while the folder is locked, that one says that the run is under way.
+        summary = known_object(self.run / status.SUMMARY)
         how, done = summary.get("status"), summary.get("iterations")
         for name in requests.waiting(self.run):
             word = name.rpartition("-")[2]
@@ -131,18 +130,6 @@ class Desk:
             if request is not None:
                 result.append((name, request))
         return result
-
-
-def _work(word: str) -> Callable[[Session, Saver, dict[str, Any]], Answer]:
-    """What a word asks for.
-
-    Raises:
-        ConfigError: an unknown word.
-    """
-    known = {"save": _save, "sample": _sample, "evaluate": _evaluate}
-    if word not in known:
-        raise ConfigError(f"there is no request {word!r}; this run takes: {', '.join(requests.WORDS)}")
-    return known[word]
 
 
 def _save(session: Session, saver: Saver, options: dict[str, Any]) -> Answer:
@@ -286,3 +273,7 @@ def _evaluate(session: Session, saver: Saver, options: dict[str, Any]) -> Answer
     made = "was evaluated already" if there else "is evaluated"
     facts = {"paths": {"evaluation": os.path.relpath(file, run)}, "row": {"iteration": iteration} | row}
     return f"iteration {iteration} {made} ({numbers or 'no scores'}): {facts['paths']['evaluation']}", facts
+
+
+_WORK = {"save": _save, "sample": _sample, "evaluate": _evaluate}
+"""What a word asks for."""

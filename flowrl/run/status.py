@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from flowrl.core.files import is_mapping
+from flowrl.core.files import known_object
 
 LOCK = ".lock"
 SUMMARY = "summary.json"
@@ -43,11 +42,7 @@ def asked_lock(folder: Path) -> bool | None:
 
 def read(folder: Path) -> dict[str, Any]:
     """`summary.json` with its present status; {} if it is missing or unreadable."""
-    try:
-        result = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return now(result, folder) if is_mapping(result) else {}
+    return now(known_object(folder / SUMMARY), folder)
 
 
 def now(summary: dict[str, Any], folder: Path, alive: bool | None = None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,12 +135,9 @@ class Search:
         alone = f" for the prompt {part.prompts[0]!r}" if high - low == 1 else ""
         result = self.attempts.attempt(part, f"a part of {high - low} of its batch{alone}")
         if result is not None:
-            self._keep(result, low, high)
+            self.left = None
+            for name, values in result.items():
+                self.scores[name][low:high] = values
             return True
         self.left = self.left and self.left - 1
         return high - low == 1
-
-    def _keep(self, outputs: Mapping[str, Tensor], low: int, high: int) -> None:
-        self.left = None
-        for name, values in outputs.items():
-            self.scores[name][low:high] = values

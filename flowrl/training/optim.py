@@ -96,22 +96,21 @@ class Optimizer:
             return StepReport(grad_norm=norm, learning_rate=rate, skipped=True)
         if self.config.max_grad_norm is not None and norm > self.config.max_grad_norm:
             torch.ops.aten._foreach_mul_.Scalar(gradients, self.config.max_grad_norm / norm)
-        self._give(gradients)
-        self.adam.param_groups[0]["lr"] = rate
-        self.adam.step()
-        self.zero_grad()
-        self.updates += 1
-        self._grow(True)
-        self._average()
-        return StepReport(grad_norm=norm, learning_rate=rate, skipped=False)
-
-    def _give(self, gradients: list[Tensor]) -> None:
-        """Give each parameter its own; sparse weights whose gradient is 0 get none, so that AdamW leaves them alone."""
+        # Give each parameter its own; sparse weights whose gradient is 0 get none, so that AdamW leaves them alone
         moved = [True] * len(gradients)
         if self.weights.sparse:
             moved = torch.stack([gradient.any() for gradient in gradients]).tolist()
         for p, gradient, moves in zip(self.parameters, gradients, moved, strict=True):
             p.grad = _like(gradient, p) if moves else None
+        self.adam.param_groups[0]["lr"] = rate
+        self.adam.step()
+        self.zero_grad()
+        self.updates += 1
+        self._grow(True)
+        ema = self.config.ema
+        if ema is not None and (weight := ema.weight(self.updates)) < 1:
+            self.weights.follow("ema", weight)
+        return StepReport(grad_norm=norm, learning_rate=rate, skipped=False)
 
     def _grow(self, finite: bool) -> None:
         """Dynamic loss scale: halve on overflow, double after 2000 good steps."""
@@ -123,11 +122,6 @@ class Optimizer:
             self._good_steps += 1
             if self._good_steps % 2000 == 0:
                 self.scale = min(self.scale * 2, 2.0**24)
-
-    def _average(self) -> None:
-        ema = self.config.ema
-        if ema is not None and (weight := ema.weight(self.updates)) < 1:
-            self.weights.follow("ema", weight)
 
     def state(self) -> tuple[dict[str, Tensor], dict]:
         """(moments as flat names, counters)."""

@@ -26,8 +26,8 @@ from flowrl.scoring.entries import check_plans, reward_plan
 from flowrl.scoring.overlap import Ahead, Beside
 from flowrl.scoring.scorer import Scorer, Scores
 from flowrl.scoring.weighted import WeightedReward
-from flowrl.training.drawing import Drawing, Wanted
 from flowrl.training.metrics import Timer
+from flowrl.training.sampling import Drawing, Share
 from flowrl.training.signals import Stop
 from tests.toys import SHAPE, ToyAdapter, sampling_of
 
@@ -53,7 +53,7 @@ def entry(score, name="mine", **card) -> WeightedReward:
 def draw(scorer: Scorer, stop=lambda: False, adapter=None, iteration: int = 1, **options):
     """Three batches of three forwards each; `stop` is asked before each."""
     sampling = sampling_of(adapter or ToyAdapter(), PROMPTS, **options)
-    wanted = Wanted(
+    wanted = Share(
         when=f"iteration {iteration}",
         prompts=PROMPTS,
         ids=[SampleId(k // GROUP, k % GROUP) for k in range(B)],

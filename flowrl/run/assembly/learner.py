@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from flowrl.algorithms.base import Method, Networks
 from flowrl.config.checks import check_model, check_trained
@@ -51,7 +50,10 @@ def learner_of(resolved: Resolved, kind: Training, sampling: Sampling, weights: 
         log.warning("%s", note)
     require_whole_groups(kind.method, resolved.slots, sampling.world)
     learner = _learner(resolved, kind, sampling, weights)
-    advice = partial(_advice, resolved, learner)
+
+    def advice(**known: bool) -> tuple[type[Diverged], str]:
+        return remedy(resolved.model.config, resolved.run.optim, learner.grad_norm, **known)
+
     return learner, replace(sampling, learned=kind.learned_noise(weights), remedy=advice)
 
 
@@ -85,7 +87,3 @@ def _learner(resolved: Resolved, kind: Training, sampling: Sampling, weights: We
     )
     optimizer = Optimizer(weights, config.optim, updates, loss_scaling=scaled, world=sampling.world)
     return Learner(kind, context, optimizer)
-
-
-def _advice(resolved: Resolved, learner: Learner, **known: bool) -> tuple[type[Diverged], str]:
-    return remedy(resolved.model.config, resolved.run.optim, learner.grad_norm, **known)

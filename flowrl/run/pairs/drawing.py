@@ -37,9 +37,9 @@ from flowrl.run.texts import embedded
 from flowrl.scoring.build import build_scorers, require_fit
 from flowrl.scoring.probing import probe
 from flowrl.scoring.scorer import Scores
-from flowrl.training import drawing
 from flowrl.training.divergence import remedy
 from flowrl.training.metrics import Timer
+from flowrl.training.sampling import Drawing, Share
 from flowrl.training.signals import Signals
 from flowrl.training.world import World, join
 
@@ -166,7 +166,7 @@ class Pairing:
         if not own:
             return self.world.in_step(list)
         rollout, shape = self.config.rollout, self.sampling.adapter.latent_shape()
-        wanted = drawing.Wanted(
+        wanted = Share(
             when=f"round {number + 1}",
             prompts=self.prompts,
             ids=[SampleId(prompt, k) for prompt in own for k in range(group)],
@@ -175,7 +175,7 @@ class Pairing:
             batch_size=rollout.batch_size,
         )
         stop = self.signals.stop(self.world, sharded=False)
-        drawn = drawing.Drawing(self.sampling, self.scorer, wanted, Timer(), stop)()
+        drawn = Drawing(self.sampling, self.scorer, wanted, Timer(), stop)()
         images, scores = drawn.images, drawn.scores
         groups = []
         for place, prompt in enumerate(own):
@@ -241,7 +241,13 @@ def make(resolved: Resolved, wanted: Wanted, out: Path) -> Done:
         prompts = training_prompts(resolved)
         facts = {"provenance": provenance(resolved, str(world.device), world.size)}
         folder = PairFolder(out, made_with(resolved, prompts, wanted), facts)
-        folder.done = world.agree(lambda: _begin(folder, lock) if world.main else folder.done)[0]
+
+        def begin() -> Done:
+            lock.hold()
+            folder.require_own = lock.require_own
+            return folder.begin()
+
+        folder.done = world.agree(lambda: begin() if world.main else folder.done)[0]
         if not enough(folder.done, len(prompts), wanted):
             if folder.done.groups and world.main:
                 log.info("going on after %s", folder.done)
@@ -254,9 +260,3 @@ def make(resolved: Resolved, wanted: Wanted, out: Path) -> Done:
     finally:
         lock.unlock()
         world.close()
-
-
-def _begin(folder: PairFolder, lock: RunFolder) -> Done:
-    lock.hold()
-    folder.require_own = lock.require_own
-    return folder.begin()

@@ -13,6 +13,7 @@ from typing import Any
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.files import file_sha256
 from flowrl.data.prompt_sources import Columns, load_prompts
 from flowrl.data.prompts import Prompt
 from flowrl.diffusion.plan import StepPlan, solver_plan, window
@@ -123,12 +124,11 @@ def made_with(resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted) -> 
     if result["sampler"] is not None:
         result["sampler"] |= to_tree(resolved.sampler.config)
     if model.config.init_lora is not None and lora_file(Path(model.config.init_lora)).is_file():
-        content = lora_file(Path(model.config.init_lora)).read_bytes()
-        result["init_lora_sha256"] = hashlib.sha256(content).hexdigest()
+        result["init_lora_sha256"] = file_sha256(lora_file(Path(model.config.init_lora)))
     return result
 
 
 def _reward(plan: RewardPlan, options: dict[str, Any]) -> dict[str, Any]:
     """Options of a reward, with the hash of a file of the user's, which may change under the same name."""
     source = plan.entry.path
-    return dict(options) | ({} if source is None else {"sha256": hashlib.sha256(Path(source).read_bytes()).hexdigest()})
+    return dict(options) | ({} if source is None else {"sha256": file_sha256(Path(source))})

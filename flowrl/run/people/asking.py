@@ -118,7 +118,10 @@ class Asking:
         if error is not None:
             self._leave()  # first: what follows may fail too, and the others would wait
             if isinstance(error, Exception):
-                self._reopen()
+                try:
+                    polls.reopen(self.people.run / FOLDER, self.iteration, self._slots)
+                except (ConfigError, WriteError) as failure:  # it must not hide why the iteration failed
+                    log.warning("%s: the prompts of iteration %d that lack votes stay closed", failure, self.iteration)
             return
         if self.people.world.size == 1:
             return
@@ -153,13 +156,6 @@ class Asking:
         with writing(file):
             self._folder.mkdir(parents=True, exist_ok=True)
             file.touch()
-
-    def _reopen(self) -> None:
-        """Who resumes the run may still vote."""
-        try:
-            polls.reopen(self.people.run / FOLDER, self.iteration, self._slots)
-        except (ConfigError, WriteError) as failure:  # it must not hide why the iteration failed
-            log.warning("%s: the prompts of iteration %d that lack votes stay closed", failure, self.iteration)
 
     def _leave(self) -> None:
         if self.people.world.size == 1:
