@@ -208,9 +208,9 @@ def _draw(
 
 def provenance(made: dict[str, Any], prompt: str, images: Iterable[str], seed: int) -> dict[str, Any]:
     """Plain data of one file: `origin` of its call, prompt, seed, and the contents of the image files."""
-    from flowrl.run.origin import content
+    from flowrl.core.files import file_sha256
 
-    hashes = [{"file": Path(path).name, "sha256": content(Path(path)).hexdigest()} for path in images]
+    hashes = [{"file": Path(path).name, "sha256": file_sha256(Path(path))} for path in images]
     return {"prompt": prompt, "seed": seed, **made, "images": hashes}
 
 

@@ -61,10 +61,8 @@ class RewardHistory:
         for prompt, row in zip(prompts, total.double(), strict=True):
             own = self.rewards.setdefault(prompt, deque(maxlen=self.config.buffer_size))
             own.extend(floats(row[row.isfinite()]))
-        return [self._enough(self.rewards[prompt]) for prompt in prompts]
-
-    def _enough(self, own: deque[float]) -> Tensor | None:
-        return torch.tensor(own, dtype=torch.float64) if len(own) >= self.config.min_count else None
+        known = [self.rewards[prompt] for prompt in prompts]
+        return [torch.tensor(x, dtype=torch.float64) if len(x) >= self.config.min_count else None for x in known]
 
     def state(self) -> list[list[Any]]:
         """Plain data; numbers come back from JSON to the last bit."""

@@ -39,7 +39,6 @@ from flowrl.credit.advantages import Advantages, aggregate
 from flowrl.credit.tree_credit import LeafRewards, fuse, log_probs_on_ways
 from flowrl.data.prompts import identity
 from flowrl.diffusion.plan import StepPlan
-from flowrl.diffusion.tree_shapes import Branching
 from flowrl.display.console import log
 from flowrl.display.display import Progress
 from flowrl.evaluation.evaluator import Evaluator
@@ -187,7 +186,7 @@ def tree_record(rollout: Rollout, weights: Tensor, credit: Advantages | None, pa
     rewards = [float(scored.mean()) if len(scored) else math.nan] + [math.nan] * (len(places) - 1)
     edges: dict[str, list] = {name: [] for name in ("parent", "child", "noisy", "reward", "advantage", "pruned")}
     steps, pruned = (None, None) if credit is None else (credit.steps, credit.pruned)
-    for k, leaf in _edges(tree):
+    for k, leaf in [(step, first) for step in range(tree.num_steps) for first in tree.children(step).tolist()]:
         child, noisy = number[int(tree.ends[k, leaf]), leaf], bool(tree.noisy[k, leaf])
         rewards[child] = float(fused[leaf, k])
         edges["parent"].append(number[k, int(tree.node[k, leaf])])
@@ -208,11 +207,6 @@ def tree_record(rollout: Rollout, weights: Tensor, credit: Advantages | None, pa
             "raw": {name: _rounded(values[0].tolist()) for name, values in rollout.raw.items()},
         },
     }
-
-
-def _edges(tree: Branching) -> list[tuple[int, int]]:
-    """(step, first leaf of the child) of every edge."""
-    return [(k, leaf) for k in range(tree.num_steps) for leaf in tree.children(k).tolist()]
 
 
 def _rounded(values: Sequence[float]) -> list[float | None]:

@@ -199,10 +199,13 @@ class Guard:
             return []
         found: list[tuple[float, str, dict[str, float]]] = []
         for name, words in WORDS.items():
-            before, after = (_known(signs.values[name]) for signs in (base.signs, now.signs))
+            before, after = (values[~np.isnan(values)] for values in (base.signs.values[name], now.signs.values[name]))
             if not len(before) or not len(after):
                 continue
-            level, spread = (_share if name in SHARES else _spread)(before, len(after))
+            level, spread = float(before.mean()), float(before.std())
+            if name in SHARES:  # std of a share of so many images; none in few is not none ever
+                safe = (before.sum() + 1) / (len(before) + 2)
+                spread = math.sqrt(safe * (1 - safe) / len(after))
             moved = float(after.mean()) - level
             if spread > 0 and (moved if name in RISING else abs(moved)) > limit * spread:
                 numbers = {"base": level, "now": float(after.mean()), "std": spread, "distance": abs(moved) / spread}
@@ -258,19 +261,3 @@ def _worded(change: Mapping[str, float]) -> str:
 
 def _array(table: list[list[float | None]]) -> np.ndarray:
     return np.asarray([[math.nan if x is None else x for x in row] for row in table], dtype=np.float64)
-
-
-def _known(values: np.ndarray) -> np.ndarray:
-    return values[~np.isnan(values)]
-
-
-def _spread(before: np.ndarray, count: int) -> tuple[float, float]:
-    """(mean, std over images) of a sign."""
-    return float(before.mean()), float(before.std())
-
-
-def _share(before: np.ndarray, count: int) -> tuple[float, float]:
-    """(share, std of a share of `count` images) of a sign that an image has or not; none in few is not none ever."""
-    share = float(before.mean())
-    safe = (before.sum() + 1) / (len(before) + 2)
-    return share, math.sqrt(safe * (1 - safe) / count)

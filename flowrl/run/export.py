@@ -79,18 +79,15 @@ def export(run: Path, layout: Format, out: Path) -> Path:
             "LoRA; use --format merged for a whole pipeline, or diffusers"
         )
     family = None if layout == "diffusers" else _family(run, model, layout)
-    experts = {"": file}
-    if lora_file(saved / "transformer_2").is_file():
-        experts = {"_high_noise": file, "_low_noise": lora_file(saved / "transformer_2")}
+    second = lora_file(saved / "transformer_2")
+    experts = {"_high_noise": file, "_low_noise": second} if second.is_file() else {"": file}
     with _reading(file):
         loras = {name: read_lora(each, _component(family)) for name, each in experts.items()}
     if layout == "diffusers":
-        expert = lora_file(saved / "transformer_2")
         with _whole(out) as part:
-            if expert.is_file():
-                (part / "transformer_2").mkdir()
-                shutil.copy(expert, part / "transformer_2" / expert.name)
-            shutil.copy(file, part / file.name)
+            for each in experts.values():
+                (part / each.relative_to(saved)).parent.mkdir(exist_ok=True)
+                shutil.copy(each, part / each.relative_to(saved))
         return out / file.name
     assert family is not None
     return _write_original(loras, family, layout, out / run.resolve().name)

@@ -61,10 +61,13 @@ class PairCollector:
         slots, rows = slots_and_rows(own)
         look = Look(given.options, seed, iteration)
 
+        def of_slot(slot: int) -> Slot:
+            return slot_of(given.records, numbers[slot], given.members)
+
         def prepare() -> tuple[Latents, Condition]:
             with timer.phase("pictures"):
-                read, size = partial(_read, given, numbers), self.learner.context.rollout_batch_size
-                result = latents_of(read, own, sampling.adapter, batch_size=size, look=look, stop=self.stop.here)
+                size = self.learner.context.rollout_batch_size
+                result = latents_of(of_slot, own, sampling.adapter, batch_size=size, look=look, stop=self.stop.here)
             with timer.phase("text"):
                 return result, sampling.texts.lookup([look.caption(slot, result.texts[slot]) for slot in slots])
 
@@ -116,10 +119,6 @@ class PairCollector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         return
-
-
-def _read(given: Given, numbers: Sequence[int], slot: int) -> Any:
-    return slot_of(given.records, numbers[slot], given.members)
 
 
 class HeldOutPairs:

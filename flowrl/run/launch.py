@@ -78,7 +78,7 @@ def launch(
         _send(children, number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, _PLEA)
-    previous = {n: signal.signal(n, _note(received) if n == _PLEA else forward) for n in numbers}
+    previous = {n: signal.signal(n, (lambda n, frame: received.append(n)) if n == _PLEA else forward) for n in numbers}
     try:
         for rank in range(processes):
             environment = os.environ | {
@@ -115,10 +115,6 @@ def _usable_cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS
         return os.cpu_count() or 1
-
-
-def _note(received: list[int]) -> Callable[[int, object], None]:
-    return lambda number, frame: received.append(number)
 
 
 def _wait(children: list[subprocess.Popen], received: Sequence[int] = (), grace_s: float = _GRACE_S) -> int:

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from flowrl.core.background import Background
 from flowrl.core.errors import ConfigError, Elsewhere, UnwritableCheckpoint
 from flowrl.core.files import writing
 from flowrl.core.versions import versions
@@ -17,7 +16,6 @@ from flowrl.display import display
 from flowrl.display.console import log
 from flowrl.display.display import working
 from flowrl.run import checkpoint, handover, inputs
-from flowrl.run.background import Background
 from flowrl.run.changes import BATCHES, differences
 from flowrl.run.checkpoint import Checkpoint
 from flowrl.run.folder import RunFolder
@@ -89,11 +87,12 @@ class Saver:
             "config": session.resolved.tree(),
         }
         own = rows(session.weights)
+        large = not own and session.weights.lora is None and sum(v.nbytes for v in tensors.values()) >= _LARGE
         split = [name for name, value in tensors.items() if own and value.ndim and not name.startswith(_ALGORITHM)]
         places = {name: own[_parameter(name)] for name in split}
         saved = Checkpoint(iteration, tensors, plain, places)
         try:
-            if not (wait or alone or own) and session.weights.lora is None and _size(tensors) >= _LARGE:
+            if large and not (wait or alone):
                 _first(session, lambda: self._begin(saved), alone=False)
                 self._pending = iteration
                 return
@@ -146,12 +145,12 @@ class Saver:
             UnwritableCheckpoint, WriteError: as `save` would have.
         """
         thread, world = self._thread, self.session.world
-        if self._pending is None or (only_done and not world.any(thread is not None and thread.done)):
+        if self._pending is None or (only_done and not world.any(thread is not None and thread.ended.is_set())):
             return
         iteration, self._pending, self._thread = self._pending, None, None
         try:
             with working(f"writing the checkpoint of iteration {iteration}"):
-                _first(self.session, lambda: None if thread is None else thread.wait(), alone=alone)
+                _first(self.session, lambda: None if thread is None else thread.result(), alone=alone)
         except Elsewhere as error:
             raise UnwritableCheckpoint(str(error)) from error
         self._note(iteration)
@@ -208,11 +207,6 @@ def _stretched(state: dict[str, Any], session: Session) -> list[str]:
         f"was {last:.3g} in the last update and is {optimizer.learning_rate():.3g} in the next one; --accept-changes "
         "takes optim.learning_rate and optim.schedule (docs/configuration.md)"
     ]
-
-
-def _size(tensors: dict[str, Tensor]) -> int:
-    """Bytes of tensors."""
-    return sum(value.numel() * value.element_size() for value in tensors.values())
 
 
 def is_split(session: Session) -> bool:

@@ -7,7 +7,6 @@ score is bitwise the one that the starting thread would have computed.
 from __future__ import annotations
 
 import contextvars
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from flowrl.core.background import Background
 
 
 class Ambient:
@@ -59,7 +60,7 @@ class TimeLimit:
 
     def __init__(self, score: Callable[..., Tensor | Mapping[str, Tensor]], limit_s: float) -> None:
         self.score, self.limit_s = score, limit_s
-        self._late: _Call | None = None
+        self._late: Background | None = None
         self._waited = False
         """The late call has been waited for once more, in vain."""
 
@@ -67,7 +68,8 @@ class TimeLimit:
         if any(getattr(image, "requires_grad", False) for image in images):
             return self.score(images, prompts, metadata)
         self._require_idle()
-        call = _Call(partial(Ambient().run, self.score, images, prompts, metadata))
+        work = partial(Ambient().run, self.score, images, prompts, metadata)
+        call = Background(work, "flowrl-reward")
         # Late until it has ended: an interrupt may leave this wait, too.
         self._late, self._waited = call, False
         if not call.ended.wait(self.limit_s):
@@ -84,26 +86,3 @@ class TimeLimit:
                 f"a call that gave no scores within timeout={self.limit_s:g} s still runs; no other is made beside it"
             )
         self._late = None
-
-
-class _Call:
-    """A function under way in a thread that no one's end waits for."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.function, self.ended = function, threading.Event()
-        self._value: Any = None
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="flowrl-reward", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self._value = self.function()
-        except BaseException as error:  # handed to the thread that waits, KeyboardInterrupt and SystemExit included
-            self._error = error
-        finally:
-            self.ended.set()
-
-    def result(self) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self._value

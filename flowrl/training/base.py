@@ -214,7 +214,12 @@ class Training(Generic[M]):
             plan = self.method.plan(schedule, sampler, 1, seed)
             if plan.train:
                 steps = plan.steps(torch.tensor(plan.train), process)
-                _require_noise(plan, step_std(sampler, process, steps))
+                for k, std in zip(plan.train, step_std(sampler, process, steps).tolist(), strict=True):
+                    if not std > 0:
+                        raise ValueError(
+                            f"the sampler leaves no noise at step {k} (std 0), so it has no log-prob; leave the step "
+                            "out of algorithm.sde_steps, or use a sampler with noise there"
+                        )
             self.check_grid(schedule, seed)
             return plan
         except ValueError as error:
@@ -276,13 +281,3 @@ class Training(Generic[M]):
         Raises:
             ParityError: naming the step.
         """
-
-
-def _require_noise(plan: StepPlan, std: Tensor) -> None:
-    """Raise ValueError where a trained step has std 0, [trained steps]."""
-    for k, value in zip(plan.train, std.tolist(), strict=True):
-        if not value > 0:
-            raise ValueError(
-                f"the sampler leaves no noise at step {k} (std 0), so it has no log-prob; leave the step out of "
-                "algorithm.sde_steps, or use a sampler with noise there"
-            )

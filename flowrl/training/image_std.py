@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from statistics import fmean
 
 import torch
@@ -37,14 +38,9 @@ def group_image_std(
     levels = images.levels.flatten(1)
     stds = floats(torch.stack([_pixel_std(levels, own, device) for own in places.values()])) if places else []
     parts = [(group, len(own), std) for (group, own), std in zip(places.items(), stds, strict=True)]
-    return _over_groups([part for each in ([parts] if world is None else world.gather(parts)) for part in each])
-
-
-def _over_groups(parts: Sequence[tuple[int, int, float]]) -> float:
-    """Mean over groups of the stds of their parts: (number of the group, samples, std)."""
     sizes: dict[int, int] = defaultdict(int)
     sums: dict[int, float] = defaultdict(float)
-    for group, size, std in parts:
+    for group, size, std in chain(*([parts] if world is None else world.gather(parts))):
         sizes[group] += size
         sums[group] += size * std
     return fmean(sums[group] / sizes[group] for group in sorted(sizes)) if sizes else math.nan

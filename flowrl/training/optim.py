@@ -78,17 +78,14 @@ class Optimizer:
         parts = flat.split([p.numel() for p in self.parameters])
         return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
 
-    def _norm(self, gradients: list[Tensor]) -> float:
-        """Norm of the whole gradient, the same on every process."""
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return float(self.world.all_reduce_sum(norm.square()).sqrt() if self.weights.split else norm)
-
     def step(self, gradients: list[Tensor], divisor: Tensor | None = None) -> StepReport:
         """Divide the gradients by a scalar and clip them, in place, then move the weights and their average."""
         rate = self.learning_rate()
         if divisor is not None:
             torch.ops.aten._foreach_div_.Tensor(gradients, divisor)
-        norm = self._norm(gradients)
+        own = torch.nn.utils.get_total_norm(gradients)
+        # Of the whole gradient, the same on every process.
+        norm = float(self.world.all_reduce_sum(own.square()).sqrt() if self.weights.split else own)
         if not math.isfinite(norm):
             self.skipped += 1
             self._grow(False)
@@ -96,7 +93,7 @@ class Optimizer:
             return StepReport(grad_norm=norm, learning_rate=rate, skipped=True)
         if self.config.max_grad_norm is not None and norm > self.config.max_grad_norm:
             torch.ops.aten._foreach_mul_.Scalar(gradients, self.config.max_grad_norm / norm)
-        # Give each parameter its own; sparse weights whose gradient is 0 get none, so that AdamW leaves them alone
+        # Sparse weights whose gradient is 0 get none, so that AdamW leaves them alone.
         moved = [True] * len(gradients)
         if self.weights.sparse:
             moved = torch.stack([gradient.any() for gradient in gradients]).tolist()

@@ -14,17 +14,13 @@ from flowrl.display import display
 from flowrl.training.world import World
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Checks whether to stop early."""
 
-    here: Callable[[], bool] = _never
+    here: Callable[[], bool] = lambda: False
     """Check where no other process waits: between batches of a reward, of the VAE, or of images that are read."""
-    in_step: Callable[[], bool] = _never
+    in_step: Callable[[], bool] = lambda: False
     """Check before each forward; the same answer on all processes if a forward needs all of them."""
 
 

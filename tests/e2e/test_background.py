@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from flowrl.core.background import Background
 from flowrl.core.errors import Stopped, UnwritableCheckpoint
 from flowrl.run import checkpoint, state
-from flowrl.run.background import Background
 from flowrl.run.session import Session
 from flowrl.training.metrics import repeatable
 from tests.e2e.conftest import train
@@ -58,7 +58,7 @@ def written(run: str) -> dict[str, str]:
 
 def test_the_files_of_a_thread_are_those_that_are_waited_for(threads, monkeypatch):
     train("name=thread", *SMALL)
-    assert [thread.done for thread in threads] == [True, True]  # the last checkpoint is waited for
+    assert [thread.ended.is_set() for thread in threads] == [True, True]  # the last checkpoint is waited for
     monkeypatch.setattr(state, "_LARGE", 2**40)
     train("name=waited", *SMALL)
     assert len(threads) == 2

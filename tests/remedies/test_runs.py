@@ -57,7 +57,7 @@ def test_a_run_at_another_rate_goes_on_with_the_old_one_or_accepts_it(
         assert yaml.safe_load(Path("runs/run/config.yaml").read_text())["optim"]["learning_rate"] == rate
 
 
-@follows("flowrl/run/ending.py:Ending._other_value")
+@follows("flowrl/run/ending.py:Ending.leave")
 def test_a_run_that_diverged_finishes_by_the_command_that_it_gives(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
