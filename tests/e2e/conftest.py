@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = {
@@ -44,6 +47,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return tmp_path
+
+
+def with_images(place: Path, file: str, height: int, width: int, reward: str) -> Path:
+    """The folder of a run, with two prompts that have an image each, listed in a file, and a reward."""
+    lines = []
+    for k, name in enumerate(("red", "blue")):
+        pixels = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(k))
+        Image.fromarray(pixels.to(torch.uint8).numpy(), "RGB").save(place / f"{name}.png")
+        lines.append(json.dumps({"prompt": name, "image": f"{name}.png"}))
+    (place / file).write_text("\n".join(lines))
+    (place / "brightness.py").write_text(reward)
+    return place
 
 
 @contextmanager

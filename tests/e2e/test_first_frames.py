@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 from tests import tiny_pipelines as tiny
-from tests.e2e.conftest import train
+from tests.e2e.conftest import train, with_images
 from tests.e2e.test_bad_input import command
 
 REWARD = """
@@ -31,14 +30,7 @@ SIZES = {"wan_image": (16, 16), "wan_2_2_image": (16, 16), "wan_2_2_frame": (16,
 @pytest.fixture
 def records(place: Path) -> Path:
     """The folder of a run, with `frames.jsonl`: two prompts, each with an image of another aspect ratio than videos."""
-    lines = []
-    for k, name in enumerate(("red", "blue")):
-        pixels = torch.randint(0, 256, (24, 40, 3), generator=torch.Generator().manual_seed(k))
-        Image.fromarray(pixels.to(torch.uint8).numpy(), "RGB").save(place / f"{name}.png")
-        lines.append(json.dumps({"prompt": name, "image": f"{name}.png"}))
-    (place / "frames.jsonl").write_text("\n".join(lines))
-    (place / "brightness.py").write_text(REWARD)
-    return place
+    return with_images(place, "frames.jsonl", 24, 40, REWARD)
 
 
 def saved(name: str, folder: Path) -> str:

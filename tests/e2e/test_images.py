@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from PIL import Image
 
 from tests import tiny_pipelines as tiny
-from tests.e2e.conftest import train
+from tests.e2e.conftest import train, with_images
 from tests.e2e.test_bad_input import command
 
 REWARD = """
@@ -26,14 +24,7 @@ def score(images, prompts, metadata):
 @pytest.fixture
 def records(place: Path) -> Path:
     """The folder of a run, with `pictures.jsonl`: two prompts with a picture each."""
-    lines = []
-    for k, name in enumerate(("red", "blue")):
-        pixels = torch.randint(0, 256, (12, 20, 3), generator=torch.Generator().manual_seed(k))
-        Image.fromarray(pixels.to(torch.uint8).numpy(), "RGB").save(place / f"{name}.png")
-        lines.append(json.dumps({"prompt": name, "image": f"{name}.png"}))
-    (place / "pictures.jsonl").write_text("\n".join(lines))
-    (place / "brightness.py").write_text(REWARD)
-    return place
+    return with_images(place, "pictures.jsonl", 12, 20, REWARD)
 
 
 def test_a_pipeline_with_pictures_is_trained_and_its_rewards_find_them(records: Path):
