@@ -37,10 +37,6 @@ def _a(noun: str) -> str:
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
-def _plural(noun: str) -> str:
-    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
-
-
 def _record(tag: str, text: str, include: list[dict], exclude: list[dict] | None = None) -> dict:
     excluded = {} if exclude is None else {"exclude": exclude}
     return {"tag": tag, "include": include, **excluded, "prompt": f"a photo of {text}"}
@@ -60,7 +56,7 @@ def draws(rng: np.random.Generator) -> Iterator[dict]:
     for _ in range(DRAWS):
         name, count = CLASSES[rng.choice(len(CLASSES))], int(rng.integers(2, 5))
         counted = [_object(name, count)], [_object(name, count + 1)]
-        yield _record("counting", f"{NUMBERS[count]} {_plural(name)}", *counted)
+        yield _record("counting", f"{NUMBERS[count]} {name}{'es' if name.endswith('s') else 's'}", *counted)
     # A coloured person is never asked for: of the classes, the first is left out.
     coloured = CLASSES[1:]
     for _ in range(DRAWS):

@@ -21,7 +21,7 @@ from flowrl.core.types import Member, SampleId
 from flowrl.data.contents import Input, set_of
 from flowrl.data.labels import Labelled, LabelledSet, LabelledSource, labelled
 from flowrl.data.options import PairsConfig
-from flowrl.data.preference_records import Preference, StoredImage, Unreadable
+from flowrl.data.preference_records import StoredImage, Unreadable
 from flowrl.data.preferences import PreferenceSet, PreferenceSource, load_preferences
 from flowrl.data.stored_videos import Frames
 from flowrl.display.console import log
@@ -187,15 +187,8 @@ def slot_of(records: PreferenceSet | LabelledSet, number: int, members: Sequence
         return Slot("", (None,) * len(members), (math.nan,) * len(members))
     if isinstance(record, Labelled):
         return Slot(record.prompt.text, (record.image,), ((record.label + 1) / 2,))
-    return Slot(record.prompt.text, tuple(_image(record, m) for m in members), tuple(map(_reward, members)))
-
-
-def _image(record: Preference, member: Member) -> StoredImage | None:
-    return {"chosen": record.chosen, "rejected": record.rejected}.get(member)
-
-
-def _reward(member: Member) -> float:
-    return 1.0 if member == "chosen" else 0.0
+    images = {"chosen": record.chosen, "rejected": record.rejected}
+    return Slot(record.prompt.text, tuple(map(images.get, members)), tuple(float(m == "chosen") for m in members))
 
 
 def latents_of(

@@ -117,14 +117,11 @@ class LabelledSource(PreferenceSource):
         sign, turn = (1, before) if after > before else (-1, place - before)
         epoch, inside = divmod(turn, len(self.classes[sign]))
         if self._orders.get(sign, (None,))[0] != epoch:
-            self._orders[sign] = epoch, self._permuted(sign, epoch)
+            numbers, purpose = self.classes[sign], f"labelled/{'positive' if sign > 0 else 'negative'}"
+            # Images that are cheap to read together stay close.
+            order = self.pairs.arrange(self.images.entries[numbers] // 2, self.seed, purpose, epoch)
+            self._orders[sign] = epoch, numbers[order]
         return int(self._orders[sign][1][inside])
-
-    def _permuted(self, sign: int, epoch: int) -> np.ndarray:
-        """Order of a class in an epoch; images that are cheap to read together stay close."""
-        numbers = self.classes[sign]
-        purpose = f"labelled/{'positive' if sign > 0 else 'negative'}"
-        return numbers[self.images.pairs.arrange(self.images.entries[numbers] // 2, self.seed, purpose, epoch)]
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"count": len(self.images)}

@@ -19,11 +19,7 @@ from flowrl.media import media
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Reasons are keys of provenance.json, so their words stay.
-TIE, SAME, NO_LABEL = "tie", "same picture twice", "no label"
-NO_RECORD, NO_CAPTION, NO_IMAGE = "not a record", "no caption", "missing picture"
-NO_REJECTED, BAD_LABEL, BAD_MARGIN = "no rejected picture", "label not 0, 0.5 or 1", "margin not a number from 0"
-BY_RULE = (TIE, SAME, NO_LABEL)
+BY_RULE = ("tie", "same picture twice", "no label")
 """Reasons that are no fault: pairs without a preference, of which there may be any number."""
 Result = TypeVar("Result")
 EXAMPLES = 3
@@ -76,7 +72,7 @@ class StoredImage:
         Raises:
             Unreadable: it is missing, broken, or shorter.
         """
-        return self._read(lambda: self._frames(count, place))
+        return self._read(lambda: part_of(frames_of(self._file()), count, place))
 
     def files(self) -> list[Path]:
         """Its file, or its files of frames; [] where its bytes are in a table."""
@@ -97,10 +93,6 @@ class StoredImage:
             if frames > 1:
                 raise ValueError(f"it is a video of {frames} frames, and the model makes images")
             return media.plain(image)
-
-    def _frames(self, count: int | None, place: float) -> list[Image]:
-        frames = frames_of(self._file())
-        return frames if count is None else part_of(frames, count, place)
 
     def _file(self) -> Path:
         if not isinstance(self.source, Path):

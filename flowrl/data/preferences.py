@@ -20,23 +20,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.registry import suggest
 from flowrl.core.rng import stream
 from flowrl.data.options import PreferenceOptions
-from flowrl.data.preference_records import (
-    BAD_LABEL,
-    BAD_MARGIN,
-    NO_CAPTION,
-    NO_IMAGE,
-    NO_LABEL,
-    NO_RECORD,
-    NO_REJECTED,
-    SAME,
-    TIE,
-    Preference,
-    Report,
-    StoredImage,
-    Unreadable,
-    Votes,
-    is_false,
-)
+from flowrl.data.preference_records import Preference, Report, StoredImage, Unreadable, Votes, is_false
 from flowrl.data.prompt_files import note_sampler_keys
 from flowrl.data.prompts import Prompt
 from flowrl.data.records import LATER, WINDOW_BYTES, Records, find_records
@@ -77,7 +61,7 @@ def load_preferences(
 
 
 class _Skip(Exception):
-    """A record cannot be used: (reason, its value)."""
+    """A record cannot be used: (reason, its value). Reasons are keys of provenance.json, so their words stay."""
 
 
 class PreferenceSet:
@@ -207,10 +191,10 @@ class PreferenceSet:
             _Skip: the record cannot be used.
         """
         if record is None:
-            raise _Skip(NO_RECORD, "")
+            raise _Skip("not a record", "")
         text = record.get(self.text)
         if not isinstance(text, str) or not text.strip():
-            raise _Skip(NO_CAPTION, f"{self.text}={text!r}")
+            raise _Skip("no caption", f"{self.text}={text!r}")
         if self.voted:
             (chosen, its), (rejected, other), margin = self._voted(record)
         else:
@@ -219,11 +203,11 @@ class PreferenceSet:
         won = self._image(record, chosen, its, row)
         lost = None if record.get(rejected) is None and not self.voted else self._image(record, rejected, other, row)
         if lost is None and self.paired:
-            raise _Skip(NO_REJECTED, "")
+            raise _Skip("no rejected picture", "")
         if lost is not None and isinstance(won.source, Path) and won.source == lost.source:
-            raise _Skip(SAME, won.source.name)
+            raise _Skip("same picture twice", won.source.name)
         if lost is not None and won.uid is not None and won.uid == lost.uid:
-            raise _Skip(SAME, won.uid)
+            raise _Skip("same picture twice", won.uid)
         options = self.options
         apart = (self.text, options.chosen, options.rejected, options.first, options.second, "margin")
         metadata = {name: value for name, value in record.items() if name not in apart}
@@ -251,12 +235,12 @@ class PreferenceSet:
         """(column and name of the winner, of the loser, no margin)."""
         options = self.options
         if options.labelled in record and is_false(record[options.labelled]):
-            raise _Skip(NO_LABEL, "")
+            raise _Skip("no label", "")
         label, other = record.get(options.label), record.get(options.other_label)
         if label not in (0, 0.5, 1) or isinstance(label, bool) or (other is not None and other != 1 - label):
-            raise _Skip(BAD_LABEL, f"{options.label}={label!r}, {options.other_label}={other!r}")
+            raise _Skip("label not 0, 0.5 or 1", f"{options.label}={label!r}, {options.other_label}={other!r}")
         if label == 0.5:
-            raise _Skip(TIE, "")
+            raise _Skip("tie", "")
         pair = [(options.first, record.get(options.first_id)), (options.second, record.get(options.second_id))]
         won, lost = pair if label == 1 else reversed(pair)
         return won, lost, None
@@ -271,13 +255,17 @@ class PreferenceSet:
         if isinstance(value, bytes) and value:
             return StoredImage(value, where, name)
         if not isinstance(value, str) or not value:
-            raise _Skip(NO_IMAGE, f"{column}={str(value)[:60]}")
+            raise _Skip("missing picture", f"{column}={str(value)[:60]}")
         file = Path(os.path.expanduser(value))  # Path.expanduser() raises where there is no such user
         if not file.is_absolute() and self.records.folder is None:
-            raise _Skip(NO_IMAGE, f"{column}={value[:60]!r} is a relative path, and the set has no folder")
+            raise _Skip("missing picture", f"{column}={value[:60]!r} is a relative path, and the set has no folder")
         file = file if self.records.folder is None else self.records.folder / file
-        if not _is_there(file):
-            raise _Skip(NO_IMAGE, f"{column}={value[:60]!r}")
+        try:
+            there = file.is_file() or file.is_dir()  # of a video's frames
+        except OSError:  # such as a name that is too long
+            there = False
+        if not there:
+            raise _Skip("missing picture", f"{column}={value[:60]!r}")
         return StoredImage(file.resolve(), f"{where} ({value})", name)
 
 
@@ -292,22 +280,14 @@ def _text_column(names: Sequence[str], options: PreferenceOptions, where: str) -
     return result
 
 
-def _is_there(path: Path) -> bool:
-    """Whether there is a file, or a folder of a video's frames."""
-    try:
-        return path.is_file() or path.is_dir()
-    except OSError:  # such as a name that is too long
-        return False
-
-
 def _margin(value: Any) -> float | None:
     if value is None:
         return None
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= value <= sys.float_info.max:
-        raise _Skip(BAD_MARGIN, f"margin={str(value)[:60]}")
+        raise _Skip("margin not a number from 0", f"margin={str(value)[:60]}")
     if value == 0:
-        raise _Skip(TIE, "margin=0")
+        raise _Skip("tie", "margin=0")
     return float(value)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -109,21 +109,18 @@ def _read(source: str, where: str, columns: Columns, most: int | None) -> list[P
         path, split = split_of(source.removeprefix("hf:"))
         folder = Path(path).expanduser()
         rows = open_data_set(path, split, columns.subset, where)
-        return _prompts(islice(_rows(rows, columns), most), where, folder if folder.is_dir() else None, columns)
-    file = _find(source)
-    if file is None:
+        stored = () if rows is None else as_stored(rows, columns.names)
+        records = ((f"row {number}", record) for number, record in enumerate(stored, 1))
+        return _prompts(islice(records, most), where, folder if folder.is_dir() else None, columns)
+    # Embedded names come first: files of a configuration have absolute paths (config/locate.py).
+    file = embedded_prompts(source) or Path(source).expanduser()
+    if not file.is_file():
         looked = "" if Path(source).is_absolute() else f" in {Path.cwd()}, and no embedded one of that name"
         raise ConfigError(f"{where}: there is no such file{looked}; give {FORMS}")
     if file.suffix.lower() in ("", ".txt"):
         columns = replace(columns, image=None)  # lines have no columns
     records = read_records(file, where, *columns.texts)
     return _prompts(islice(records, most), where, file.parent, columns)
-
-
-def _find(source: str) -> Path | None:
-    # Embedded names come first: files of a configuration have absolute paths (config/locate.py).
-    embedded, file = embedded_prompts(source), Path(source).expanduser()
-    return embedded or (file if file.is_file() else None)
 
 
 def open_data_set(path: str, split: str | None, subset: str | None, where: str, key: str = "data.subset") -> Any | None:
@@ -183,12 +180,6 @@ def _choose(split: str | None, names: Sequence[str], where: str) -> str:
     if wanted.partition("[")[0] not in names:
         raise ConfigError(f"{where}: there is no split {wanted!r}; there are: {', '.join(names)} (hf:PATH:SPLIT)")
     return wanted
-
-
-def _rows(rows: Any | None, columns: Columns) -> Iterator[tuple[str, dict]]:
-    if rows is None:
-        return iter(())
-    return ((f"row {number}", record) for number, record in enumerate(as_stored(rows, columns.names), 1))
 
 
 def as_stored(rows: Any, images: Callable[[Iterable[str]], Sequence[str]]) -> Any:

@@ -54,16 +54,12 @@ def require_images(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str, f
             )
         for file in prompt.images if adapter.frame_images else ():
             if file not in fitting:
-                _require_frame(file, adapter, where)
+                try:
+                    adapter.require_frame(open_image(file).size)
+                except UNREADABLE as error:
+                    words = f"{where} has the image {file!r}, which cannot be its first frame: "
+                    raise ConfigError.about(error, words) from None
                 fitting.add(file)
-
-
-def _require_frame(file: str, adapter: ModelAdapter, where: str) -> None:
-    """Raise ConfigError unless the image of a file can be a frame of the model's videos."""
-    try:
-        adapter.require_frame(open_image(file).size)
-    except UNREADABLE as error:
-        raise ConfigError.about(error, f"{where} has the image {file!r}, which cannot be its first frame: ") from None
 
 
 class PromptSource:

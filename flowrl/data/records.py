@@ -11,11 +11,11 @@ import json
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -38,32 +38,28 @@ class Later:
 LATER = Later()
 
 
-class Records(Protocol):
+class Records:
     """Rows 0 .. N-1 of a source."""
 
-    @property
-    def files(self) -> list[Path]:
-        """Files of the rows; empty for a data set."""
-        ...
+    files: list[Path]
+    """Files of the rows; empty for a data set."""
+    folder: Path | None
+    """Folder of relative paths; None: there are no files next to the rows."""
 
-    @property
-    def folder(self) -> Path | None:
-        """Folder of relative paths; None: there are no files next to the rows."""
-        ...
-
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def names(self) -> list[str]:
         """Columns; for lines: the keys of the first records."""
-        ...
+        raise NotImplementedError
 
     def place(self, row: int) -> str:
         """Place of a row, for messages: "line 3", "part-0.parquet, row 17"."""
-        ...
+        return f"row {row + 1}"
 
     def scan(self) -> Iterator[dict[str, Any] | None]:
         """Every row in order, with LATER for images inside it; None for a line that is not a record."""
-        ...
+        raise NotImplementedError
 
     def read(self, row: int) -> dict[str, Any] | None:
         """A whole row.
@@ -71,11 +67,11 @@ class Records(Protocol):
         Raises:
             OSError: it can no longer be read.
         """
-        ...
+        raise NotImplementedError
 
     def blocks(self) -> np.ndarray | None:
         """First row and bytes of each block that is read as a whole, [K, 2] int64; None: rows are read one by one."""
-        ...
+        return None
 
 
 def find_records(source: str, images: Sequence[str], subset: str | None, where: str) -> Records:
@@ -127,7 +123,7 @@ def find_records(source: str, images: Sequence[str], subset: str | None, where: 
 # ---- lines
 
 
-class Lines:
+class Lines(Records):
     """A .jsonl file; 16 bytes of each line are kept in memory."""
 
     def __init__(self, file: Path) -> None:
@@ -160,9 +156,6 @@ class Lines:
             stream.seek(self._offsets[row])
             return _record(stream.readline())
 
-    def blocks(self) -> None:
-        return None
-
 
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
@@ -173,38 +166,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 # ---- parquet
-
-
-class Table(Protocol):
-    """Some rows of a file in memory."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def slice(self, offset: int, length: int) -> Table: ...
-
-    def to_pylist(self) -> list[dict[str, Any]]: ...
-
-
-class GroupedFile(Protocol):
-    """A table on disk that is read in row groups: `ParquetFile`, or a substitute in tests without pyarrow."""
-
-    def names(self) -> list[str]: ...
-
-    def plain(self) -> list[str]:
-        """Columns of text and numbers."""
-        ...
-
-    def groups(self) -> list[tuple[int, int]]:
-        """(rows, bytes in memory) of each row group."""
-        ...
-
-    def read(self, group: int, columns: Sequence[str]) -> Table:
-        """
-        Raises:
-            OSError: the row group is broken.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,27 +182,23 @@ class _Group:
     nbytes: int
 
 
-class Shards:
+class Shards(Records):
     """Parquet files with one layout, in the order of their names; a few row groups are kept in memory."""
 
-    def __init__(
-        self,
-        files: Sequence[Path],
-        images: Sequence[str],
-        where: str,
-        open_file: Callable[[Path, str], GroupedFile] | None = None,
-    ) -> None:
+    def __init__(self, files: Sequence[Path], images: Sequence[str], where: str) -> None:
         self.files, self.where, self.folder = list(files), where, files[0].parent
-        self._open = open_file or ParquetFile
         self._groups: list[_Group] = []
-        self._kept: OrderedDict[int, Table] = OrderedDict()
+        self._kept: OrderedDict[int, Any] = OrderedDict()
         self._add_groups(images)
         self._starts = [group.first for group in self._groups]
+
+    def _open(self, file: Path) -> ParquetFile:
+        return ParquetFile(file, self.where)
 
     def _add_groups(self, images: Sequence[str]) -> None:
         first = 0
         for number, file in enumerate(self.files):
-            opened = self._open(file, self.where)
+            opened = self._open(file)
             names, plain = opened.names(), opened.plain()
             if number == 0:
                 self._names = names
@@ -275,7 +232,7 @@ class Shards:
         later = dict.fromkeys(self._heavy, LATER)
         for group in self._groups:
             try:
-                table = self._open(self.files[group.file], self.where).read(group.number, self._light)
+                table = self._open(self.files[group.file]).read(group.number, self._light)
             except OSError as error:
                 raise ConfigError(f"{self.where}: {self.files[group.file].name} cannot be read: {error}") from None
             for start in range(0, group.rows, 1024):
@@ -291,14 +248,14 @@ class Shards:
     def _group_of(self, row: int) -> int:
         return bisect_right(self._starts, row) - 1
 
-    def _table(self, number: int) -> Table:
+    def _table(self, number: int) -> Any:
         """A row group; the least recently used ones are dropped for it."""
         if number not in self._kept:
             group = self._groups[number]
             # Dropped first, so that the new one is not in memory with them.
             while self._kept and group.nbytes + sum(t.nbytes for t in self._kept.values()) > 2 * WINDOW_BYTES:
                 self._kept.popitem(last=False)
-            opened = self._open(self.files[group.file], self.where)
+            opened = self._open(self.files[group.file])
             self._kept[number] = opened.read(group.number, [*self._light, *self._heavy])
         self._kept.move_to_end(number)
         return self._kept[number]
@@ -322,6 +279,7 @@ class ParquetFile:
         return list(self._file.schema_arrow.names)
 
     def plain(self) -> list[str]:
+        """Columns of text and numbers."""
         from pyarrow import types
 
         kinds = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
@@ -330,11 +288,13 @@ class ParquetFile:
         return [name for name, kind in inner.items() if any(fits(kind) for fits in kinds)]
 
     def groups(self) -> list[tuple[int, int]]:
+        """(rows, bytes in memory) of each row group."""
         metadata = self._file.metadata
         every = (metadata.row_group(number) for number in range(metadata.num_row_groups))
         return [(group.num_rows, group.total_byte_size) for group in every]
 
     def read(self, group: int, columns: Sequence[str]) -> Any:
+        """A row group as a table in memory; raises OSError where it is broken."""
         from pyarrow import ArrowException
 
         try:
@@ -346,7 +306,7 @@ class ParquetFile:
 # ---- data sets
 
 
-class DataSet:
+class DataSet(Records):
     """Rows of a data set of Hugging Face, mapped into memory; rows are read one by one."""
 
     def __init__(self, rows: Any, images: Sequence[str], folder: Path | None) -> None:
@@ -364,18 +324,12 @@ class DataSet:
     def names(self) -> list[str]:
         return list(self._rows.column_names)
 
-    def place(self, row: int) -> str:
-        return f"row {row + 1}"
-
     def scan(self) -> Iterator[dict[str, Any]]:
         later = dict.fromkeys(self._heavy, LATER)
         yield from ({**record, **later} for record in self._rows.select_columns(self._light))
 
     def read(self, row: int) -> dict[str, Any]:
         return self._rows[row]
-
-    def blocks(self) -> None:
-        return None
 
 
 _STORED = ("binary", "large_binary", "PIL.Image.Image")

@@ -13,9 +13,6 @@ from flowrl.media import media, mp4
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Reasons are keys of provenance.json, so their words stay.
-NO_VIDEO, NO_PATH, UNREADABLE = "not a video", "video not given as a path", "unreadable video"
-COUNTS, RATES, LENGTH = "frame counts differ", "frame rates differ", "frames the model does not take"
 VIDEO = "a video, for a model of images"
 FRAME_SUFFIXES = tuple(suffix for suffix in media.IMAGE_SUFFIXES if suffix != ".gif")
 """Suffixes of the images in a folder of frames: a GIF next to them is a preview of the whole."""
@@ -24,7 +21,7 @@ _RATE_TOLERANCE = 0.01
 
 
 class Unfit(Exception):
-    """A pair of videos cannot be used: (reason, its values and what to do)."""
+    """A pair of videos cannot be used: (reason, a key of provenance.json; its values and what to do)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +47,21 @@ class Frames:
             return
         found = [self._facts(source) for source in sources]
         for name, frames, _ in found:
-            self._require_length(name, frames)
+            if self.count is None or frames == self.count or (self.cut and frames > self.count):
+                continue
+            remedy = "data.pairs.frames=cut takes a part of a longer one"
+            remedy = remedy if frames > self.count else "give longer videos"
+            words = f"{name} has {frames} frames, and model.num_frames={self.count}; set it to theirs, or {remedy}"
+            raise Unfit("frames the model does not take", words)
         if len(found) < 2:
             return
         (chosen, frames, rate), (rejected, others, other_rate) = found
         if frames != others:
-            raise Unfit(COUNTS, f"{chosen} has {frames} frames, {rejected} has {others}; cut both to the same length")
+            words = f"{chosen} has {frames} frames, {rejected} has {others}; cut both to the same length"
+            raise Unfit("frame counts differ", words)
         if rate is not None and other_rate is not None and abs(rate - other_rate) > _RATE_TOLERANCE * rate:
             raise Unfit(
-                RATES,
+                "frame rates differ",
                 f"{chosen} has {rate:g} frames a second, {rejected} has {other_rate:g}: the same motion would look "
                 "faster in one of them; bring both to one rate",
             )
@@ -66,24 +69,18 @@ class Frames:
     def _facts(self, source: Path | bytes | None) -> tuple[str, int, float | None]:
         """(name, frames, frames a second or None) of a video."""
         if not isinstance(source, Path):
-            raise Unfit(NO_PATH, "videos inside a table are not read; save them as files and give their paths")
+            words = "videos inside a table are not read; save them as files and give their paths"
+            raise Unfit("video not given as a path", words)
         try:
             frames, rate = facts(source)
         except ConfigError:  # the package that reads it is not installed
             raise
         except media.UNREADABLE as error:
-            raise Unfit(UNREADABLE, f"{source.name}: {error}") from None
+            raise Unfit("unreadable video", f"{source.name}: {error}") from None
         if rate is None and frames == 1 and self.count is not None:
-            raise Unfit(NO_VIDEO, f"{source.name} is an image, and the model makes videos; set model.num_frames=1")
+            words = f"{source.name} is an image, and the model makes videos; set model.num_frames=1"
+            raise Unfit("not a video", words)
         return source.name, frames, rate
-
-    def _require_length(self, name: str, frames: int) -> None:
-        if self.count is None or frames == self.count or (self.cut and frames > self.count):
-            return
-        remedy = "data.pairs.frames=cut takes a part of a longer one" if frames > self.count else "give longer videos"
-        raise Unfit(
-            LENGTH, f"{name} has {frames} frames, and model.num_frames={self.count}; set it to theirs, or {remedy}"
-        )
 
 
 def may_be_video(source: Path | bytes | None) -> bool:
@@ -135,12 +132,14 @@ def frame_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda file: natural(file.name))
 
 
-def part_of(frames: list[Image], count: int, place: float) -> list[Image]:
-    """`count` neighbouring frames; `place` in [0, 1] is where they stand: 0.5 is the middle.
+def part_of(frames: list[Image], count: int | None, place: float) -> list[Image]:
+    """`count` neighbouring frames, None: all; `place` in [0, 1] is where they stand: 0.5 is the middle.
 
     Raises:
         ValueError: there are fewer.
     """
+    if count is None:
+        return frames
     if len(frames) < count:
         raise ValueError(f"it has {len(frames)} frames, and the model makes {count}; give a longer video")
     start = round((len(frames) - count) * place)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition, Identity
@@ -111,12 +110,9 @@ def encoded(adapter: ModelAdapter, prompts: Sequence[Identity]) -> Condition:
     images = [[open_image(file) for file in files] for _, files in prompts]
     result: Condition = encode(texts, images) if any(files for _, files in prompts) else encode(texts)
     # Now: the text encoders may be freed before an image shows it.
-    if adapter.pipeline is not None and not all(map(_is_finite, result.tensors.values())):
+    entries = (entry if isinstance(entry, list) else [entry] for entry in result.tensors.values())
+    if adapter.pipeline is not None and not all(bool(v.isfinite().all()) for values in entries for v in values):
         spoiled = spoiled_weights(adapter.pipeline.components.items())
         if spoiled is not None:
             raise ModelError(f"the embeddings of the prompts are NaN or inf: {spoiled}")
     return result
-
-
-def _is_finite(entry: Tensor | list[Tensor]) -> bool:
-    return all(bool(value.isfinite().all()) for value in (entry if isinstance(entry, list) else [entry]))

@@ -58,12 +58,8 @@ def _components(adapter: ModelAdapter) -> Iterable[tuple[str, Any]]:
             kept = {key: value for key, value in settings.items() if not key.startswith("_")}
             yield name, [type(part).__qualname__, kept, digest(part.state_dict())]
         elif isinstance(part, PreTrainedTokenizerBase | ProcessorMixin):
-            yield name, [type(part).__qualname__, _files_of(part)]
-
-
-def _files_of(tokenizer: Any) -> dict[str, str]:
-    """SHA-256 of each file that a tokenizer is saved as: the only form that all of them have."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+            with tempfile.TemporaryDirectory() as folder:
+                part.save_pretrained(folder)  # files are the only form that all of them have
+                files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+                hashes = {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+            yield name, [type(part).__qualname__, hashes]

@@ -142,15 +142,10 @@ def decode_video(path: Path) -> tuple[Tensor, float]:
         UNREADABLE: as `opened`; an image; an empty or broken file; a frame rate of 0.
         ConfigError (a ValueError): a file that needs the extra `video`, which is not installed.
     """
-    import numpy as np
-    import torch
-
-    if is_video_file(path):
-        return mp4.read(path)
-    frames, rate = _frames(path)
+    levels, rate = _levels(path)
     if rate is None:
         raise ValueError("it is an image, not a video")
-    return torch.stack([torch.as_tensor(np.array(frame)).permute(2, 0, 1) for frame in frames]), rate
+    return levels, rate
 
 
 def is_video_file(path: Path) -> bool:
@@ -291,14 +286,19 @@ def read_frames(file: Path) -> list[Image]:
 
 def read_levels(file: Path) -> Tensor:
     """The image [3, H, W] or video [F, 3, H, W] of a file, uint8; raises as `decode_video` does, but for images."""
+    levels, rate = _levels(file)
+    return (levels[0] if rate is None else levels).contiguous()
+
+
+def _levels(file: Path) -> tuple[Tensor, float | None]:
+    """(frames [F, 3, H, W] uint8, frames a second; None: an image)."""
     import numpy as np
     import torch
 
     if is_video_file(file):
-        return mp4.read(file)[0]
+        return mp4.read(file)
     frames, rate = _frames(file)
-    levels = [torch.as_tensor(np.array(frame)).permute(2, 0, 1).contiguous() for frame in frames]
-    return levels[0] if rate is None else torch.stack(levels)
+    return torch.stack([torch.as_tensor(np.array(frame)).permute(2, 0, 1) for frame in frames]), rate
 
 
 def read(file: Path) -> Tensor:

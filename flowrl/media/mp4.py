@@ -114,7 +114,10 @@ def read(file: Path) -> tuple[Tensor, float]:
         require_room(stream.frames, stream.width, stream.height)
         try:
             for frame in container.decode(stream):
-                pixels = torch.as_tensor(_rgb(av, frame))
+                # By its own matrix; where it names none, by that of its size, as players do.
+                named = int(frame.colorspace)
+                matrix = named if named in (_BT709, 4, 5, 6, 7, 9) else (_BT709 if frame.height >= 720 else 5)
+                pixels = torch.as_tensor(frame.reformat(format="rgb24", src_colorspace=matrix).to_ndarray())
                 # Phones store the way they were held beside the frames.
                 turned = torch.rot90(pixels, frame.rotation // 90) if frame.rotation % 360 else pixels
                 frames.append(turned.permute(2, 0, 1).contiguous())
@@ -175,10 +178,3 @@ def _rate(stream: Any) -> float:
     if not rate or rate <= 0:
         raise ValueError(f"its frame rate is 0; {_REMEDY}")
     return float(rate)
-
-
-def _rgb(av: Any, frame: Any) -> Any:
-    """A frame as RGB [H, W, 3] by its own matrix; where it names none, by that of its size, as players do."""
-    named = int(frame.colorspace)
-    matrix = named if named in (_BT709, 4, 5, 6, 7, 9) else (_BT709 if frame.height >= 720 else 5)
-    return frame.reformat(format="rgb24", src_colorspace=matrix).to_ndarray()

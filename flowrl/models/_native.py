@@ -15,7 +15,7 @@ from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models._guidance import Forwards
 from flowrl.models._schedulers import flow_grid, with_shift
-from flowrl.models._vae import decoded_pixels, posterior
+from flowrl.models._vae import decoded_pixels, encoded_pixels
 from flowrl.models.base import (
     ModelAdapter,
     ModelConfig,
@@ -302,12 +302,7 @@ class Native(ModelAdapter):
     def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         require_image_size(images, self.height, self.width)
         vae = self.pipeline.vae
-        given = posterior(vae, images.to(self.device), self.config.vae_precision)
-        latents = self.packed(given.mean.float())
-        if noise is not None:
-            if noise.shape != latents.shape:
-                raise ValueError(f"noise {tuple(noise.shape)} must be shaped like the latents {tuple(latents.shape)}")
-            latents = latents + self.packed(given.std.float()) * noise.to(self.device)
+        latents = encoded_pixels(vae, images.to(self.device), self.config.vae_precision, noise, self.packed)
         return (latents - self._shift()) * vae.config.scaling_factor
 
     def to(self, device: torch.device) -> None:
@@ -330,14 +325,8 @@ def encoded_frames(vae: Any, frames: Tensor, precision: VaePrecision, noise: Ten
 
     Source: diffusers:pipelines/wan/pipeline_wan_i2v.py (retrieve_latents, then the mean and 1 / std of each channel).
     """
-    given = posterior(vae, frames.transpose(1, 2), precision)
     mean, std = _of_channels(vae, frames.device)
-    latents = given.mean.float()
-    if noise is not None:
-        if noise.shape != latents.shape:
-            raise ValueError(f"noise {tuple(noise.shape)} must be shaped like the latents {tuple(latents.shape)}")
-        latents = latents + given.std.float() * noise.to(latents.device)
-    return (latents - mean) * (1 / std)
+    return (encoded_pixels(vae, frames.transpose(1, 2), precision, noise) - mean) * (1 / std)
 
 
 def _of_channels(vae: Any, device: torch.device) -> tuple[Tensor, Tensor]:

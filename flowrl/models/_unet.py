@@ -212,8 +212,15 @@ class UNet(Native):
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         self.check_guidance(guidance_scale)
         if not self.embeds_guidance:
-            combine = self._rescaled if self.config.guidance_rescale else classifier_free
-            options = {"combine": combine, "forwards": self.forwards()}
+            share = self.config.guidance_rescale
+
+            def rescaled(negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+                """CFG rescaled in part to the std of the conditional prediction (arXiv 2305.08891, section 3.4)."""
+                result = classifier_free(negative, positive, scale)
+                dims = tuple(range(1, result.ndim))
+                return result * (share * positive.std(dims, keepdim=True) / result.std(dims, keepdim=True) + 1 - share)
+
+            options = {"combine": rescaled if share else classifier_free, "forwards": self.forwards()}
             raw = guided(self._forward, x, timestep, cond, self.unconditional, guidance_scale, **options)
         else:
             scales = torch.full((len(x),), guidance_scale - 1)
@@ -221,12 +228,6 @@ class UNet(Native):
             embedded = self.pipeline.get_guidance_scale_embedding(scales, embedding_dim=size)
             raw = self._forward(x, timestep, cond, sent(embedded.to(self.dtype), self.device))
         return self._consistent(raw, x, timestep) if self.distilled == CONSISTENCY else raw
-
-    def _rescaled(self, negative: Tensor, positive: Tensor, guidance_scale: float) -> Tensor:
-        """CFG rescaled in part to the std of the conditional prediction (arXiv 2305.08891, section 3.4)."""
-        result, share = classifier_free(negative, positive, guidance_scale), self.config.guidance_rescale
-        dims = tuple(range(1, result.ndim))
-        return result * (share * positive.std(dims, keepdim=True) / result.std(dims, keepdim=True) + 1 - share)
 
     def _forward(self, x: Tensor, timestep: Tensor, cond: Condition, guidance: Tensor | None = None) -> Tensor:
         with autocast(self.device, self.dtype, self.autocasts):

@@ -6,7 +6,7 @@ float32. That is `tf32`; `float32` is IEEE arithmetic. On a CPU both are IEEE.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -94,7 +94,22 @@ def decoded_pixels(vae: Any, latents: Tensor, precision: VaePrecision) -> Tensor
     return (values / 2 + 0.5).clamp(0, 1).contiguous()
 
 
-def posterior(vae: Any, images: Tensor, precision: VaePrecision) -> Any:
-    """The VAE's distribution of latents for images [B, 3, H, W] in [0, 1], on its device."""
+def encoded_pixels(
+    vae: Any,
+    images: Tensor,
+    precision: VaePrecision,
+    noise: Tensor | None,
+    layout: Callable[[Tensor], Tensor] = lambda latents: latents,
+) -> Tensor:
+    """The VAE's own latents, float32 in a layout, of images [B, 3, H, W], or [B, 3, F, H, W], in [0, 1] on its device.
+
+    `noise` as in `ModelAdapter.encode_images`, in that layout.
+    """
     with arithmetic(precision):
-        return vae.encode((2 * images - 1).to(vae.dtype)).latent_dist
+        given = vae.encode((2 * images - 1).to(vae.dtype)).latent_dist
+    latents = layout(given.mean.float())
+    if noise is None:
+        return latents
+    if noise.shape != latents.shape:
+        raise ValueError(f"noise {tuple(noise.shape)} must be shaped like the latents {tuple(latents.shape)}")
+    return latents + layout(given.std.float()) * noise.to(latents.device)

@@ -17,14 +17,7 @@ from flowrl.core.types import Condition
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process
 from flowrl.diffusion.schedules import Schedule
 from flowrl.media.media import FPS
-from flowrl.models.memory.options import (
-    Checkpointing,
-    MemorySettings,
-    require_frozen,
-    require_own_type,
-    require_plain,
-    require_step,
-)
+from flowrl.models.memory.options import Checkpointing, MemorySettings, require_stored
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["native", "autocast"]
@@ -111,11 +104,14 @@ class ModelConfig:
     """Attention backend of the denoiser, by diffusers' name; null leaves the network's own."""
 
     def __post_init__(self) -> None:
-        require_frozen(self.memory, self.lora)
-        require_own_type(self.memory, self.shard)
-        if self.lora is not None:
-            require_plain(self.lora.kind, self.memory, shard=self.shard, compiled=self.compile is not None)
-        require_step(self.gradient_checkpointing)
+        kind = None if self.lora is None else self.lora.kind
+        require_stored(self.memory, kind, shard=self.shard, compiled=self.compile is not None)
+        every = self.gradient_checkpointing
+        if not isinstance(every, bool | str) and every < 2:
+            raise ValueError(
+                f"gradient_checkpointing={every} must be auto, true (every block), false, or n of at least 2 (every "
+                "n-th block)"
+            )
 
     @property
     def frames(self) -> int:

@@ -73,48 +73,41 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return {name: _cast(each, dtype) for name, each in value.items()} if isinstance(value, dict) else value
 
 
-def _float32(device: str, op: Any) -> Callable[..., Any]:
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments by place and by name."""
+
+
+def _float32(lower: torch.dtype, *args: Any, **kwargs: Any) -> _Call:
+    return _cast(args, torch.float32), _cast(kwargs, torch.float32)
+
+
+def _float32_result(lower: torch.dtype, *args: Any, **kwargs: Any) -> _Call:
+    given = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+    return args, kwargs if given or not _eligible(args[0]) else kwargs | {"dtype": torch.float32}
+
+
+def _norm(lower: torch.dtype, x: Tensor, p: Any = 2, *rest: Any) -> _Call:
+    dims = () if not rest else (*rest, False)[:2]
+    return (x, p, *dims), {"dtype": torch.float32 if _eligible(x) else x.dtype}
+
+
+def _widest(lower: torch.dtype, *args: Any, **kwargs: Any) -> _Call:
+    found = [value.dtype for value in (*args, *kwargs.values()) if _eligible(value)]
+    dtype = torch.float32 if torch.float32 in found else lower
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _lower(lower: torch.dtype, *args: Any, **kwargs: Any) -> _Call:
+    return _cast(args, lower), _cast(kwargs, lower)
+
+
+def _kernel(device: str, op: Any, rule: Callable[..., _Call]) -> Callable[..., Any]:
+    """The operator on what a rule makes of its arguments, under the autocast of a device."""
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = rule(torch.get_autocast_dtype(device), *args, **kwargs)
         with torch.autocast(device, enabled=False):
-            return op(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
-
-    return kernel
-
-
-def _float32_result(device: str, op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        given = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
-        dtype = {} if given or not _eligible(args[0]) else {"dtype": torch.float32}
-        with torch.autocast(device, enabled=False):
-            return op(*args, **kwargs | dtype)
-
-    return kernel
-
-
-def _norm(device: str, op: Any) -> Callable[..., Any]:
-    def kernel(x: Tensor, p: Any = 2, *rest: Any) -> Any:
-        dims = () if not rest else (*rest, False)[:2]
-        with torch.autocast(device, enabled=False):
-            return op(x, p, *dims, dtype=torch.float32 if _eligible(x) else x.dtype)
-
-    return kernel
-
-
-def _widest(device: str, op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        found = [value.dtype for value in (*args, *kwargs.values()) if _eligible(value)]
-        dtype = torch.float32 if torch.float32 in found else torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
-            return op(*_cast(args, dtype), **_cast(kwargs, dtype))
-
-    return kernel
-
-
-def _lower(device: str, op: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
-            return op(*_cast(args, dtype), **_cast(kwargs, dtype))
+            return op(*args, **kwargs)
 
     return kernel
 
@@ -136,17 +129,13 @@ class _RmsNorm(torch.autograd.Function):
         return torch.empty_like(x), None, torch.empty_like(weight) if ctx.needs_input_grad[2] else None
 
 
-def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
-    return _RmsNorm.apply(x, shape, weight)
-
-
 def kernels(device: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """(operator, its kernel under autocast of `device`) of the whole of CUDA's list."""
-    for names, kernel in ((FLOAT32, _float32), (FLOAT32_RESULT, _float32_result), (WIDEST, _widest), (LOWER, _lower)):
+    for names, rule in ((FLOAT32, _float32), (FLOAT32_RESULT, _float32_result), (WIDEST, _widest), (LOWER, _lower)):
         for name in names:
-            yield name, kernel(device, operator(name))
+            yield name, _kernel(device, operator(name), rule)
     for name, form in NORMS.items():
-        yield name, _norm(device, operator(form))
+        yield name, _kernel(device, operator(form), _norm)
 
 
 @contextmanager
@@ -161,7 +150,8 @@ def cuda_rules() -> Iterator[None]:
         for name, kernel in kernels("cpu"):
             if name not in lower:
                 library.impl(name, kernel, "AutocastCPU")
-        library.impl("_fused_rms_norm", _rms_norm, "AutogradCPU")
+        norm: Callable[..., Any] = lambda x, shape, weight=None, eps=None: _RmsNorm.apply(x, shape, weight)  # noqa: E731
+        library.impl("_fused_rms_norm", norm, "AutogradCPU")
         yield
     finally:
         library._destroy()

@@ -44,16 +44,14 @@ def imitate_casting(networks: Iterable[nn.Module], config: ModelConfig) -> None:
     for network in networks:
         for module in network.modules():
             if isinstance(module, nn.Linear | nn.Embedding) and module.weight.dtype == stored:
-                forward = _cast_linear if isinstance(module, nn.Linear) else _cast_embedding
-                module.forward = functools.partial(forward, module, dtype)
+                module.forward = functools.partial(_cast, module, dtype)
 
 
-def _cast_linear(module: Any, dtype: torch.dtype, x: Tensor) -> Tensor:
+def _cast(module: Any, dtype: torch.dtype, x: Tensor) -> Tensor:
+    """The forward of a linear layer, or of an embedding of ids."""
+    if isinstance(module, nn.Embedding):
+        return F.embedding(x, module.weight.to(dtype))
     return F.linear(x, module.weight.to(dtype), None if module.bias is None else module.bias.to(dtype))
-
-
-def _cast_embedding(module: Any, dtype: torch.dtype, ids: Tensor) -> Tensor:
-    return F.embedding(ids, module.weight.to(dtype))
 
 
 def _to_int8(module: Any) -> None:

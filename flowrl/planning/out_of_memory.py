@@ -49,7 +49,11 @@ def explained(error: BaseException, resolved: Resolved, world: World) -> BaseExc
     if not error.advice:
         facts = [_peak(world.device), _estimated(error.phases, resolved, world)]
         error.remedies = tuple(each for each in _remedies(error.phases, resolved, world) if _is_valid(each, resolved))
-        ways = [*map(str, error.remedies), *_others(error.phases, world)]
+        ways = [*map(str, error.remedies)]  # and what is no option with a value
+        if error.phases[0].startswith("reward"):
+            ways.append("the reward's own options (flowrl list rewards NAME), or serving it elsewhere (flowrl serve)")
+        ways += ["more processes with model.shard=true"] if world.size == 1 else []
+        ways.append("smaller model.height and model.width")
         error.advice = f". {'; '.join(facts)}. What lowers it: {', '.join(ways)}. {_RESUMED}"
     return error
 
@@ -110,13 +114,6 @@ def planned(resolved: Resolved, processes: int) -> Estimate:
     prompts = run_prompts(run, resolved.training.own_prompts)
     texts = {(p.text, p.images) for p in (*prompts.train, *prompts.evaluated)}
     return estimate(resolved, adapter, plan, prompts=len(texts), processes=processes)
-
-
-def _others(phases: Sequence[str], world: World) -> list[str]:
-    """What else lowers the memory, and is no option with a value."""
-    own = ["the reward's own options (flowrl list rewards NAME), or serving it elsewhere (flowrl serve)"]
-    more = ["more processes with model.shard=true"] if world.size == 1 else []
-    return [*(own if phases[0].startswith("reward") else []), *more, "smaller model.height and model.width"]
 
 
 def _remedies(phases: Sequence[str], resolved: Resolved, world: World) -> Iterator[Remedy]:

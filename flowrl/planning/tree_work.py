@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flowrl.config.resolved import Resolved
 from flowrl.credit.tree_credit import LeafRewards
@@ -61,7 +60,12 @@ def tree_work(resolved: Resolved, plan: StepPlan, iteration: int = 1) -> TreeWor
     """Counts of the plan's tree, pruned as the method prunes it for rewards that all differ."""
     tree = plan.tree
     assert tree is not None
-    live = _live(resolved, plan, iteration)  # [T, L, K]
+    algorithm: Any = resolved.algorithm.build()
+    rewards, weights = torch.rand(1, 1, resolved.group_size, generator=torch.Generator().manual_seed(0)), torch.ones(1)
+    credit = algorithm.on_tree(
+        algorithm.advantages(rewards, weights, (("", ()),)), LeafRewards(tree, rewards, weights), iteration
+    )
+    live = ~credit.pruned[0].unflatten(0, (-1, plan.leaves))  # [T, L, K]: trained steps on the path of each leaf
     edges, parents, kept = [0.0] * len(plan), [0.0] * len(plan), set()
     for k in plan.train:
         child = tree.noisy_children(k)
@@ -72,13 +76,3 @@ def tree_work(resolved: Resolved, plan: StepPlan, iteration: int = 1) -> TreeWor
         parents[k] = sum(len(parent[own].unique()) for own in taken) / len(live)
     nodes = tuple(len(tree.at(k)) for k in range(len(plan)))
     return TreeWork(tree.leaves, nodes, tuple(edges), tuple(parents), len(kept))
-
-
-def _live(resolved: Resolved, plan: StepPlan, iteration: int) -> Tensor:
-    """Trained steps on the path of each leaf, [T, L, K] bool, for the T trees of a prompt."""
-    algorithm: Any = resolved.algorithm.build()
-    rewards, weights = torch.rand(1, 1, resolved.group_size, generator=torch.Generator().manual_seed(0)), torch.ones(1)
-    assert plan.tree is not None
-    leaves = LeafRewards(plan.tree, rewards, weights)
-    credit = algorithm.on_tree(algorithm.advantages(rewards, weights, (("", ()),)), leaves, iteration)
-    return ~credit.pruned[0].unflatten(0, (-1, plan.leaves))

@@ -54,14 +54,8 @@ class Ahead(Generic[T]):
         """
         if self._pool is None:
             return next(self._draws)()
-        self._fill(self._pool)
+        while len(self._waiting) <= _DEPTH and (draw := next(self._draws, None)) is not None:
+            self._waiting.append(self._pool.submit(draw))
         if not self._waiting:
             raise StopIteration
         return self._waiting.popleft().result()
-
-    def _fill(self, pool: ThreadPoolExecutor) -> None:
-        while len(self._waiting) <= _DEPTH:
-            draw = next(self._draws, None)
-            if draw is None:
-                return
-            self._waiting.append(pool.submit(draw))

@@ -30,8 +30,7 @@ from flowrl.core.errors import ConfigError, ModelError, Remedy
 from flowrl.core.files import damaged, fsync_all, out_folder, writing
 from flowrl.models.base import torch_dtype
 from flowrl.models.generic.options import rate_of
-from flowrl.models.lora_formats.families import BY_PIPELINE
-from flowrl.models.lora_formats.places import Family
+from flowrl.models.lora_formats.families import BY_PIPELINE, Family
 from flowrl.models.lora_formats.reading import read_finite
 from flowrl.models.lora_formats.writing import Layout, renamed
 from flowrl.models.pipelines.classes import pipeline_class

@@ -60,7 +60,12 @@ class Stored:
         self.broken: set[tuple[int, int]] = set()
         self.most = 0
         files = [Path(f"part-{k}.parquet") for k in range(len(content))]
-        self.records = Shards(files, PICTURES, "t", lambda file, where: _File(self, int(file.stem.split("-")[1])))
+
+        class Held(Shards):
+            def _open(_, file: Path) -> Any:
+                return _File(self, int(file.stem.split("-")[1]))
+
+        self.records = Held(files, PICTURES, "t")
 
 
 class _File:

@@ -310,14 +310,15 @@ def types(remedy: Remedy, option: str, dtype: str) -> None:
 
 def saved(remedy: Remedy, name: str) -> None:
     """A LoRA whose tensors have no names in kohya's layout."""
-    from flowrl.models.lora_formats.sd3 import FAMILY
+    from flowrl.models.lora_formats.families import BY_PIPELINE
     from flowrl.models.lora_formats.writing import renamed
 
     if remedy.flag:  # the formats that rename nothing
         assert remedy.flag in ("--format merged", "--format diffusers")
         return
     pair = {f"{name}.lora_{half}.weight": torch.zeros(2, 2) for half in "AB"}
-    renamed(pair if name else {"alpha": torch.ones(1)}, 1.0, FAMILY, "kohya")
+    family = BY_PIPELINE["StableDiffusion3Pipeline"]
+    renamed(pair if name else {"alpha": torch.ones(1)}, 1.0, family, "kohya")
 
 
 def fused(remedy: Remedy) -> None:

@@ -23,7 +23,7 @@ from flowrl.commands.export import command
 from flowrl.core.errors import ConfigError, ModelError, WriteError
 from flowrl.core.files import fsync_all
 from flowrl.models.base import LoraSettings
-from flowrl.models.lora_formats import sd3
+from flowrl.models.lora_formats.families import BY_PIPELINE
 from flowrl.models.lora_formats.writing import renamed
 from flowrl.models.sd3 import LORA_TARGETS, Sd3
 from flowrl.models.weights.roles import Weights, read_lora
@@ -227,7 +227,7 @@ def test_the_kohya_file_is_named_after_the_run_and_says_what_it_is(run, tmp_path
 def test_a_module_without_a_kohya_name_is_refused():
     pair = {"norm_out.linear.lora_A.weight": torch.ones(2, 4), "norm_out.linear.lora_B.weight": torch.ones(4, 2)}
     with pytest.raises(ModelError, match=r"norm_out\.linear is not in the table of SD3 for the layout kohya"):
-        renamed(pair, 1.0, sd3.FAMILY, "kohya")
+        renamed(pair, 1.0, BY_PIPELINE["StableDiffusion3Pipeline"], "kohya")
 
 
 def foreign_run(folder: Path, model: dict) -> Path:

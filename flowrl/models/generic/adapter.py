@@ -23,7 +23,7 @@ from flowrl.models.generic.families import FAMILIES
 from flowrl.models.generic.images import blank
 from flowrl.models.generic.options import RATES
 from flowrl.models.generic.reentry import Visit
-from flowrl.models.memory.options import require_native, require_own_guidance, require_seen_overflow
+from flowrl.models.memory.options import require_own_call
 from flowrl.models.memory.savings import give_memory_back, place
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ class Config(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_native(self.shard)
-        require_own_guidance(self.guidance_gradient)
-        require_seen_overflow(self.vae_precision)
+        require_own_call(self.shard, self.guidance_gradient, self.vae_precision)
         rates = {"fps": self.fps} | {f"call.{name}": self.call.get(name) for name in RATES}
         for name, rate in rates.items():
             if rate is not None:
@@ -278,15 +276,11 @@ class Generic(ModelAdapter):
         if prediction is None or prediction.shape != x.shape:
             raise ModelError(f"{self.kind}: its loop did not end in scheduler.step() with a prediction of {x.shape}")
         if not self._entered:
-            self._require_own_latents(visit, x)
+            latents = None if visit.latents is None else self.images.stepped(visit.latents, self._shape)
+            if latents is None or not torch.equal(latents.to(self._loop_dtype), x.to(self._loop_dtype)):
+                raise ModelError(f"{self.kind} changes the latents between prepare_latents() and scheduler.step()")
+            self._entered = True
         return prediction if self.sign == 1 else -prediction
-
-    def _require_own_latents(self, visit: Visit, x: Tensor) -> None:
-        """Raise ModelError unless the loop works on the unchanged result of prepare_latents()."""
-        latents = None if visit.latents is None else self.images.stepped(visit.latents, self._shape)
-        if latents is None or not torch.equal(latents.to(self._loop_dtype), x.to(self._loop_dtype)):
-            raise ModelError(f"{self.kind} changes the latents between prepare_latents() and scheduler.step()")
-        self._entered = True
 
     def _pin(self, values: list[float]) -> Tensor:
         """Timesteps in the scheduler's type: whole numbers stay whole."""
@@ -300,17 +294,14 @@ class Generic(ModelAdapter):
             x = torch.zeros(1, *self._shape, device=self.device)
             options = {"timesteps": self._pin([value]), "latents": x, "stop_at_network": True}
             visit = self.entrance.enter(1, PROBE_GUIDANCE, **self._answers(self._probe), **options)
-            self._times[value] = (visit.network, self._require_one_time(visit))
+            given = visit.inputs[self.reentry.time_arguments[visit.network]]
+            fed = torch.as_tensor(given, device=self.device).flatten()
+            if self.images.holds:
+                fed = fed[fed != 0]  # the held part is clean
+            if not bool((fed == fed[0]).all()):
+                raise ModelError(f"{self.kind} feeds its network different timesteps within one sample")
+            self._times[value] = (visit.network, fed[0])
         return self._times[value]
-
-    def _require_one_time(self, visit: Visit) -> Tensor:
-        """The timestep input of the network."""
-        fed = torch.as_tensor(visit.inputs[self.reentry.time_arguments[visit.network]], device=self.device).flatten()
-        if self.images.holds:
-            fed = fed[fed != 0]  # the held part is clean
-        if not bool((fed == fed[0]).all()):
-            raise ModelError(f"{self.kind} feeds its network different timesteps within one sample")
-        return fed[0]
 
     @torch.no_grad()
     def _mixing_is_exact(self) -> bool:

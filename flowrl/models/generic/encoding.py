@@ -84,7 +84,10 @@ class Template:
     def condition(self, calls: Calls, batch: int) -> Condition:
         """Rows of encoded prompts."""
         parts = dict(leaves(calls, batch))
-        self._check_shared(parts, batch)
+        for place, kept in self.shared.items():
+            rows = rows_of(parts.get(place), batch)
+            if rows is None or any(row.shape != kept.shape for row in rows) or not _alike(kept, *rows):
+                raise ModelError(f"encode_prompt() returned a part {_name(place)} that only some prompts share")
         entries: dict[str, Tensor | list[Tensor]] = {}
         for place in sorted(self.varying, key=str):
             part = parts.get(place)
@@ -98,20 +101,10 @@ class Template:
             entries[_name(place)] = [row.clone() for row in rows] if self.ragged else torch.stack(rows)
         for place, dtype in self.masks.items():
             if _name(place) not in entries:
-                entries[_name(place)] = [
-                    torch.ones(len(row), dtype=dtype, device=row.device) for row in self._masked(entries, place)
-                ]
+                # The tokens of a mask: the first rows of the same call.
+                own = (v for k, v in entries.items() if k.split(".")[0] == str(place[0]) and v[0].ndim > 1)
+                entries[_name(place)] = [torch.ones(len(row), dtype=dtype, device=row.device) for row in next(own)]
         return Condition(entries)
-
-    def _check_shared(self, parts: dict[Place, Any], batch: int) -> None:
-        for place, kept in self.shared.items():
-            rows = rows_of(parts.get(place), batch)
-            if rows is None or any(row.shape != kept.shape for row in rows) or not _alike(kept, *rows):
-                raise ModelError(f"encode_prompt() returned a part {_name(place)} that only some prompts share")
-
-    def _masked(self, entries: dict[str, Any], mask: Place) -> list[Tensor]:
-        """The tokens of a mask: the first rows of the same call."""
-        return next(v for k, v in entries.items() if k.split(".")[0] == str(mask[0]) and v[0].ndim > 1)
 
     def key(self, cond: Condition, row: int) -> tuple:
         """Rows of equal keys may share a forward."""
@@ -125,13 +118,9 @@ class Template:
     @property
     def padded(self) -> bool:
         """Whether a mask separates padding from text."""
-        return any(self._is_mask(place) for place in self.varying)
-
-    def _is_mask(self, place: Place) -> bool:
-        rows = rows_of(dict(leaves(self.calls, 3))[place], 3)
-        return (
-            rows is not None and rows[0].ndim == 1 and not (rows[0].is_floating_point() and len(rows[0].unique()) > 2)
-        )
+        parts = dict(leaves(self.calls, 3))
+        first = (rows[0] for place in self.varying if (rows := rows_of(parts[place], 3)) is not None)
+        return any(row.ndim == 1 and not (row.is_floating_point() and len(row.unique()) > 2) for row in first)
 
     def rebuild(self, cond: Condition) -> Calls:
         """The results of `encode_prompt` for these prompts, call by call."""

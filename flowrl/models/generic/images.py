@@ -270,7 +270,7 @@ class ReferenceImages:
             if self.free is not None:
                 held[self.free] = 0.0
             entries[HELD] = [held.view_as(latents[0])]
-        return {name: _on(value, latents.device) for name, value in entries.items()}
+        return Condition(entries).to(latents.device).tensors
 
     def _layout(self, visit: Visit, parts: dict[Place, Any], sizes: Sizes) -> int:
         assert self.rows is not None
@@ -317,19 +317,14 @@ class ReferenceImages:
         for (method, k), alone in kept.shapes.items():
             value = tuple(part for place, part in sorted(parts.items()) if place[:2] == (method, k))
             answers.setdefault(method, []).append(value[0] if alone else value)
-        return {
-            "prepared": self._prepared(kept.prepared, parts, cond),
-            "answers": answers,
-            "images": [blank(size) for size in kept.sizes],
-        }
-
-    def _prepared(self, kept: Prepared, parts: dict[Place, Any], cond: Condition) -> Prepared:
-        own = [parts.get((PREPARE, 0, i)) for i in range(len(kept.parts))]
+        base = kept.prepared
+        own = [parts.get((PREPARE, 0, i)) for i in range(len(base.parts))]
         if self.family.holds:
-            own[kept.place or 0] = torch.stack(cond[HELD])
+            own[base.place or 0] = torch.stack(cond[HELD])
         elif self.mask is not None:
-            own[kept.place or 0] = torch.zeros(len(cond), *self.whole, device=cond[CONTENT].device)
-        return Prepared(tuple(own), kept.place, kept.dtype, self.free)
+            own[base.place or 0] = torch.zeros(len(cond), *self.whole, device=cond[CONTENT].device)
+        prepared = Prepared(tuple(own), base.place, base.dtype, self.free)
+        return {"prepared": prepared, "answers": answers, "images": [blank(size) for size in kept.sizes]}
 
     def to(self, device: torch.device) -> None:
         self.free = None if self.free is None else self.free.to(device)
@@ -340,7 +335,3 @@ class ReferenceImages:
 
 def _name(place: Place) -> str:
     return "pictures." + ".".join(map(str, place))
-
-
-def _on(value: Tensor | list[Tensor], device: torch.device) -> Tensor | list[Tensor]:
-    return [row.to(device) for row in value] if isinstance(value, list) else value.to(device)

@@ -14,7 +14,7 @@ from flowrl.core.errors import ModelError, Remedy
 from flowrl.core.registry import suggest
 from flowrl.media.media import FPS
 from flowrl.media.mp4 import require_rate
-from flowrl.models.base import network_config
+from flowrl.models.base import check_size, network_config
 from flowrl.models.generic.families import Family, Guidance, family_of, guidance_of
 from flowrl.models.pipelines.paths import lacks
 
@@ -116,12 +116,7 @@ class Size:
             side = asked[place] or _default_side(pipeline, name, place, parameters, network, scale)
             if side is None:
                 raise ModelError(f"{type(pipeline).__name__} has no default size: set model.height and model.width")
-            if side <= 0 or side % (scale * patch):
-                near = max(round(side / (scale * patch)), 1) * scale * patch
-                raise ModelError(
-                    f"model.{name}={side} must be a multiple of {scale * patch}",
-                    remedies=[Remedy({f"model.{name}": near})],
-                )
+            check_size(name, side, scale * patch)
             sides.append(side)
         return Size(sides[0], sides[1], scale * patch)
 

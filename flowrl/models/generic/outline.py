@@ -97,14 +97,15 @@ class Outline(Generic):
 
     def blank_condition(self, batch: int) -> Condition:
         """Embeddings of `batch` prompts without values; the numbers of their images have theirs."""
-        return Condition({name: self._blank(name, value, batch) for name, value in self._encoded.tensors.items()})
-
-    def _blank(self, name: str, value: Tensor | list[Tensor], batch: int) -> Tensor | list[Tensor]:
-        if isinstance(value, list):
-            return [torch.empty_like(value[0]) for _ in range(batch)]
-        if name in self._numbers:
-            return torch.tensor([self._numbers[name]] * batch)
-        return value.new_empty(batch, *value.shape[1:])
+        entries: dict[str, Tensor | list[Tensor]] = {}
+        for name, value in self._encoded.tensors.items():
+            if isinstance(value, list):
+                entries[name] = [torch.empty_like(value[0]) for _ in range(batch)]
+            elif name in self._numbers:
+                entries[name] = torch.tensor([self._numbers[name]] * batch)
+            else:
+                entries[name] = value.new_empty(batch, *value.shape[1:])
+        return Condition(entries)
 
     def encoder_tokens(self, name: str, encoder: nn.Module) -> int:
         return self.text_tokens[name]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowrl.core.errors import ConfigError, ModelError, WriteError
 from flowrl.core.files import cache_folder, read_object, write_atomically
@@ -144,13 +144,9 @@ def question(model: Generic, guidance_scale: float) -> dict[str, Any]:
         "device": model.device.type,
         "pipeline": _plain(model.pipeline.config),
         "scheduler": [type(model.pipeline.scheduler).__name__, _plain(model.pipeline.scheduler.config)],
-        "networks": {name: _network(part) for name, part in model.networks.items()},
+        "networks": {n: [type(part).__name__, _plain(network_config(part))] for n, part in model.networks.items()},
     }
     return json.loads(json.dumps(asked, sort_keys=True, default=str))
-
-
-def _network(part: nn.Module) -> list[Any]:
-    return [type(part).__name__, _plain(network_config(part))]
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from flowrl.models.lora_formats.families import family_of
-from flowrl.models.lora_formats.places import Place
+from flowrl.models.lora_formats.families import Place, family_of
 from flowrl.models.lora_formats.reading import HALF, LoraContents
 
 Members = dict[int, tuple[str, Place | None]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,8 @@ _PICKLES = {".bin", ".ckpt", ".pt", ".pth"}
 _EXPERTS = ("high_noise", "low_noise")
 
 
-@dataclass(slots=True)
-class _Update:
-    """A module of a file: A [r, in] and B [out, r]."""
-
-    down: Tensor
-    up: Tensor
+_Pair = tuple[Tensor, Tensor]
+"""A module of a file: A [r, in] and B [out, r]."""
 
 
 def start_from(path: str, networks: dict[str, nn.Module], lora: LoraSettings) -> None:
@@ -139,10 +134,10 @@ class _Reader:
             result[f"{name}.lora_A.weight"], result[f"{name}.lora_B.weight"] = down, up
         return result
 
-    def _updates(self, tensors: dict[str, Tensor]) -> dict[str, _Update]:
+    def _updates(self, tensors: dict[str, Tensor]) -> dict[str, _Pair]:
         halves: dict[str, dict[bool, Tensor]] = {}
         for given, value in tensors.items():
-            match = HALF.match(_OLDER.sub(_newer, given))
+            match = HALF.match(_OLDER.sub(lambda m: f".to_{m[1]}{'.0' * (m[1] == 'out')}.lora_{m[2]}.weight", given))
             if match is None and not given.endswith(".alpha"):
                 raise self.refuse(f"holds {given}, which is no part of a plain LoRA; convert it, or merge it")
             if match is None:
@@ -152,9 +147,9 @@ class _Reader:
             halves.setdefault(match["module"], {})[match["first"] is not None] = value
         if not halves:
             raise self.refuse("does not fit model.lora: it holds no LoRA")
-        return {name: _Update(pair[True], pair[False]) for name, pair in halves.items()}
+        return {name: (pair[True], pair[False]) for name, pair in halves.items()}
 
-    def _require_settings(self, contents: LoraContents, placed: dict[str, tuple[Tensor, Tensor]]) -> None:
+    def _require_settings(self, contents: LoraContents, placed: dict[str, _Pair]) -> None:
         """Raise ModelError where model.lora is not that of the file; it has the settings that are."""
         least, most = min(contents.scales.values()), max(contents.scales.values())
         if not math.isclose(least, most, rel_tol=1e-5):
@@ -200,31 +195,27 @@ class _Reader:
                 return tails
         return sorted(placed)
 
-    def _placed(self, updates: dict[str, _Update]) -> dict[str, tuple[Tensor, Tensor]]:
-        names, result = names_of(self.network, self.component), dict[str, tuple[Tensor, Tensor]]()
+    def _placed(self, updates: dict[str, _Pair]) -> dict[str, _Pair]:
+        names, result = names_of(self.network, self.component), dict[str, _Pair]()
         unknown = sorted(set(updates) - set(names))
         if unknown:  # the key that says most: a block that is not there
             raise self.refuse(self._unknown(next(filter(self._beyond, unknown), unknown[0])))
         for key, update in sorted(updates.items()):
-            pairs = self._slots(key, update.down, update.up, names[key])
-            for name, pair in pairs.items():
-                self._check_shape(key, name, pair)
+            pairs = self._slots(key, *update, names[key])
+            for name, (down, up) in pairs.items():
+                (out, into), wanted = (up.shape[0], down.shape[1]), self.shapes[name]
+                if (out, into) != wanted:
+                    raise self.refuse(
+                        f"is for another model, or another size of it: {key} changes a matrix of {out} x {into}, and "
+                        f"here it has {wanted[0]} x {wanted[1]}; give the model that it was made for"
+                    )
             twice = set(pairs) & set(result)
             if twice:
                 raise self.refuse(f"adapts {min(twice)} twice, under two names")
             result |= pairs
         return result
 
-    def _check_shape(self, key: str, name: str, pair: tuple[Tensor, Tensor]) -> None:
-        into, out = pair[0].shape[1], pair[1].shape[0]
-        if (out, into) != self.shapes[name]:
-            wanted = "{} x {}".format(*self.shapes[name])
-            raise self.refuse(
-                f"is for another model, or another size of it: {key} changes a matrix of {out} x {into}, and here it "
-                f"has {wanted}; give the model that it was made for"
-            )
-
-    def _slots(self, key: str, down: Tensor, up: Tensor, members: Members) -> dict[str, tuple[Tensor, Tensor]]:
+    def _slots(self, key: str, down: Tensor, up: Tensor, members: Members) -> dict[str, _Pair]:
         """The parts of one matrix; several slots share a whole A, or have their own rows of it."""
         name, place = next(iter(members.values()))
         widths = (1,) if place is None else place.widths
@@ -237,8 +228,9 @@ class _Reader:
         own = len(down) // count
         blocks = [slice(slot * own, (slot + 1) * own) for slot in range(count)]
         # As one rank of each slot only where the rank asked for says so: zeros alone would not tell.
-        apart = len(down) == count * self.lora.rank and _is_diagonal(rows, blocks)
-        result: dict[str, tuple[Tensor, Tensor]] = {}
+        off = (torch.cat([part[:, : b.start], part[:, b.stop :]], dim=1) for part, b in zip(rows, blocks, strict=True))
+        apart = len(down) == count * self.lora.rank and not any(bool(rest.any()) for rest in off)
+        result: dict[str, _Pair] = {}
         for slot, part in enumerate(rows):
             pair = (down[blocks[slot]], part[:, blocks[slot]]) if apart else (down, part)
             used = bool(pair[1].any()) or (apart and bool(pair[0].any()))
@@ -285,22 +277,8 @@ class _Reader:
         )
 
 
-def _is_diagonal(rows: tuple[Tensor, ...], blocks: list[slice]) -> bool:
-    """Whether each slot's rows of B are zero but for its own columns."""
-    for part, own in zip(rows, blocks, strict=True):
-        rest = torch.cat([part[:, : own.start], part[:, own.stop :]], dim=1)
-        if bool(rest.any()):
-            return False
-    return True
-
-
 _OLDER = re.compile(r"(?:\.processor)?\.to_(q|k|v|out)(?:_lora|\.lora)\.(down|up)\.weight$")
 """Names of diffusers before peft, of attentions alone."""
-
-
-def _newer(match: re.Match[str]) -> str:
-    return f".to_{match[1]}{'.0' * (match[1] == 'out')}.lora_{match[2]}.weight"
-
 
 _PREFIX = re.compile(r"^(lora_unet_|lora_transformer_|diffusion_model\.|transformer\.|unet\.)")
 _OUTSIDE = r"(img_in|txt_in|time_in|vector_in|guidance_in|final_layer|x_embedder_proj)[._]"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import ModelError, Remedy
-from flowrl.models.lora_formats.places import Family, Place
+from flowrl.models.lora_formats.families import Family, Place
 
 Layout = Literal["kohya", "comfyui"]
 

@@ -32,8 +32,10 @@ def borrowed_encoders(adapter: ModelAdapter, config: ModelConfig) -> Iterator[No
     Raises:
         ModelError: they cannot be loaded alone, or there is no memory for them.
     """
-    started, device = time.perf_counter(), _device(adapter)
-    _require_room("host memory", available_bytes(), _on_disk(Path(resolve_path(config.path))))
+    started, device = time.perf_counter(), next(adapter.network.parameters()).device
+    # Of a local folder, at most; a hub id has none.
+    files = Path(resolve_path(config.path)).glob("text_encoder*/*.safetensors")
+    _require_room("host memory", available_bytes(), sum(file.stat().st_size for file in files))
     encoders = _loaded(adapter, config)
     weights = sum(tensor.nbytes for part in encoders.values() for tensor in (*part.parameters(), *part.buffers()))
     visiting = device.type != "cpu" and "text_encoders" in config.memory.group_offload
@@ -56,10 +58,6 @@ def borrowed_encoders(adapter: ModelAdapter, config: ModelConfig) -> Iterator[No
     log.info("text encoders: %s loaded, used and freed in %.1f s", size(weights), time.perf_counter() - started)
 
 
-def _device(adapter: ModelAdapter) -> torch.device:
-    return next(adapter.network.parameters()).device
-
-
 def _loaded(adapter: ModelAdapter, config: ModelConfig) -> dict[str, nn.Module]:
     """The text encoders by the name of the component, in host memory; the other networks are not read."""
     pipeline, path = adapter.pipeline, resolve_path(config.path)
@@ -78,11 +76,6 @@ def _loaded(adapter: ModelAdapter, config: ModelConfig) -> dict[str, nn.Module]:
         made = type(pipeline).from_pretrained(path, **own, **parts)
     found = {name: part for name, part in made.components.items() if name.startswith("text_encoder")}
     return {name: part.requires_grad_(False).eval() for name, part in found.items() if isinstance(part, nn.Module)}
-
-
-def _on_disk(folder: Path) -> int:
-    """Bytes of the encoders' weights in a local folder, at most; 0 of a hub id."""
-    return sum(file.stat().st_size for file in folder.glob("text_encoder*/*.safetensors"))
 
 
 def _require_room(place: str, free: int | None, weights: int) -> None:

@@ -53,31 +53,28 @@ class MemorySettings:
         return {name: value for name, value in both.items() if value is not None}
 
 
-def require_frozen(settings: MemorySettings, lora: object | None) -> None:
-    """Raise ValueError if trained weights would be stored in few bits."""
+def require_stored(settings: MemorySettings, kind: str | None, *, shard: bool, compiled: bool) -> None:
+    """Refuse frozen weights that are stored in another way than the other options read or train them.
+
+    `kind`: of the LoRA; None: all weights are trained.
+
+    Raises:
+        OptionError: naming both options.
+    """
     for name, value in settings.few_bits.items():
-        if lora is None:
+        if kind is None:
             raise OptionError(
                 f"memory.{name}={value} needs lora: full fine-tuning trains these weights, and steps smaller than "
                 "their spacing would be lost",
                 remedies=[Remedy({"lora": {}}), Remedy({f"memory.{name}": None})],
             )
-
-
-def require_own_type(settings: MemorySettings, shard: bool) -> None:
-    """Raise ValueError if weights that are split over processes would change their type in each layer."""
-    for name, value in settings.few_bits.items():
         if shard:
             raise OptionError(
                 f"shard=true with memory.{name}={value}: FSDP2 gathers weights as they are stored, and these change "
                 "their type in each layer",
                 remedies=[Remedy({"shard": False}), Remedy({f"memory.{name}": None})],
             )
-
-
-def require_plain(kind: str, settings: MemorySettings, *, shard: bool, compiled: bool) -> None:
-    """Raise ValueError if a kind of LoRA that reads the frozen weight meets weights that are stored otherwise."""
-    if kind in ("lora", "rslora"):
+    if kind in (None, "lora", "rslora"):
         return
     others = {f"memory.{name}={value}": True for name, value in settings.few_bits.items()}
     for option, on in (others | {"shard=true": shard, "compile=blocks": compiled}).items():
@@ -89,40 +86,23 @@ def require_plain(kind: str, settings: MemorySettings, *, shard: bool, compiled:
             )
 
 
-def require_seen_overflow(vae_precision: str) -> None:
-    """Raise ValueError if images that overflow would be clamped in silence, by a pipeline's own code."""
-    if vae_precision == "float16":
+def require_own_call(shard: bool, gradient: str, vae_precision: str) -> None:
+    """Raise OptionError for what a pipeline's own call does not do: run in step, detach a branch, report overflow."""
+    if shard:
         raise OptionError(
-            "vae_precision=float16: the pipeline's own call clamps its images, so a value that overflows would become "
-            "white or black in silence; a family's native adapter reports it",
-            remedies=[Remedy({"vae_precision": "bfloat16"}), Remedy({"vae_precision": "tf32"})],
+            "shard=true: the pipeline's own call does not run in step on all processes; that of native adapters (sd, "
+            "sdxl, sd3, flux, qwen_image, wan) does",
+            remedies=[Remedy({"shard": False})],
         )
-
-
-def require_own_guidance(gradient: str) -> None:
-    """Raise ValueError if a pipeline's own guidance would lose the gradient of one branch."""
     if gradient != "both":
         raise OptionError(
             f"guidance_gradient={gradient}: guidance is inside the pipeline's own call, which evaluates both branches "
             "as it likes; native adapters (sd, sdxl, sd3, flux, qwen_image, wan) do not",
             remedies=[Remedy({"guidance_gradient": "both"})],
         )
-
-
-def require_step(checkpointing: Checkpointing) -> None:
-    """Raise ValueError for a number of blocks that is not one."""
-    if not isinstance(checkpointing, bool | str) and checkpointing < 2:
-        raise ValueError(
-            f"gradient_checkpointing={checkpointing} must be auto, true (every block), false, or n of at least 2 "
-            "(every n-th block)"
-        )
-
-
-def require_native(shard: bool) -> None:
-    """Raise ValueError if the weights of a pipeline's own call would be split over processes."""
-    if shard:
+    if vae_precision == "float16":
         raise OptionError(
-            "shard=true: the pipeline's own call does not run in step on all processes; that of native adapters (sd, "
-            "sdxl, sd3, flux, qwen_image, wan) does",
-            remedies=[Remedy({"shard": False})],
+            "vae_precision=float16: the pipeline's own call clamps its images, so a value that overflows would become "
+            "white or black in silence; a family's native adapter reports it",
+            remedies=[Remedy({"vae_precision": "bfloat16"}), Remedy({"vae_precision": "tf32"})],
         )

@@ -64,11 +64,7 @@ def cast_attention_norms(networks: Iterable[nn.Module]) -> None:
     for network in networks:
         for name, part in network.named_modules():
             if name.rpartition(".")[2] in _ATTENTION_NORMS:
-                part.register_forward_hook(_as_given)
-
-
-def _as_given(part: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.to(given[0].dtype)
+                part.register_forward_hook(lambda _, given, output: output.to(given[0].dtype))
 
 
 def join_products(layers: Iterable[Any]) -> None:
@@ -77,20 +73,17 @@ def join_products(layers: Iterable[Any]) -> None:
     Their classes are replaced by subclasses, so names of parameters, files and peft's own methods stay. LoRA on
     convolutions, DoRA and LoKr keep peft's forward, which computes in float32 and casts back.
     """
+    from peft.tuners.lora.layer import LoraLayer
+
     for layer in layers:
         base = layer.get_base_layer()
-        if isinstance(base, nn.Linear) and _is_plain(layer):
+        # The update is scale B A and nothing else.
+        is_plain = isinstance(layer, LoraLayer) and ADAPTER not in layer.lora_variant
+        if isinstance(base, nn.Linear) and is_plain:
             layer.__class__ = _joined(type(layer))
             # Layers with weights in few bits may return a view, which must not be written to.
             layer.adds_in_place = type(base) is nn.Linear and base.weight.is_floating_point()
             layer.adds_in_place &= type(base.weight) is nn.Parameter
-
-
-def _is_plain(layer: Any) -> bool:
-    """Whether the update of a layer is scale B A and nothing else."""
-    from peft.tuners.lora.layer import LoraLayer
-
-    return isinstance(layer, LoraLayer) and ADAPTER not in layer.lora_variant
 
 
 class _Joined:

@@ -206,21 +206,18 @@ class Weights:
             role, _, name = flat.partition("/")
             roles.setdefault(role, {})[name] = value
         for role, values in roles.items():
-            self._check(values, role)
+            for name, value in self.values.items():
+                if name not in values or values[name].shape != value.shape:
+                    result = tuple(values[name].shape) if name in values else "nothing"
+                    raise ModelError(
+                        f"the checkpoint's {role} weights do not fit this model: "
+                        f"{name} is {tuple(value.shape)} here, {result} there"
+                    )
             if role == "policy":
                 for name, value in self.values.items():
                     value.data.copy_(values[name])
             else:
                 self.copies[role] = {name: values[name].to(v.device).clone() for name, v in self.values.items()}
-
-    def _check(self, values: dict[str, Tensor], role: str) -> None:
-        for name, value in self.values.items():
-            if name not in values or values[name].shape != value.shape:
-                result = tuple(values[name].shape) if name in values else "nothing"
-                raise ModelError(
-                    f"the checkpoint's {role} weights do not fit this model: "
-                    f"{name} is {tuple(value.shape)} here, {result} there"
-                )
 
     def load_lora(self, path: str) -> None:
         """Start from a saved LoRA of the same rank, alpha and targets (`model.init_lora`), in any layout that is read.

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError
 from flowrl.models.base import LoraSettings
-from flowrl.models.lora_formats import unet, wan
-from flowrl.models.lora_formats.families import family_of
-from flowrl.models.lora_formats.places import same
+from flowrl.models.lora_formats.families import Family, family_of
 from flowrl.models.lora_formats.start import start_from
 from flowrl.models.lora_formats.writing import Layout, renamed
 from flowrl.models.weights.precision import ADAPTER
@@ -307,7 +305,7 @@ def test_each_key_of_a_published_adapter_has_a_module(adapter, tmp_path):
         return
     file: dict[str, Tensor] = {}
     for name in modules:
-        key = _written(adapter, name)
+        key = _written(adapter, name, family)
         down, up = (state[f"{name}.lora_{half}.weight"] for half in "AB")
         values = {"down": down, "A": down, "up": up, "B": up, "alpha": torch.tensor(float(RANK))}
         file |= {f"{key}.{end}": values[end.removeprefix("lora_").partition(".")[0]] for end in adapter["ends"]}
@@ -316,15 +314,14 @@ def test_each_key_of_a_published_adapter_has_a_module(adapter, tmp_path):
     assert all(torch.equal(back[name], value) for name, value in state.items())
 
 
-def _written(adapter: dict[str, Any], module: str) -> str:
+def _written(adapter: dict[str, Any], module: str, family: Family) -> str:
     """The published name of a module."""
     if "tail" in adapter:
         head, end = module.rsplit(".attn", 1)
         return f"{adapter['prefix']}{head}.{adapter['tail'][f'attn{end}']}"
     number = next(part for part in module.split(".") if part.isdigit())
-    table = {"wan21-t2v-1.3b": wan.place, "sdxl": unet.place_xl}.get(adapter["model"], same)(module)
-    assert table is not None
-    ending = table.dotted.replace(".", "_")
+    place = family.place(module) if adapter["model"] in ("wan21-t2v-1.3b", "sdxl") else None
+    ending = (module if place is None else place.dotted).replace(".", "_")
     listed = [key.format(n=number) for key in adapter["keys"]]
     [found] = [key for key in listed if key.replace(".", "_").endswith(ending)]
     return found
