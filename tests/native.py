@@ -18,6 +18,7 @@ from flowrl.algorithms.flow_grpo import Config as GrpoConfig
 from flowrl.algorithms.flow_grpo import FlowGrpo
 from flowrl.config.load import load_config, resolve
 from flowrl.core import registry
+from flowrl.core.strict import validate
 from flowrl.core.types import SampleId
 from flowrl.diffusion.plan import solver_plan, window
 from flowrl.diffusion.process import FlowProcess
@@ -110,6 +111,14 @@ def beside(pipe: Any, size: tuple[int, int], **call: Any) -> generic.Generic:
     return generic.Generic(pipe, generic.Config(path="tiny", height=size[0], width=size[1], call=call))
 
 
+def entered(name: str, size: tuple[int, int] | None = None, pipe: Any = None, **options: Any) -> generic.Generic:
+    """The generic adapter around the tiny pipeline of that name, a fresh one or the given one."""
+    case = (tiny.CASES | tiny.IMAGED | tiny.SOUNDING)[name]
+    height, width = size or case.sizes[0]
+    made = {"path": "tiny", "height": height, "width": width, "call": dict(case.call)} | options
+    return generic.Generic(tiny.make(name) if pipe is None else pipe, validate(generic.Config, made, "model"))
+
+
 def drawn(model: Any, batch: int, guidance_scale: float, steps: int) -> tuple[Tensor, Tensor]:
     """(starting noise, clean latents) of the adapter under the plain Euler plan."""
     ids = [SampleId(slot, 0) for slot in range(batch)]
@@ -122,23 +131,13 @@ def drawn(model: Any, batch: int, guidance_scale: float, steps: int) -> tuple[Te
 
 def own_call(pipe: Any, size: tuple[int, int], noise: Tensor, steps: int, **call: Any) -> tuple[Tensor, Tensor]:
     """(latents after the loop, images) of the pipeline's own call from the same noise."""
-    left: list[Tensor] = []
-    step, prompts = pipe.scheduler.step, PROMPTS[: len(noise)]
-
-    def stepping(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        left.append(result[0])
-        return result
-
+    prompts = PROMPTS[: len(noise)]
     call = tokens(pipe) | {"output_type": "pt", "return_dict": False} | call
     if isinstance(call.get("negative_prompt"), str):
         call["negative_prompt"] = [call["negative_prompt"]] * len(prompts)
-    pipe.scheduler.step = stepping
-    try:
-        options = {"height": size[0], "width": size[1], "num_inference_steps": steps, "latents": noise}
+    options = {"height": size[0], "width": size[1], "num_inference_steps": steps, "latents": noise}
+    with tiny.stepped(pipe) as left:
         images = pipe(prompt=prompts, **options | call)[0]
-    finally:
-        del pipe.scheduler.step
     return left[-1], images
 
 

@@ -16,7 +16,7 @@ from flowrl.core.errors import ModelError
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.data.text_cache import Texts
 from flowrl.models.base import packed_grid
-from flowrl.models.generic.adapter import Config, Generic
+from flowrl.models.generic.adapter import Generic
 from flowrl.models.generic.families import FAMILIES
 from flowrl.models.weights.roles import Weights
 from flowrl.rollout.library import Model
@@ -25,59 +25,20 @@ from flowrl.samplers.base import StepDistribution
 from tests import native
 from tests import tiny_pipelines as tiny
 from tests.native import drawn, lora
+from tests.native import entered as adapter
 
 EVERY = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name, case in tiny.CASES.items()]
 WITH_LORA = [case for case in EVERY if case.values[0] != "pixart_sigma"]
 GUIDED = 3.0
 
 
-def adapter(name: str, size: tuple[int, int] | None = None, **options: Any) -> Generic:
-    """The generic adapter around a fresh tiny pipeline."""
-    height, width = size or tiny.CASES[name].sizes[0]
-    config = Config(path="tiny", height=height, width=width, call=tiny.CASES[name].call, **options)
-    return Generic(tiny.make(name), config)
-
-
 def own_call(
     pipe: Any, name: str, size: tuple[int, int], noise: Tensor, batch: int, guidance_scale: float, steps: int
 ) -> tuple[Tensor, Tensor]:
     """(latents that leave the loop, pictures) of the pipeline's own call from the same noise."""
-    left: list[Tensor] = []
-    step, prepare = pipe.scheduler.step, pipe.prepare_latents
-
-    def stepping(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        left.append(result[0] if isinstance(result, tuple) else result.prev_sample)
-        return result
-
-    def preparing(*args: Any, **kwargs: Any) -> Any:
-        found = prepare(*args, **kwargs)
-        return (noise, *found[1:]) if isinstance(found, tuple) else noise
-
-    call, true_cfg = dict(tiny.CASES[name].call), name.startswith("qwen_image")
-    if name == "hunyuan_video_1_5":
-        pipe.guider.guidance_scale = guidance_scale
-    else:
-        call["true_cfg_scale" if true_cfg else "guidance_scale"] = guidance_scale
-    if true_cfg and guidance_scale > 1:
-        call["negative_prompt"] = [""] * batch
-    if "negative_prompt" in call and isinstance(call["negative_prompt"], str):
-        call["negative_prompt"] = [call["negative_prompt"]] * batch
-    if name in ("sana", "sana_video", "pixart_sigma"):
-        call["use_resolution_binning"] = False
-    pipe.scheduler.step, pipe.prepare_latents = stepping, preparing
-    try:
-        pictures = pipe(
-            prompt=tiny.PROMPTS[:batch],
-            height=size[0],
-            width=size[1],
-            num_inference_steps=steps,
-            output_type="pt",
-            return_dict=False,
-            **call,
-        )[0]
-    finally:
-        del pipe.scheduler.step, pipe.prepare_latents
+    call = tiny.CASES[name].own_call(pipe, size, guidance_scale, steps, batch)
+    with tiny.stepped(pipe, lambda latents: noise) as left:
+        pictures = pipe(prompt=tiny.PROMPTS[:batch], **call)[0]
     return left[-1], pictures
 
 

@@ -26,8 +26,9 @@ from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.encoding import learn
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3
-from tests.contracts.test_models import adapter, noise_like
+from tests.contracts.test_models import noise_like
 from tests.native import drawn, lora
+from tests.native import entered as adapter
 
 CALL = {"max_sequence_length": tiny.TOKENS}
 
@@ -39,9 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def around(name: str, made: Any, **options: Any) -> Generic:
     """An adapter around a pipeline that the test has changed."""
-    height, width = tiny.CASES[name].sizes[0]
-    options = {"height": height, "width": width, "call": tiny.CASES[name].call} | options
-    return Generic(made, Config(path="tiny", **options))
+    return adapter(name, pipe=made, **options)
 
 
 # ---- from a folder

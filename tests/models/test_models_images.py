@@ -25,7 +25,7 @@ from flowrl.samplers.ode import Ode
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3
 from tests.contracts.test_models import GUIDED, noise_like
-from tests.contracts.test_models import adapter as of_text
+from tests.native import entered as adapter
 from tests.native import lora, trained
 
 ALL = [pytest.param(name, marks=() if case.fast else pytest.mark.slow) for name, case in tiny.IMAGED.items()]
@@ -44,56 +44,27 @@ def images_of(name: str, seed: int, size: tuple[int, int] = (20, 12)) -> list[Im
     return [picture(seed + 100 * place, large) for place in range(case.images)]
 
 
-def adapter(name: str, size: tuple[int, int] | None = None, pipe: Any = None) -> Generic:
-    height, width = size or tiny.IMAGED[name].sizes[0]
-    config = Config(path="tiny", height=height, width=width, call=tiny.IMAGED[name].call)
-    return Generic(pipe or tiny.make(name), config)
-
-
 def own_call(
     model: Generic, name: str, size: tuple[int, int], noise: Tensor, pictures: list[Any], scale: float
 ) -> tuple[Tensor, Tensor]:
     """(latents that leave the loop, pictures) of the pipeline's own call for one prompt from the same noise."""
-    pipe, case, left = model.pipeline, tiny.IMAGED[name], []
-    step, prepare = pipe.scheduler.step, pipe.prepare_latents
+    pipe, case = model.pipeline, tiny.IMAGED[name]
 
-    def stepping(*args: Any, **kwargs: Any) -> Any:
-        left.append(step(*args, **kwargs)[0])
-        return (left[-1],)
-
-    def preparing(*args: Any, **kwargs: Any) -> Any:
-        found = prepare(*args, **kwargs)
-        latents = found[0] if isinstance(found, tuple) else found
+    def given(latents: Tensor) -> Tensor:
         if name == "ltx_image":
             # Tokens, the first frame's in front.
-            given = torch.cat([latents[:, : noise[0, 0, 0].numel()], noise.flatten(2).transpose(1, 2)], dim=1)
-        elif name in ("sana_video_image", "wan_2_2_frame"):
-            given = torch.cat([latents[:, :, :1], noise], dim=2)
-        else:
-            given = noise
-        return (given, *found[1:]) if isinstance(found, tuple) else given
+            return torch.cat([latents[:, : noise[0, 0, 0].numel()], noise.flatten(2).transpose(1, 2)], dim=1)
+        return torch.cat([latents[:, :, :1], noise], dim=2) if name in ("sana_video_image", "wan_2_2_frame") else noise
 
-    call = dict(case.call) | case.own | case.guided(pipe, scale)
+    call = case.own_call(pipe, size, scale, 4)
     if model.frame_images:  # by the pipeline's own cropping, of the size that the adapter hands it
         pictures = [fitted_frame(each, *size) for each in pictures]
     if pictures:
         call |= {"image": pictures} if case.listed else dict(zip(("image", "last_image"), pictures, strict=False))
-    if "max_area" in call:
+    if name == "flux_kontext":
         call["max_area"] = size[0] * size[1]
-    if name != "hunyuan_video_1_5_image":
-        call |= {"height": size[0], "width": size[1]}
-    pipe.scheduler.step, pipe.prepare_latents = stepping, preparing
-    try:
-        made = pipe(
-            prompt=tiny.PROMPTS[0],
-            num_inference_steps=4,
-            output_type="pt",
-            return_dict=False,
-            generator=torch.Generator().manual_seed(0),
-            **call,
-        )[0]
-    finally:
-        del pipe.scheduler.step, pipe.prepare_latents
+    with tiny.stepped(pipe, given) as left:
+        made = pipe(prompt=tiny.PROMPTS[0], generator=torch.Generator().manual_seed(0), **call)[0]
     # Of what Wan's scheduler made of the image's places nothing is left.
     return left[-1][:, :, 1:] if name == "wan_2_2_frame" else left[-1], made
 
@@ -272,7 +243,7 @@ def test_a_model_of_text_only_refuses_prompts_with_pictures():
     message = r"prompt 1, 'a', has 1 image\(s\), but StableDiffusion3Pipeline takes none"
     with pytest.raises(ConfigError, match=message):
         require_images([one], tiny_sd3.adapter(), "data.prompts", one)
-    model = of_text("sd3")
+    model = adapter("sd3")
     with pytest.raises(ConfigError, match=message):
         require_images([one], model, "data.prompts", one)
     with pytest.raises(ModelError, match=r"StableDiffusion3Pipeline takes none \(see docs/models\.md\)"):

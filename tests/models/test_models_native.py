@@ -345,6 +345,10 @@ class Real:
     """Tensors of its LoRA."""
     dead: int = 0
     sigmas: list[float] = field(default_factory=list)
+    values: int | None = None
+    """Of the denoiser's file, which holds the table of positions too; None: not published."""
+    second: float | None = None
+    """The second of twenty sigmas."""
 
 
 SIZE = {"height": 512, "width": 512}
@@ -364,6 +368,24 @@ REAL = {
         adapted=2 * 191,
         dead=1,
         sigmas=[1, 0.96013, 0.91335, 0.85769, 0.79037, 0.70728, 0.60215, 0.46488, 0.27805, 0.00893, 0],
+        # Counted on the real weights by public code (its SOURCE.md).
+        values=2_469_663_936,
+    ),
+    "sd3 large": Real(
+        "sd35-large",
+        {"max_sequence_length": 256, "load_t5": False},
+        {
+            "transformer": 8_056_627_520,
+            "vae": 83_819_683,
+            "text_encoder": 123_650_304,
+            "text_encoder_2": 694_659_840,
+        },
+        (16, 128, 128),
+        {"prompt_embeds": (333, 4096), "pooled": (2048,)},
+        adapted=2 * 303,
+        dead=1,
+        # total_size of the repository's weight index, two bytes a value.
+        values=16_292_561_536 // 2,
     ),
     "flux": Real(
         "flux1-dev",
@@ -425,6 +447,30 @@ REAL = {
         {"prompt_embeds": (512, 4096)},
         adapted=2 * 30 * 8,
     ),
+    "generic hunyuan": Real(
+        "hunyuan-video-1.5-720p-t2v",
+        {"height": 352, "width": 624, "call": {"num_frames": 81}},
+        {
+            "transformer": 8_326_608_160,
+            "vae": 1_260_634_115,
+            "text_encoder": 7_070_619_136,
+            "text_encoder_2": 219_314_944,
+        },
+        (32, 21, 22, 39),
+        {"0.0": (256, 3584), "0.1": (256,), "0.2": (256, 1472), "0.3": (256,)},
+        adapted=880,
+        dead=2,
+        second=9 * 0.95 / (1 + 8 * 0.95),  # at shift 9
+    ),
+    "generic ltx": Real(
+        "ltx-video",
+        {"height": 480, "width": 704, "call": {"num_frames": 97}},
+        {"transformer": 1_923_385_472, "vae": 419_193_649, "text_encoder": 4_762_310_656},
+        (13 * 15 * 22, 128),
+        {"0.0": (128, 4096), "0.1": (128,)},
+        adapted=448,
+        second=0.9919,
+    ),
 }
 """Family and what tells its models apart -> the model."""
 
@@ -439,8 +485,24 @@ def test_the_real_shape_is_the_published_one(name):
     assert model.latent_shape() == real.latents
     assert model.condition_shapes() == real.condition
     assert len(model.dead_lora_modules()) == real.dead
+    assert set(model.dead_lora_modules()) <= {name for name, _ in model.network.named_modules()}
+    assert {(p.device.type, p.dtype) for p in model.network.parameters()} == {("meta", torch.bfloat16)}
+    assert next(model.pipeline.vae.parameters()).dtype == torch.float32
+    if real.values is not None:
+        assert sum(value.numel() for value in model.network.state_dict().values()) == real.values
+    if real.second is not None:
+        assert float(model.schedule(20).sigmas[1]) == pytest.approx(real.second, abs=1e-4)
     if real.sigmas:  # the pipeline's own grid
         assert_close(model.schedule(len(real.sigmas) - 1).sigmas, torch.tensor(real.sigmas), atol=1e-5, rtol=0)
     with torch.device("meta"):
         weights = Weights(model.network, LoraSettings(rank=64, alpha=128), model.lora_targets, seed=0)
     assert len(weights.parameters) == real.adapted
+
+
+def test_each_has_the_scale_of_its_own_guidance():
+    """The guider is a component like the others; without one the scale would have no place."""
+    folder = ROOT / "assets" / "model_configs" / "hunyuan-video-1.5-720p-t2v"
+    module = registry.load("models", "generic")
+    model = module.skeleton(module.Config(path="any", height=64, width=64, call={"num_frames": 5}), folder)
+    assert model.pipeline.guider.config.guidance_scale == 6.0
+    assert model.branches(6.0) == 2

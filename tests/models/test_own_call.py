@@ -14,21 +14,19 @@ import torch
 from flowrl.core.errors import ModelError
 from flowrl.core.files import cache_folder
 from flowrl.models.generic import own_call, reentry
-from flowrl.models.generic.adapter import Config, Generic
+from flowrl.models.generic.adapter import Generic
 from flowrl.planning.parity import require_own_call
 from flowrl.training.world import World
 from tests import tiny_pipelines as tiny
 from tests.contracts.test_models import GUIDED
+from tests.native import entered
 
 ALONE = World(0, 1, torch.device("cpu"))
 EVERY = tiny.CASES | tiny.IMAGED
 
 
 def around(name: str, made: Any = None, **options: Any) -> Generic:
-    case = (EVERY | tiny.SOUNDING)[name]
-    height, width = case.sizes[0]
-    config = Config(path="tiny", height=height, width=width, call=case.call, **options)
-    return Generic(tiny.make(name) if made is None else made, config)
+    return entered(name, pipe=made, **options)
 
 
 def drifting(by: float) -> Any:

@@ -36,11 +36,7 @@ def adapter(case: str, **options: Any) -> Any:
     pipe = tiny.make(name or family)
     if options.get("dtype") == "bfloat16":
         native.halved(pipe)
-    if name:
-        size, call = tiny.CASES[name].sizes[0], dict(tiny.CASES[name].call)
-        made = {"path": "tiny", "height": size[0], "width": size[1], "call": call} | options
-        return generic.Generic(pipe, validate(generic.Config, made, "model"))
-    return sd3.Sd3(pipe, config(**options))
+    return native.entered(name, pipe=pipe, **options) if name else sd3.Sd3(pipe, config(**options))
 
 
 def adapted(model: Any) -> Weights:

@@ -13,7 +13,6 @@ from torch.testing import assert_close
 
 from flowrl.core.assets import asset_roots
 from flowrl.core.errors import ModelError
-from flowrl.core.strict import validate
 from flowrl.models import generic, sd3
 from flowrl.models._vae import cast_vae, decoded_pixels
 from flowrl.models.memory.options import MemorySettings
@@ -33,9 +32,7 @@ def adapter(case: str, **options: Any) -> Any:
     pipe = tiny.make(name or family)
     cast_vae(pipe, options.get("vae_precision", "tf32"))
     if name:
-        size, call = tiny.CASES[name].sizes[0], dict(tiny.CASES[name].call)
-        made = {"path": "tiny", "height": size[0], "width": size[1], "call": call} | options
-        return generic.Generic(pipe, validate(generic.Config, made, "model"))
+        return native.entered(name, pipe=pipe, **options)
     return native.adapter(family, pipe, (16, 16), **options)
 
 

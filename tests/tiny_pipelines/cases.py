@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.tiny_pipelines.images import IMAGES
 from tests.tiny_pipelines.stubs import TOKENS, Recipe
@@ -38,18 +40,27 @@ class Case:
     enlarged: int = 0
     """Pixels by which their sides are longer than in other cases."""
 
-    def guided(self, pipe: Any, scale: float) -> dict[str, Any]:
-        """Arguments of the pipeline's own call at that guidance, for one prompt."""
+    def own_call(
+        self, pipe: Any, size: tuple[int, int], scale: float, steps: int, batch: int | None = None
+    ) -> dict[str, Any]:
+        """Arguments of the pipeline's own call at that guidance, for a list of prompts; batch None: for one alone."""
+        call: dict[str, Any] = {"height": size[0], "width": size[1], **self.call, **self.own}
+        call |= {"num_inference_steps": steps, "output_type": "pt", "return_dict": False}
         if self.scale is None:
             pipe.guider.guidance_scale = scale
-            return {}
-        negative = {"negative_prompt": ""} if self.scale == "true_cfg_scale" and scale > 1 else {}
-        return {self.scale: scale, **negative}
+        else:
+            call[self.scale] = scale
+        if self.scale == "true_cfg_scale" and scale > 1:
+            call["negative_prompt"] = ""
+        if "negative_prompt" in call and batch is not None:
+            call["negative_prompt"] = [call["negative_prompt"]] * batch
+        return {name: value for name, value in call.items() if value is not None}
 
 
 _TOKENS = {"max_sequence_length": TOKENS}
 _LAYERS = {**_TOKENS, "text_encoder_out_layers": [1, 2]}
 _CLIP = {"num_frames": 9, **_TOKENS}
+_NO_BINS = {"use_resolution_binning": False}
 CASES: dict[str, Case] = {
     "sd": Case(IMAGES["sd"], fast=True),
     "sdxl": Case(IMAGES["sdxl"]),
@@ -57,10 +68,12 @@ CASES: dict[str, Case] = {
     "flux": Case(IMAGES["flux"], _TOKENS, fast=True),
     "flux_true_cfg": Case(IMAGES["flux"], {**_TOKENS, "true_cfg_scale": 3.0, "negative_prompt": "blue"}),
     "chroma": Case(IMAGES["chroma"], _TOKENS),
-    "qwen_image": Case(IMAGES["qwen_image"], _TOKENS, fast=True),
+    "qwen_image": Case(IMAGES["qwen_image"], _TOKENS, fast=True, scale="true_cfg_scale"),
     "wan": Case(VIDEOS["wan"], _CLIP, ((16, 16), (32, 16)), fast=True),
     "wan_2_2": Case(VIDEOS["wan_2_2"], _CLIP, ((16, 16), (32, 16))),
-    "sana": Case(IMAGES["sana"], {**_TOKENS, "complex_human_instruction": []}, ((32, 32), (64, 32)), fast=True),
+    "sana": Case(
+        IMAGES["sana"], {**_TOKENS, "complex_human_instruction": []}, ((32, 32), (64, 32)), fast=True, own=_NO_BINS
+    ),
     "z_image": Case(IMAGES["z_image"], _TOKENS, fast=True, free=0.0),
     "lumina_2": Case(IMAGES["lumina_2"], {**_TOKENS, "system_prompt": "a"}, ((32, 32), (48, 32))),
     "ltx": Case(VIDEOS["ltx"], {"num_frames": 9, **_TOKENS}, ((32, 32), (64, 32)), fast=True),
@@ -70,32 +83,35 @@ CASES: dict[str, Case] = {
         {"num_frames": 9, "prompt_template": {"template": "a {}", "crop_start": 1}, **_TOKENS},
         ((16, 16), (32, 16)),
     ),
-    "hunyuan_video_1_5": Case(VIDEOS["hunyuan_video_1_5"], {"num_frames": 5}, ((16, 16), (32, 16)), batches=(1,)),
+    "hunyuan_video_1_5": Case(
+        VIDEOS["hunyuan_video_1_5"], {"num_frames": 5}, ((16, 16), (32, 16)), batches=(1,), scale=None
+    ),
     "cogvideox": Case(VIDEOS["cogvideox"], _CLIP, ((16, 16), (32, 16))),
     "cogview_4": Case(IMAGES["cogview_4"], {"max_sequence_length": 16}, ((16, 16), (32, 16))),
     "aura_flow": Case(IMAGES["aura_flow"], _TOKENS, ((16, 16), (24, 16))),
     "flux_2": Case(IMAGES["flux_2"], _LAYERS),
     "flux_2_klein": Case(IMAGES["flux_2_klein"], _LAYERS),
-    "qwen_image_2_1": Case(IMAGES["qwen_image_2_1"], sizes=((32, 32), (64, 32)), batches=(1,)),
+    "qwen_image_2_1": Case(IMAGES["qwen_image_2_1"], sizes=((32, 32), (64, 32)), batches=(1,), scale="true_cfg_scale"),
     "krea_2": Case(IMAGES["krea_2"], {"max_sequence_length": 16}, free=0.0),
     "ovis_image": Case(IMAGES["ovis_image"], {"max_sequence_length": 16}),
-    "pixart_sigma": Case(IMAGES["pixart_sigma"], _TOKENS),
+    "pixart_sigma": Case(IMAGES["pixart_sigma"], _TOKENS, own=_NO_BINS),
     "sana_video": Case(
         VIDEOS["sana_video"],
         {"frames": 9, "complex_human_instruction": [], "max_sequence_length": 16},
         ((32, 32), (64, 32)),
+        own=_NO_BINS,
     ),
 }
 
 _LISTED = {"batches": (1,), "images": 2, "listed": True}
 _FRAME = {"batches": (1,), "images": 1}
 _WIDE = ((16, 16), (32, 16))
+_UNSIZED: dict[str, Any] = {"height": None, "width": None}
 IMAGED: dict[str, Case] = {
     "flux_kontext": Case(
         IMAGES["flux_kontext"],
         {**_TOKENS, "_auto_resize": False},
         fast=True,
-        own={"max_area": None},
         **_FRAME,
     ),
     # Images of at least 64 pixels a side.
@@ -130,14 +146,14 @@ IMAGED: dict[str, Case] = {
         **_FRAME,
     ),
     "hunyuan_video_1_5_image": Case(
-        VIDEOS["hunyuan_video_1_5_image"], {"num_frames": 5}, ((16, 16), (24, 8)), scale=None, **_FRAME
+        VIDEOS["hunyuan_video_1_5_image"], {"num_frames": 5}, ((16, 16), (24, 8)), scale=None, own=_UNSIZED, **_FRAME
     ),
     "cogvideox_image": Case(VIDEOS["cogvideox_image"], _CLIP, _WIDE, **_FRAME),
     "sana_video_image": Case(
         VIDEOS["sana_video_image"],
         {"frames": 9, "complex_human_instruction": [], "max_sequence_length": 16},
         ((32, 32), (64, 32)),
-        own={"use_resolution_binning": False},
+        own=_NO_BINS,
         enlarged=4,
         **_FRAME,
     ),
@@ -162,3 +178,30 @@ def make(name: str, seed: int = 0) -> Any:
                     nn.init.normal_(p, std=0.1)
     made.set_progress_bar_config(disable=True)
     return made
+
+
+@contextmanager
+def stepped(pipe: Any, given: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
+    """What leaves each step of the pipeline's own calls inside; `given` is made of their first latents."""
+    left: list[Tensor] = []
+    step, prepare = pipe.scheduler.step, pipe.prepare_latents
+
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        left.append(result[0] if isinstance(result, tuple) else result.prev_sample)
+        return result
+
+    def preparing(*args: Any, **kwargs: Any) -> Any:
+        found = prepare(*args, **kwargs)
+        assert given is not None
+        return (given(found[0]), *found[1:]) if isinstance(found, tuple) else given(found)
+
+    pipe.scheduler.step = stepping
+    if given is not None:
+        pipe.prepare_latents = preparing
+    try:
+        yield left
+    finally:
+        del pipe.scheduler.step
+        if given is not None:
+            del pipe.prepare_latents
