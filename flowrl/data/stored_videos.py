@@ -51,14 +51,18 @@ class Frames:
                 continue
             remedy = "data.pairs.frames=cut takes a part of a longer one"
             remedy = remedy if frames > self.count else "give longer videos"
-            words = f"{name} has {frames} frames, and model.num_frames={self.count}; set it to theirs, or {remedy}"
-            raise Unfit("frames the model does not take", words)
+            raise Unfit(
+                "frames the model does not take",
+                f"{name} has {frames} frames, and model.num_frames={self.count}; set it to theirs, or {remedy}",
+            )
         if len(found) < 2:
             return
         (chosen, frames, rate), (rejected, others, other_rate) = found
         if frames != others:
-            words = f"{chosen} has {frames} frames, {rejected} has {others}; cut both to the same length"
-            raise Unfit("frame counts differ", words)
+            raise Unfit(
+                "frame counts differ",
+                f"{chosen} has {frames} frames, {rejected} has {others}; cut both to the same length",
+            )
         if rate is not None and other_rate is not None and abs(rate - other_rate) > _RATE_TOLERANCE * rate:
             raise Unfit(
                 "frame rates differ",
@@ -69,8 +73,10 @@ class Frames:
     def _facts(self, source: Path | bytes | None) -> tuple[str, int, float | None]:
         """(name, frames, frames a second or None) of a video."""
         if not isinstance(source, Path):
-            words = "videos inside a table are not read; save them as files and give their paths"
-            raise Unfit("video not given as a path", words)
+            raise Unfit(
+                "video not given as a path",
+                "videos inside a table are not read; save them as files and give their paths",
+            )
         try:
             frames, rate = facts(source)
         except ConfigError:  # the package that reads it is not installed
@@ -78,8 +84,7 @@ class Frames:
         except media.UNREADABLE as error:
             raise Unfit("unreadable video", f"{source.name}: {error}") from None
         if rate is None and frames == 1 and self.count is not None:
-            words = f"{source.name} is an image, and the model makes videos; set model.num_frames=1"
-            raise Unfit("not a video", words)
+            raise Unfit("not a video", f"{source.name} is an image, and the model makes videos; set model.num_frames=1")
         return source.name, frames, rate
 
 

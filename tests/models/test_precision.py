@@ -329,7 +329,7 @@ def test_the_choice_is_the_configurations(options, autocasts):
     model = tiny_sd3.adapter(**options)
     trained = weights.trainable(model, model.config, seed=0)
     assert model.autocasts is autocasts
-    assert all(("_precision" in type(layer).forward.__module__) is not autocasts for layer in trained.layers)
+    assert all(("weights.precision" in type(layer).forward.__module__) is not autocasts for layer in trained.layers)
 
 
 def test_a_frozen_network_runs_in_its_own_type():

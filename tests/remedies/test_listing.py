@@ -29,7 +29,7 @@ LEFT = {
         apps/migration/engine.py:Draft.gpus media/mp4.py:write core/paths.py:expanded.fill
         credit/advantages.py:_normalised credit/selection.py:SelectConfig.check_group
         data/given_samples.py:Given.require_readable data/options.py:DataConfig.__post_init__
-        data/stored_videos.py:Frames._facts data/stored_videos.py:Frames._require_length
+        data/stored_videos.py:Frames._facts data/stored_videos.py:Frames.require
         evaluation/previews.py:preview_prompts evaluation/previews.py:require_own evaluation/previews.py:require_learned
         apps/suites/running/exchange.py:with_results apps/suites/_reading.py:text_of apps/suites/vbench.py:compat
         models/pipelines/classes.py:_reader models/pipelines/classes.py:_download moving_shapes.py:split
