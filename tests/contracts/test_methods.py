@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from flowrl.contracts.checking import component_of
 from flowrl.contracts.laws import ContractError, Law
 from flowrl.contracts.methods import LAWS, MethodTrial
 from flowrl.core import registry
+from flowrl.diffusion.plan import StepPlan
 from flowrl.losses.batches import LossOutput
 from tests.toys import algorithms
 
@@ -78,11 +80,7 @@ class Restless(Sound):
 
     def plan(self, schedule, sampler, iteration, seed):
         Restless.calls += 1
-        return (
-            super()
-            .plan(schedule, sampler, iteration, seed + Restless.calls)
-            .__class__(schedule, (0.1 * Restless.calls,) * len(schedule), (0,))
-        )
+        return StepPlan(schedule, (0.1 * Restless.calls,) * len(schedule), (0,))
 
 
 class Lopsided(Sound):
@@ -105,23 +103,15 @@ class Drifting(Sound):
         return super().log_ratio(policy, batch, sampler) + 0.1
 
 
-class Vector(Sound):
-    def loss(self, batch, networks):
-        found = super().loss(batch, networks)
-        return LossOutput(found.loss.expand(2), found.metrics)
+def losing(change: Callable[[torch.Tensor, Any, Any], torch.Tensor]) -> type[Sound]:
+    """A sound method but for `change(loss, batch, networks)`."""
 
+    class Losing(Sound):
+        def loss(self, batch, networks):
+            found = super().loss(batch, networks)
+            return LossOutput(change(found.loss, batch, networks), found.metrics)
 
-class Mean(Sound):
-    def loss(self, batch, networks):
-        found = super().loss(batch, networks)
-        return LossOutput(found.loss / len(batch), found.metrics)
-
-
-class Detached(Sound):
-    def loss(self, batch, networks):
-        found = super().loss(batch, networks)
-        anchor = next(iter(networks.weights.parameters.values())).sum()
-        return LossOutput(found.loss.detach() + anchor, found.metrics)
+    return Losing
 
 
 class Careless(Sound):
@@ -129,12 +119,6 @@ class Careless(Sound):
         found = super().advantages(rewards.clone(), weights, prompts)
         rewards.mul_(2)
         return found
-
-
-class Still(Sound):
-    def loss(self, batch, networks):
-        found = super().loss(batch, networks)
-        return LossOutput(0 * found.loss, found.metrics)
 
 
 class Forgetful(Sound):
@@ -148,11 +132,11 @@ BREAKS: dict[str, type[flowrl.Method]] = {
     "failed rewards": Trusting,
     "retired": Retiring,
     "ratio": Drifting,
-    "loss": Vector,
-    "sum": Mean,
-    "gradient": Detached,
+    "loss": losing(lambda loss, *_: loss.expand(2)),
+    "sum": losing(lambda loss, batch, _: loss / len(batch)),
+    "gradient": losing(lambda loss, _, net: loss.detach() + next(iter(net.weights.parameters.values())).sum()),
     "inputs": Careless,
-    "update": Still,
+    "update": losing(lambda loss, *_: 0 * loss),
     "state": Forgetful,
 }
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,34 +87,24 @@ class Nowhere(Sound):
         raise ValueError("no path is mine")
 
 
-class NoisyAtZero(Sound):
-    def transition(self, process, prediction, x, step):
-        found = super().transition(process, prediction, x, step)
-        return dataclasses.replace(found, std=found.std + 0.1)
+def changed(change: Callable[[StepDistribution, Any, torch.Tensor, Any], StepDistribution]) -> type[Sampler]:
+    """A sound sampler but for `change(distribution, prediction, x, step)`."""
+
+    class Changed(Sound):
+        def transition(self, process, prediction, x, step):
+            return change(super().transition(process, prediction, x, step), prediction, x, step)
+
+    return Changed
 
 
 class Deaf(Sound):
     def transition(self, process, prediction, x, step):
-        return super().transition(process, prediction, x, dataclasses.replace(step, noise_level=0 * step.noise_level))
+        return super().transition(process, prediction, x, replace(step, noise_level=0 * step.noise_level))
 
 
-class Half(Sound):
-    def transition(self, process, prediction, x, step):
-        found = super().transition(process, prediction, x, step)
-        return dataclasses.replace(found, mean=found.mean.to(x.dtype))
-
-
-class Mixing(Sound):
-    def transition(self, process, prediction, x, step):
-        found = super().transition(process, prediction, x, step)
-        return dataclasses.replace(found, mean=found.mean + step.noise_level.max() * found.mean.mean())
-
-
-class Careless(Sound):
-    def transition(self, process, prediction, x, step):
-        found = super().transition(process, prediction, x, step)
-        prediction.eps_hat.mul_(2)
-        return found
+def careless(found, prediction, x, step):
+    prediction.eps_hat.mul_(2)
+    return found
 
 
 class WrongGain(Sound):
@@ -124,30 +117,10 @@ class Backwards(Sound):
         return -super().velocity_gain(step)
 
 
-class Endless(Sound):
-    def transition(self, process, prediction, x, step):
-        found = super().transition(process, prediction, x, step)
-        return dataclasses.replace(found, std=found.std * torch.where(step.sigma > 0.95, torch.inf, 1.0))
-
-
-class Frozen(Sound):
-    def transition(self, process, prediction, x, step):
-        found = super().transition(process, prediction, x, step)
-        return dataclasses.replace(found, mean=found.mean.detach())
-
-
-class Picky(Sound):
-    def transition(self, process, prediction, x, step):
-        if bool((step.sigma_next > 0.5).any()) and bool((step.noise_level > 0).any()):
-            raise ValueError(f"sigma_next={float(step.sigma_next.max())} is too noisy for me")
-        return super().transition(process, prediction, x, step)
-
-
-class AfraidOfNoise(Sound):
-    def transition(self, process, prediction, x, step):
-        if bool((step.sigma_next > 0.99).any()):
-            raise ValueError(f"sigma_next={float(step.sigma_next.max())} is too noisy for me")
-        return super().transition(process, prediction, x, step)
+def afraid(found, prediction, x, step, above=0.99, of=-1.0):
+    if bool((step.sigma_next > above).any() and (step.noise_level > of).any()):
+        raise ValueError(f"sigma_next={float(step.sigma_next.max())} is too noisy for me")
+    return found
 
 
 class Ambitious(Sound):
@@ -159,17 +132,21 @@ class Ambitious(Sound):
 BREAKS: dict[str, type[Sampler]] = {
     "declarations": Misdeclared,
     "paths": Nowhere,
-    "without noise": NoisyAtZero,
+    "without noise": changed(lambda found, *_: replace(found, std=found.std + 0.1)),
     "with noise": Deaf,
-    "half precision": Half,
-    "rows": Mixing,
-    "inputs": Careless,
+    "half precision": changed(lambda found, _, x, step: replace(found, mean=found.mean.to(x.dtype))),
+    "rows": changed(
+        lambda found, _, x, step: replace(found, mean=found.mean + step.noise_level.max() * found.mean.mean())
+    ),
+    "inputs": changed(careless),
     "velocity gain": WrongGain,
     "direction": Backwards,
-    "density": Endless,
-    "gradient": Frozen,
-    "every grid": Picky,
-    "every grid without noise": AfraidOfNoise,
+    "density": changed(
+        lambda found, _, x, step: replace(found, std=found.std * torch.where(step.sigma > 0.95, torch.inf, 1.0))
+    ),
+    "gradient": changed(lambda found, *_: replace(found, mean=found.mean.detach())),
+    "every grid": changed(partial(afraid, above=0.5, of=0.0)),
+    "every grid without noise": changed(afraid),
     "order": Ambitious,
 }
 
