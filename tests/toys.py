@@ -183,6 +183,12 @@ class Session:
         size = self.batch_size if batch_size is None else batch_size
         return list(microbatches(self.drawn, advantage[:, None], self.adapter, batch_size=size, order=order))
 
+    def batch(self, advantage: Tensor | None = None) -> Microbatch:
+        """All edges at once; `draw_advantages` unless others are given."""
+        given = draw_advantages(len(self.edges)) if advantage is None else advantage
+        (batch,) = self.batches(given, batch_size=len(self.edges))
+        return batch
+
     @property
     def drawn(self) -> Trajectories:
         return Trajectories(self.plan, self.samples, self.edges, self.cond, self.rows)
@@ -275,6 +281,14 @@ def learner_of(session: Session, *, updates: int = 2, batch_size: int = 4, **opt
     """A learner on one process; `options` are of its context."""
     context = context_of(session, optim_of(updates, batch_size), **options)
     return Learner(training_of(session.algorithm), context, Optimizer(session.weights, context.optim, 100))
+
+
+def updated(session: Session, rewards: Tensor, weights: Sequence[float] = (1.0,), **options: Any) -> Sums:
+    """What one iteration's updates said; rewards [R, P, G], credited by the algorithm; `options` are of the learner."""
+    sums, prompts = Sums(), tuple((f"prompt {slot}", ()) for slot in range(rewards.shape[1]))
+    credit = session.algorithm.advantages(rewards, torch.tensor(weights), prompts)
+    learner_of(session, **options).update(1, rollout_of(session, rewards), credit, sums)
+    return sums
 
 
 def replay_of(
@@ -384,6 +398,11 @@ def loss_of(algorithm: SampleMethod, outputs: Outputs) -> LossOutput:
 def draw(seed: int, *shape: int) -> Tensor:
     """Normal numbers in float64; six rows of eight unless another shape is given."""
     return torch.randn(shape or (6, 8), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+CLEAN, EPS, V = draw(1), draw(2), draw(3)
+TARGET = EPS - CLEAN
+"""Six terms of a flow, what the policy says of them, and what it should say."""
 
 
 def loss_and_gradient(

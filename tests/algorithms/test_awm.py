@@ -11,16 +11,12 @@ from flowrl.algorithms import awm, rwr
 from flowrl.algorithms._matching import AnchorConfig
 from flowrl.credit.advantages import AdvantageConfig, advantages
 from flowrl.losses.matching import elbo_weight, matching_log_prob, mean_square
-from tests.toys import draw, loss_and_gradient
+from tests.toys import CLEAN, EPS, TARGET, V, loss_and_gradient
 
 M, OFF = 6, AnchorConfig(coef=0.0)
 SIGMA = torch.tensor([0.9, 0.5, 0.2, 0.9, 0.5, 0.2])
 SAMPLE = torch.tensor([0, 0, 0, 1, 1, 1])
 ADVANTAGE = torch.tensor([0.8, 0.8, 0.8, -0.3, -0.3, -0.3])
-
-
-CLEAN, EPS, V = draw(1), draw(2), draw(3)
-TARGET = EPS - CLEAN
 
 
 def found(config: awm.Config, *, old: Tensor | None = None, **options: Tensor):
@@ -43,7 +39,7 @@ def test_on_policy_the_ratio_is_1_and_the_gradient_that_of_the_weighted_error(ra
     assert loss == pytest.approx(-float(ADVANTAGE.sum()))
     assert metrics["policy/ratio_mean"] == M
     assert metrics["policy/clip_fraction"] == 0
-    v = draw(3).requires_grad_(True)
+    v = V.clone().requires_grad_(True)
     error = matching_log_prob(mean_square(v, TARGET), SIGMA, weighting)
     (expected,) = torch.autograd.grad(-(ADVANTAGE * error).sum(), v)
     assert_close(gradient, expected, rtol=1e-9, atol=1e-12)

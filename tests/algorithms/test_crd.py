@@ -10,16 +10,13 @@ from torch.testing import assert_close
 from flowrl.algorithms._matching import AnchorConfig
 from flowrl.algorithms.crd import Config, build
 from flowrl.losses.matching import implicit_reward, optimality, pool_weights, reward_fit
-from tests.toys import draw, loss_and_gradient
+from tests.toys import CLEAN, EPS, TARGET, V, draw, loss_and_gradient
 
 M, OFF = 6, AnchorConfig(coef=0.0)
 SIGMA = torch.tensor([0.9, 0.9, 0.9, 0.4, 0.4, 0.4])
 GROUP = torch.tensor([5, 5, 5, 1, 1, 1])
 ADVANTAGE = torch.tensor([1.5, -0.5, -1.0, 5.0, 2.5, -5.0])
-
-
-CLEAN, EPS, V, OLD = draw(1), draw(2), draw(3), draw(4)
-TARGET = EPS - CLEAN
+OLD = draw(4)
 
 
 def found(config: Config, v: Tensor = V, old: Tensor = OLD, rows: slice = slice(None), **roles: Tensor):

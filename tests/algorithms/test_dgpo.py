@@ -16,16 +16,12 @@ from flowrl.algorithms.dgpo import Config, build
 from flowrl.losses.matching import overshot
 from flowrl.rollout.policy import Policy
 from flowrl.samplers.ode import Ode
-from tests.toys import Moves, ToyAdapter, draw, loss_and_gradient
+from tests.toys import CLEAN, EPS, TARGET, Moves, ToyAdapter, V, draw, loss_and_gradient
 
 M, OFF = 6, AnchorConfig(coef=0.0)
 SIGMA = torch.tensor([0.9, 0.9, 0.9, 0.4, 0.4, 0.4])
 GROUP = torch.tensor([5, 5, 5, 1, 1, 1])
 ADVANTAGE = torch.tensor([1.2, -0.2, -1.0, 0.5, 0.5, -1.0])
-
-
-CLEAN, EPS, V = draw(1), draw(2), draw(3)
-TARGET = EPS - CLEAN
 
 
 def found(config: Config, reference: Tensor, average: Tensor, **options: Tensor):

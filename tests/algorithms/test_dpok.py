@@ -221,7 +221,7 @@ def test_the_loss_of_a_batch_is_the_one_written_by_hand(surrogate):
     run = session(clip_range=0.1, surrogate=surrogate, kl=AnchorKL(coef=0.0))
     nudge(run.adapter.network, 5e-3)
     advantage = draw_advantages(len(run.edges))
-    (batch,) = run.batches(advantage, batch_size=36)
+    batch = run.batch(advantage)
     output = run.algorithm.loss(batch, run.networks)
     with torch.no_grad():
         ratio = run.algorithm.log_ratio(run.networks.transition(batch), batch, DDIM).exp()
@@ -240,7 +240,7 @@ def test_the_kl_is_the_step_gaussians_or_the_plain_square_of_the_noise(form, vp)
     reference = copy.deepcopy(run.adapter.network)
     nudge(run.adapter.network)
     moved = run.adapter.network
-    (batch,) = run.batches(torch.zeros(len(run.edges)), batch_size=36)
+    batch = run.batch(torch.zeros(len(run.edges)))
     found = run.algorithm.loss(batch, run.networks).metrics["policy/kl_reference"]
     process, x, prompt = run.adapter.process, batch.latents, batch.cond["prompt"]
     kind = run.adapter.prediction_type
@@ -324,20 +324,8 @@ def test_a_run_whose_every_sample_failed_leaves_the_weights_alone():
 # ---- options
 
 
-def test_its_geometry_is_checked_before_a_model_is_loaded():
-    config = Config()
-    config.check_group(1)
-    config.check_geometry(6, 50, 1)  # the official 6 prompts of 50 steps
-    with pytest.raises(ValueError, match=r"updates_per_iteration=2 .*; try optim.updates_per_iteration=1$"):
-        config.check_geometry(6, 50, 2)
-    with pytest.raises(ValueError, match="buffer=1000 holds less than the 1029 transitions"):
-        config.check_geometry(21, 50, 1)
-    Config(sde_steps=[0, 1]).check_geometry(500, 50, 1)
-
-
 def test_its_buffer_is_counted_again_once_the_last_step_is_known_to_be_trained():
     config = Config()
-    config.check_geometry(20, 51, 1)  # 1000 transitions, were the last step clean
     config.check_trained(20, 50)
     with pytest.raises(ValueError, match="buffer=1000 holds less than the 1020 transitions"):
         config.check_trained(20, 51)

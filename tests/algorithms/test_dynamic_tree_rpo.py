@@ -123,14 +123,14 @@ def test_the_window_slides_and_keeps_its_leaves_to_the_end():
 def clipped(sensitivity: float, advantage: float, size: float) -> torch.Tensor:
     session = session_of(clip_sensitivity=sensitivity, clip_range=size)
     nudge(session.adapter.network, 0.02)
-    (batch,) = session.batches(torch.full((len(session.edges),), advantage), batch_size=64)
+    batch = session.batch(torch.full((len(session.edges),), advantage))
     return session.algorithm.loss(batch, session.networks).per_step["policy/clip_fraction"]
 
 
 def test_the_clip_range_is_the_plain_one_at_advantage_0_and_wider_in_the_advantages_direction():
     session = session_of()
     nudge(session.adapter.network, 0.02)
-    (batch,) = session.batches(torch.ones(len(session.edges)), batch_size=64)
+    batch = session.batch(torch.ones(len(session.edges)))
     change = session.algorithm.log_ratio(session.networks.transition(batch), batch, LAW).detach().exp() - 1
     size = float(change.abs().median())
     for advantage in (1.0, -1.0):
@@ -143,8 +143,7 @@ def test_the_clip_range_is_the_plain_one_at_advantage_0_and_wider_in_the_advanta
         for sensitivity in (0.0, 0.5):
             plain = session_of(clip_sensitivity=sensitivity, clip_range=size)
             nudge(plain.adapter.network, 0.02)
-            (batch,) = plain.batches(torch.zeros(len(plain.edges)), batch_size=64)
-            losses.append(plain.algorithm.loss(batch, plain.networks).loss)
+            losses.append(plain.algorithm.loss(plain.batch(torch.zeros(len(plain.edges))), plain.networks).loss)
     assert torch.equal(*losses)
 
 

@@ -9,15 +9,14 @@ from torch.testing import assert_close
 from flowrl.algorithms import flow_grpo
 from flowrl.algorithms.flow_dppo import Config, build
 from flowrl.losses.ratio import masked_ratio_loss
-from tests.toys import ToyAdapter, draw_advantages, nudge, off_policy, roll_out
+from tests.toys import ToyAdapter, nudge, off_policy, roll_out
 
 
 def test_at_threshold_zero_exactly_the_aligned_terms_are_dropped():
     """r > 1 and A > 0, or r < 1 and A < 0."""
     session = roll_out(ToyAdapter(), algorithm=build(Config(threshold=0.0)))
     nudge(session.adapter.network)
-    advantage = draw_advantages(len(session.edges))
-    (batch,) = session.batches(advantage, batch_size=30)
+    batch = session.batch()
     output = session.algorithm.loss(batch, session.networks)
     ratio, a = output.per_step["policy/ratio"], batch.advantage[:, 0]
     aligned = ((ratio > 1) & (a > 0)) | ((ratio < 1) & (a < 0))
@@ -33,7 +32,7 @@ def test_between_the_extremes_the_far_and_aligned_terms_are_dropped(divisor):
     """KL = mean((mean - mean_old)^2 / (2 w)) per edge, or the plain square, against the threshold."""
     session = roll_out(ToyAdapter(), algorithm=build(Config(divisor=divisor)))
     nudge(session.adapter.network)
-    (batch,) = session.batches(draw_advantages(len(session.edges)), batch_size=30)
+    batch = session.batch()
     with torch.no_grad():
         policy = session.networks.transition(batch)
     kl = (policy.mean - batch.columns["mean_old"]).square().flatten(1).mean(1)

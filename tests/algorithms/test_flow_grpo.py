@@ -19,7 +19,6 @@ from flowrl.credit.advantages import AdvantageConfig
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.windows import MixWindow
 from flowrl.samplers import dance_sde, flow_sde
-from flowrl.training.replay_gate import tolerance
 from tests.toys import Session, ToyAdapter, assert_same_gradient, bitwise, draw_advantages, nudge, off_policy, roll_out
 
 LEVEL = 0.7
@@ -77,31 +76,6 @@ def test_edges_that_share_a_start_have_the_gradient_of_edges_forwarded_one_by_on
     assert [(len(batch.latents), len(batch)) for batch in together] == [(2, 6)]
     apart = [session.batches(advantage, order=torch.tensor([e]))[0] for e in range(6)]
     assert_gradients_close(gradient(together), gradient(apart))
-
-
-@pytest.mark.parametrize("guidance_scale", GUIDANCE)
-@pytest.mark.parametrize("batch_size", [1, 3, 6])
-def test_the_ratio_is_bitwise_one_before_the_first_update_at_every_trained_step(batch_size, guidance_scale):
-    """At the rollout's batch composition, through the real microbatches and loss."""
-    session = roll_out(ToyAdapter(key_per_step=True), batch_size=batch_size, guidance_scale=guidance_scale)
-    seen = []
-    for batch in session.batches(draw_advantages(len(session.edges))):
-        assert len(batch) == batch_size
-        output = session.algorithm.loss(batch, session.networks)
-        assert output.per_step["policy/ratio"].tolist() == [1.0] * batch_size
-        assert output.per_step["policy/clip_fraction"].tolist() == [0.0] * batch_size
-        seen += batch.step.index.tolist()
-    assert sorted(set(seen)) == list(session.plan.train)
-    assert len(seen) == len(session.edges)
-
-
-def test_in_another_batch_composition_the_ratio_is_one_within_the_gate():
-    """a tenth of the clip range, at most 1e-5 in float32."""
-    session = roll_out(ToyAdapter(), batch_size=6)
-    allowed = tolerance(session.algorithm, session.policy.sampler, torch.float32)
-    for batch in session.batches(draw_advantages(len(session.edges)), batch_size=7):
-        ratio = session.algorithm.loss(batch, session.networks).per_step["policy/ratio"]
-        assert float(ratio.log().abs().max()) < allowed
 
 
 # ---- the gradient

@@ -128,12 +128,3 @@ def test_with_cps_the_gradient_is_that_of_the_unscaled_log_prob():
         ((batch.advantage[:, 0] * square).sum() / len(session.edges)).backward()
     for name, p in session.adapter.network.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-7)
-
-
-# ---- options
-
-
-def test_a_window_that_could_hold_the_last_step_is_refused_before_a_model_is_loaded():
-    """hi = T trains the sharp last step."""
-    with pytest.raises(ValueError, match="last of 10 steps"):
-        Config(high=10).check(SDE, 10)

@@ -16,7 +16,7 @@ from flowrl.diffusion.process import FlowProcess, VPProcess
 from flowrl.losses.ratio import normalised_log_ratio
 from flowrl.samplers import cps, dance_sde, ddim, flow_sde
 from flowrl.samplers.base import StepDistribution
-from tests.toys import ToyAdapter, draw_advantages, make_step, nudge, roll_out
+from tests.toys import ToyAdapter, make_step, nudge, roll_out
 
 SDE = flow_sde.build(flow_sde.Config())
 DANCE = dance_sde.build(dance_sde.Config())
@@ -121,7 +121,7 @@ def test_a_sample_does_not_change_the_ratio_of_another():
     """It fails for the official code, whose bias is averaged over the batch."""
     session = roll_out(ToyAdapter(), algorithm=build(Config()))
     nudge(session.adapter.network, 0.05)
-    (batch,) = session.batches(draw_advantages(len(session.edges)), batch_size=30)
+    batch = session.batch()
     policy = session.networks.transition(batch)
     before = session.algorithm.log_ratio(policy, batch, SDE)
     other = dataclasses.replace(policy, mean=torch.cat([policy.mean[:1] + 5, policy.mean[1:]]))

@@ -12,15 +12,11 @@ from torch.testing import assert_close
 
 from flowrl.algorithms import raft, ram, rwr
 from flowrl.algorithms._matching import AnchorConfig
-from tests.toys import Moves, draw, loss_and_gradient
+from tests.toys import CLEAN, EPS, TARGET, Moves, V, draw, loss_and_gradient
 
 M, NAN, ONE = 6, math.nan, torch.ones(1)
 SIGMA = torch.linspace(0.1, 1.0, M)
 REWARDS = torch.tensor([[[0.1, 0.9, 0.9, 0.2], [0.3, NAN, 0.5, 0.4], [0.7, 0.7, 0.7, 0.7]]])
-
-
-CLEAN, EPS, V = draw(1), draw(2), draw(3)
-TARGET = EPS - CLEAN
 
 
 def found(method, advantage: Tensor, v: Tensor = V, **roles: Tensor):

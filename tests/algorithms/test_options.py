@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from flowrl.algorithms.base import EdgeMethod
@@ -78,6 +80,24 @@ REFUSED = [
     ("sage_grpo", {"trust": {"factor": 1.0}}, "factor=1.0"),
     *((name, {"spatial": {}}, "unknown key") for name in algorithms(EdgeMethod) if name not in POSITIONAL),
 ]
+TOO_SHORT = [
+    ("dance_grpo", {"timestep_fraction": 0.1}, 6, r"must be at least 0\.2"),
+    ("ddpo", {"timestep_fraction": 0.1}, 6, r"must be at least 0\.167"),
+    ("flow_grpo_fast", {"high": 10}, 10, "last of 10 steps"),  # hi = T trains the sharp last step
+    ("mix_grpo", {}, 2, "at least 3"),
+    ("mix_grpo_flash", {}, 2, "at least 3"),
+]
+GEOMETRIES = [
+    ("ddpo", {"estimator": "score"}, (24, 10, 1), None),
+    ("ddpo", {}, (24, 10, 4), None),
+    ("ddpo", {"estimator": "score"}, (24, 10, 2), r"estimator=score .*=2; try optim\.updates_per_iteration=1"),
+    ("dpok", {}, (6, 50, 1), None),  # the official 6 prompts of 50 steps
+    ("dpok", {}, (6, 50, 2), r"updates_per_iteration=2 .*; try optim.updates_per_iteration=1$"),
+    ("dpok", {}, (21, 50, 1), "buffer=1000 holds less than the 1029 transitions"),
+    ("dpok", {"sde_steps": [0, 1]}, (500, 50, 1), None),
+    ("dpok", {}, (20, 51, 1), None),  # 1000 transitions, were the last step clean
+]
+"""Samples, steps, updates."""
 OFF = {"coef": 0.0}
 ROLES = [
     ("awm", {}, ("reference", "anchor"), "policy"),
@@ -108,6 +128,21 @@ OWN_SAMPLER = {
 def test_an_option_without_a_meaning_is_refused(name, options, message):
     with pytest.raises(ConfigError, match=message):
         validate(registry.load("algorithms", name).Config, options, "algorithm")
+
+
+@pytest.mark.parametrize(("name", "options", "num_steps", "message"), TOO_SHORT)
+def test_a_grid_without_a_step_to_train_is_refused_before_a_model_is_loaded(name, options, num_steps, message):
+    config = registry.load("algorithms", name).Config(**options)
+    sampler = registry.load("samplers", config.default_sampler)
+    with pytest.raises(ValueError, match=message):
+        config.check(sampler.build(sampler.Config()), num_steps)
+
+
+@pytest.mark.parametrize(("name", "options", "geometry", "message"), GEOMETRIES)
+def test_a_geometry_is_checked_before_a_model_is_loaded(name, options, geometry, message):
+    config = registry.load("algorithms", name).Config(**options)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        config.check_geometry(*geometry)
 
 
 @pytest.mark.parametrize(("name", "options", "roles", "behaviour"), ROLES)

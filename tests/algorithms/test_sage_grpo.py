@@ -13,8 +13,7 @@ from flowrl.diffusion.plan import window
 from flowrl.diffusion.process import FlowProcess
 from flowrl.diffusion.schedules import Schedule
 from flowrl.samplers import cps, flow_sde, sage
-from flowrl.training.metrics import Sums
-from tests.toys import ToyAdapter, draw_advantages, learner_of, nudge, roll_out, rollout_of
+from tests.toys import ToyAdapter, draw_advantages, nudge, roll_out, updated
 
 SAGE = sage.build(sage.Config())
 OFF = TrustConfig(coef=0.0)
@@ -25,7 +24,7 @@ def trusted(**options) -> Config:
 
 
 def metrics_of(session) -> dict[str, float]:
-    (batch,) = session.batches(draw_advantages(len(session.edges)), batch_size=30)
+    batch = session.batch()
     return {k: float(v) for k, v in session.algorithm.loss(batch, session.networks).metrics.items()}
 
 
@@ -96,7 +95,7 @@ def test_the_loss_is_the_plain_one_plus_lambda_times_both_terms():
     """L = PPO + lambda (KL_pos + 0.1 KL_vel), each mean((mean - m)^2) / (2 std^2)."""
     session = roll_out(ToyAdapter(), algorithm=build(trusted()))
     nudge(session.adapter.network)
-    (batch,) = session.batches(draw_advantages(len(session.edges)), batch_size=30)
+    batch = session.batch()
     found = session.algorithm.loss(batch, session.networks)
     alone = build(Config(clip_range=0.5, equalise=False, trust=OFF)).loss(batch, session.networks)
     with torch.no_grad():
@@ -121,9 +120,7 @@ def test_right_after_a_renewal_the_anchor_term_is_zero():
 def test_the_anchor_is_renewed_after_updates_ten_twenty_and_so_on_only():
     """Every 2 here, through the learner."""
     session = roll_out(ToyAdapter(), algorithm=build(trusted(every=2)))
-    learner, rewards = learner_of(session, updates=3, batch_size=30), torch.arange(6.0).reshape(1, 2, 3)
-    credit, seen = session.algorithm.advantages(rewards, torch.ones(1)), []
-    after = session.algorithm.after_update
+    seen, after = [], session.algorithm.after_update
 
     def watched(updates, weights, means):
         before = weights.copies["anchor"]
@@ -131,7 +128,7 @@ def test_the_anchor_is_renewed_after_updates_ten_twenty_and_so_on_only():
         seen.append((updates, weights.copies["anchor"] is not before, set(means)))
 
     session.algorithm.after_update = watched
-    learner.update(1, rollout_of(session, rewards), credit, Sums())
+    updated(session, torch.arange(6.0).reshape(1, 2, 3), updates=3, batch_size=30)
     assert seen == [(k, k == 2, {"policy/trust_kl"}) for k in (1, 2, 3)]
 
 
@@ -147,7 +144,7 @@ def test_on_policy_the_gaussian_term_pulls_nowhere_and_off_policy_it_does():
 def test_the_sampled_term_is_the_mean_of_minus_the_log_ratio():
     session = roll_out(ToyAdapter(), algorithm=build(trusted(anchor="none", old="sampled")))
     nudge(session.adapter.network)
-    (batch,) = session.batches(draw_advantages(len(session.edges)), batch_size=30)
+    batch = session.batch()
     output = session.algorithm.loss(batch, session.networks)
     expected = -output.per_step["policy/ratio"].log().sum()
     assert_close(output.metrics["policy/kl_old"], expected, rtol=1e-3, atol=1e-5)

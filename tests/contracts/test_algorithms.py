@@ -257,9 +257,10 @@ def test_every_option_stands_on_its_page_or_on_that_of_its_kind(name):
     assert [option for option in sorted(options) if not re.search(rf"`algorithm\.{option}\b", text)] == []
 
 
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
 @pytest.mark.parametrize("name", EDGES)
-def test_before_the_first_update_the_log_ratio_is_bitwise_zero_at_the_rollouts_batches(name):
-    session = roll_out(ToyAdapter(key_per_step=True), algorithm=build(name))
+def test_before_the_first_update_the_log_ratio_is_bitwise_zero_at_the_rollouts_batches(name, guidance_scale):
+    session = roll_out(ToyAdapter(key_per_step=True), algorithm=build(name), guidance_scale=guidance_scale)
     sampler = session.policy.sampler
     for batch in session.batches(draw_advantages(len(session.edges))):
         found = session.algorithm.log_ratio(session.networks.transition(batch), batch, sampler)
