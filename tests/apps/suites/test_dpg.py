@@ -6,7 +6,6 @@ import pytest
 
 from flowrl.apps.suites import dpg
 from flowrl.apps.suites.running.comparison import compare
-from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suite import Row
 from tests.apps.suites.written import means, rows_of
 from tests.tiny_suites import dpg as tiny
@@ -92,23 +91,6 @@ def test_compat_without_a_child_of_the_first_row_leaves_that_question_out(tmp_pa
     assert means(dpg.aggregate(rows_of(items, {("a1", 0): [0, 1]}, dpg.from_answers), items))["dpg"] == 50
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        (
-            ("a1", 2, "7", "x", "Is it?"),
-            r"item 'a1': questions: 'Is it\?' has the parent 7, .* mend the column",
-        ),
-        (("a1", 2, "one", "x", "Is it?"), "dependency='one' must be"),
-        (("a/1", 2, "0", "x", "Is it?"), "item_id='a/1' must be letters"),
-        (("a1", 2, "0", "x", " "), "question_natural_language is empty"),
-    ],
-)
-def test_a_wrong_row_is_named(tmp_path, row, words):
-    with pytest.raises(ConfigError, match=words):
-        dpg.items(tiny.prompts(tmp_path, [tiny.ROWS[0], row]))
-
-
 def test_images_of_a_prompt_share_a_grid_and_the_evaluators_scores_come_back(items, tmp_path):
     assert [dpg.layout(items[0], k) for k in range(4)] == ["a1.png"] * 4
     file = tmp_path / "dpg-bench_results.txt"
@@ -121,15 +103,6 @@ def test_images_of_a_prompt_share_a_grid_and_the_evaluators_scores_come_back(ite
     }
     rows = [Row(key, f"text of {key}", k, scores=scores) for (key, k), scores in found.items()]
     assert means(dpg.aggregate(rows, items)) == {"dpg": pytest.approx(62.5)}
-    for wrong, words in (
-        (text + "\nout/a1.png, 1.0, 1.0", "prompt 'a1', sample 0 has a result already"),
-        ("out/a1.png, (0, 0, 1, 1), Is it?, yes", "give the file of scores, not the _detail one"),
-        ("Model: x", "holds no line of an image"),
-        ("out/a1.png, 50.0, 100.0, 75.0", "the score 50.0 must be from 0 to 1"),
-    ):
-        file.write_text(wrong)
-        with pytest.raises(ConfigError, match=words):
-            dpg.read_results(file, items)
 
 
 def test_another_judge_of_which_less_is_better_wins_by_less(items):

@@ -130,13 +130,19 @@ def stopping(draw, after):
     return drawn
 
 
-def test_a_judge_that_goes_away_leaves_what_was_judged_and_is_asked_again(tmp_path):
-    folder = begun(tmp_path)
-    many = task(ITEMS[:8])
-    away = StandIn(SUITE, fails=range(7, 99))
-    with pytest.raises(RewardFailure, match=rf"failed on {PATIENCE} images in a row \(the server does not answer\)"):
-        fill(many, folder, noise, away)
-    assert len(folder.rows()) == 6
+@pytest.mark.parametrize("anew", [False, True], ids=["first", "rejudged"])
+def test_a_judge_that_goes_away_leaves_what_was_judged_and_is_asked_again(tmp_path, anew):
+    folder, many = begun(tmp_path), task(ITEMS[:8])
+    words = rf"failed on {PATIENCE} images in a row \(the server does not answer\)"
+    if anew:
+        folder.begin({"model": "tiny"}, {"stand_in": {"version": "1"}}, {})
+        fill(many, folder, noise, StandIn(SUITE))
+        folder.forget_judge()
+        folder.begin({"model": "tiny"}, {"stand_in": {"version": "1"}}, {})
+        words = r"give the same command again without --rejudge to go on"
+    with pytest.raises(RewardFailure, match=words):
+        fill(many, folder, noise, StandIn(SUITE, fails=range(7, 99)))
+    assert anew or len(folder.rows()) == 6
     back = StandIn(SUITE)
     fill(many, folder, noise, back)
     assert back.seen == 10
@@ -154,19 +160,6 @@ def test_a_judge_that_fails_on_one_question_of_every_image_is_not_away(tmp_path)
     folder, many = begun(tmp_path), task(ITEMS[:PATIENCE])
     fill(many, folder, noise, Halting(SUITE))
     assert [row.answers for row in rows_of(many, folder)] == [[1.0, None]] * 2 * PATIENCE
-
-
-def test_a_judge_that_goes_away_while_images_are_judged_anew_is_asked_again_without_that_word(tmp_path):
-    folder, many = begun(tmp_path), task(ITEMS[:8])
-    folder.begin({"model": "tiny"}, {"stand_in": {"version": "1"}}, {})
-    fill(many, folder, noise, StandIn(SUITE))
-    folder.forget_judge()
-    folder.begin({"model": "tiny"}, {"stand_in": {"version": "1"}}, {})
-    with pytest.raises(RewardFailure, match=r"give the same command again without --rejudge to go on"):
-        fill(many, folder, noise, StandIn(SUITE, fails=range(7, 99)))
-    back = StandIn(SUITE)
-    fill(many, folder, noise, back)
-    assert back.seen == 10
 
 
 def test_a_few_images_that_fail_are_null_and_tried_again_by_the_next_call(tmp_path):

@@ -75,16 +75,9 @@ def test_results_of_every_tool_find_their_sample_again(items, tmp_path, samples)
     assert means(t2i_compbench.aggregate(rows, items))["3d_spatial"] == pytest.approx(mean)
 
 
-def test_missing_and_double_results_are_named(items, tmp_path):
+def test_results_of_another_form_are_named(items, tmp_path):
     out = write_results(tmp_path, items, 2)
     file = out / "numeracy" / t2i_compbench.RESULTS["numeracy"]
-    rows = json.loads(file.read_text())
-    file.write_text(json.dumps(rows[:-1]))
-    with pytest.raises(ConfigError, match="1 of 32 samples have no result, the first is prompt 'numeracy-001'"):
-        require_each_once(t2i_compbench.read_results(out, items), items, 2, "--results")
-    file.write_text(json.dumps([*rows, rows[0]]))
-    with pytest.raises(ConfigError, match="question_id 0 is there twice"):
-        t2i_compbench.read_results(out, items)
     # Of a tool that ranks images, where a place from the end would be another prompt's.
     ranked = out / "color" / t2i_compbench.RESULTS["color"]
     kept = ranked.read_text()
