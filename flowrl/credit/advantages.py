@@ -212,9 +212,10 @@ def _live(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 # ---- centre and scale
 
 
-def _masked_mean(values: Tensor, mask: Tensor, dim: int, ddof: int = 0) -> Tensor:
-    count = (mask.sum(dim=dim, keepdim=True) - ddof).clamp(min=1)
-    return torch.where(mask, values, 0.0).sum(dim=dim, keepdim=True) / count
+def _masked_mean(values: Tensor, mask: Tensor, ddof: int = 0) -> Tensor:
+    """Mean over the second axis, [P, 1]."""
+    count = (mask.sum(dim=1, keepdim=True) - ddof).clamp(min=1)
+    return torch.where(mask, values, 0.0).sum(dim=1, keepdim=True) / count
 
 
 def _over(centred: Tensor, scale: Tensor) -> Tensor:
@@ -246,13 +247,13 @@ def _normalised(total: Tensor, config: RuleConfig) -> tuple[Tensor, Tensor]:
     valid = total.isfinite()
     filled = torch.where(valid, total, 0.0)
     counted = _without_lowest(filled, valid, config.trimmed_ratio) if config.trimmed_ratio else valid
-    centred = torch.where(valid, filled - _masked_mean(filled, counted, 1), 0.0)
+    centred = torch.where(valid, filled - _masked_mean(filled, counted), 0.0)
     if config.std == "group":
-        scale = _masked_mean(centred.square(), counted, 1, config.ddof).sqrt() + config.eps
+        scale = _masked_mean(centred.square(), counted, config.ddof).sqrt() + config.eps
     elif config.std == "global":
         pooled, mask = filled.reshape(1, -1), counted.reshape(1, -1)
-        squares = (pooled - _masked_mean(pooled, mask, 1)).square()
-        scale = _masked_mean(squares, mask, 1, config.ddof).sqrt() + config.eps
+        squares = (pooled - _masked_mean(pooled, mask)).square()
+        scale = _masked_mean(squares, mask, config.ddof).sqrt() + config.eps
     elif config.std == "none":
         scale = torch.ones(1, 1, dtype=torch.float64)
     else:
@@ -331,8 +332,8 @@ def gdpo(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
         return group(rewards, weights, config)
     values, valid, dead = _each(rewards, config)
     pooled, mask = (values * weights).sum(dim=2).reshape(1, -1), valid.reshape(1, -1)
-    centred = pooled - _masked_mean(pooled, mask, 1)
-    scale = _masked_mean(centred.square(), mask, 1, config.ddof).sqrt() + config.eps
+    centred = pooled - _masked_mean(pooled, mask)
+    scale = _masked_mean(centred.square(), mask, config.ddof).sqrt() + config.eps
     whitened = _over(centred, scale).reshape(valid.shape)
     whitened = torch.where(valid & ~dead[:, None], whitened, 0.0)
     return Compared(whitened[:, :, None], valid, dead)
@@ -365,8 +366,8 @@ def median(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
     sample = last.argsort(dim=1, stable=True).gather(1, middle)
     centred = torch.where(valid, filled - filled.gather(1, sample), 0.0)
     deviation = torch.where(valid, centred.abs(), torch.inf).sort(dim=1).values.gather(1, middle)
-    mean = _masked_mean(filled, valid, 1)
-    std = _masked_mean((filled - mean).square(), valid, 1, config.ddof).sqrt()
+    mean = _masked_mean(filled, valid)
+    std = _masked_mean((filled - mean).square(), valid, config.ddof).sqrt()
     dead = _dead(filled, valid)
     scale = torch.maximum(deviation, config.min_deviation * std) + config.eps
     values = torch.where(dead[:, None], 0.0, _over(centred, scale))

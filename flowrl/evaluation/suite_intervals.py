@@ -38,7 +38,7 @@ class Part:
         return Clusters(np.asarray([t for _, t, _ in totals], dtype=np.float64), np.asarray([n for _, _, n in totals]))
 
 
-def stratified(parts: Sequence[Part], bounds: Bounds | None = None, seed: int = 0) -> tuple[float, float, float]:
+def stratified(parts: Sequence[Part], bounds: Bounds | None = None) -> tuple[float, float, float]:
     """(mean, low, high) of the weighted mean of the parts' means, with a 95 % interval over prompts in each part.
 
     A part without a value makes all three NaN: the mean of the others is another number. A part of one prompt says
@@ -47,7 +47,6 @@ def stratified(parts: Sequence[Part], bounds: Bounds | None = None, seed: int = 
     Args:
         parts: the strata.
         bounds: least and largest possible value; None: not known.
-        seed: of the bootstrap.
 
     >>> stratified([Part({"a": (0.0, 1.0), "b": (0.5,)})])[0]
     0.5
@@ -57,8 +56,8 @@ def stratified(parts: Sequence[Part], bounds: Bounds | None = None, seed: int = 
         return math.nan, math.nan, math.nan
     if len(samples) == 1 and samples[0].few:
         mean = samples[0].mean
-        return (mean, *of_few(samples[0], mean, seed, bounds))
-    result = over_strata(samples, [part.weight for part in parts], seed)
+        return (mean, *of_few(samples[0], mean, 0, bounds))
+    result = over_strata(samples, [part.weight for part in parts], 0)
     mean, low, high = result["mean"], result["low"], result["high"]
     if min(map(len, samples)) < 2:
         return mean, math.nan, math.nan

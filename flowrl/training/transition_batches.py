@@ -89,21 +89,18 @@ class TransitionBatches(Work):
         return permutation(len(self.memory), self.context.seed, *key)[:count]
 
     def _expected(self, rows: Tensor) -> tuple[Table, Tensor, Condition, Tensor]:
-        """The transitions `rows` [n], the critic's expected rewards, [n] with a graph, and what `_conditions` gives."""
+        """The transitions `rows` [n], the critic's expected rewards, [n] with a graph, the conditions of their distinct
+        prompts, and the row of each in these, [n]."""
         assert self.memory.table is not None
+        assert self.context.lookup is not None
         part, device = self.memory.table.at(rows), self.world.device
-        cond, place = self._conditions(part)
+        distinct, place = part.prompt.unique(return_inverse=True)
+        cond = self.context.lookup([self.memory.prompts[k] for k in distinct.tolist()])
         latents = sent(part.latents, device).float().flatten(1)
         features = torch.cat([latents, text_features(cond)[sent(place, device)].to(latents)], dim=1)
         seed, steps = derive(self.context.seed, "value"), len(self.rollout.plan)
         critic = self.method.make_critic(features.shape[1], steps, seed, device)
         return part, critic(features, sent(part.step, device)), cond, place
-
-    def _conditions(self, part: Table) -> tuple[Condition, Tensor]:
-        """Conditions of the distinct prompts of n transitions, and the row of each, [n]."""
-        distinct, place = part.prompt.unique(return_inverse=True)
-        assert self.context.lookup is not None
-        return self.context.lookup([self.memory.prompts[k] for k in distinct.tolist()]), place
 
     # ---- updates
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds of the latency's buckets."""
@@ -28,8 +29,7 @@ class Counters:
     def __init__(self) -> None:
         self._counts: dict[str, dict[Labels, float]] = {}
         self._gauges: dict[str, dict[Labels, Callable[[], float]]] = {}
-        self._buckets: dict[Labels, list[int]] = {}
-        self._sums: dict[Labels, float] = {}
+        self._buckets, self._sum = [0] * (len(SECONDS) + 1), 0.0
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
         table = self._counts.setdefault(name, {})
@@ -39,12 +39,10 @@ class Counters:
     def watch(self, name: str, ask: Callable[[], float], **labels: str) -> None:
         self._gauges.setdefault(name, {})[tuple(sorted(labels.items()))] = ask
 
-    def time(self, seconds: float, **labels: str) -> None:
+    def time(self, seconds: float) -> None:
         """One request of `flowrl_request_seconds`."""
-        key = tuple(sorted(labels.items()))
-        counts = self._buckets.setdefault(key, [0] * (len(SECONDS) + 1))
-        counts[next((k for k, bound in enumerate(SECONDS) if seconds <= bound), len(SECONDS))] += 1
-        self._sums[key] = self._sums.get(key, 0.0) + seconds
+        self._buckets[next((k for k, bound in enumerate(SECONDS) if seconds <= bound), len(SECONDS))] += 1
+        self._sum += seconds
 
     def text(self) -> str:
         """The page."""
@@ -60,15 +58,12 @@ class Counters:
             return [f"{name}{_labels(key)} {value:.15g}" for key, value in self._counts.get(name, {}).items()]
         if kind == "gauge":
             return [f"{name}{_labels(key)} {ask():.15g}" for key, ask in self._gauges.get(name, {}).items()]
-        lines = []
-        for key, counts in self._buckets.items():
-            total = 0
-            for bound, count in zip((*SECONDS, float("inf")), counts, strict=True):
-                total += count
-                edge = "+Inf" if bound == float("inf") else f"{bound:g}"
-                lines.append(f"{name}_bucket{_labels((*key, ('le', edge)))} {total}")
-            lines += [f"{name}_sum{_labels(key)} {self._sums[key]:.6f}", f"{name}_count{_labels(key)} {total}"]
-        return lines
+        totals = list(accumulate(self._buckets))
+        if not totals[-1]:
+            return []
+        edges = (*(f"{bound:g}" for bound in SECONDS), "+Inf")
+        lines = [f'{name}_bucket{{le="{edge}"}} {total}' for edge, total in zip(edges, totals, strict=True)]
+        return [*lines, f"{name}_sum {self._sum:.6f}", f"{name}_count {totals[-1]}"]
 
 
 def _labels(key: Labels) -> str:

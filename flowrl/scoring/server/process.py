@@ -22,6 +22,8 @@ from typing import Any, Protocol
 from flowrl.scoring.server.frames import LENGTHS, Result, pack_frame, pack_items
 from flowrl.scoring.server.messages import Item
 
+_BUILD_S = 1800.0
+"""Seconds that loading a reward's weights may take."""
 _END_S = 2.0
 """A worker that was told to end and has not after this is killed."""
 _BUFFER = 1 << 20
@@ -83,11 +85,10 @@ class Worker:
 
     Args:
         options: the entry of the reward, as in a configuration.
-        build_s: seconds that loading its weights may take.
     """
 
-    def __init__(self, options: dict[str, Any], build_s: float = 1800.0) -> None:
-        self.options, self.build_s = options, build_s
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
         self.process: ForkServerProcess | None = None
         self.reader: asyncio.StreamReader | None = None
         self.writer: asyncio.StreamWriter | None = None
@@ -105,11 +106,11 @@ class Worker:
             await asyncio.to_thread(self.process.start)
         self.reader, self.writer = await asyncio.open_connection(sock=ours, limit=_BUFFER)
         try:
-            async with asyncio.timeout(self.build_s):
+            async with asyncio.timeout(_BUILD_S):
                 found = await self._ask(pack_frame(self.options))
         except TimeoutError:
             self.kill()
-            raise WorkerFailed(f"the reward was not ready after {self.build_s:g} s") from None
+            raise WorkerFailed(f"the reward was not ready after {_BUILD_S:g} s") from None
         except WorkerDied as error:
             raise WorkerFailed(str(error)) from None
         if "failed" in found:
