@@ -230,13 +230,6 @@ def _dead(filled: Tensor, valid: Tensor) -> Tensor:
     return ~(high > low)
 
 
-def _without_lowest(filled: Tensor, valid: Tensor, ratio: float) -> Tensor:
-    """[P, G] samples that enter the statistics: the valid ones but the int(n * ratio) lowest of their group."""
-    order = torch.where(valid, filled, torch.inf).argsort(dim=1, stable=True)
-    dropped = (valid.sum(dim=1, keepdim=True).double() * ratio).floor()
-    return valid & (order.argsort(dim=1) >= dropped)
-
-
 def _normalised(total: Tensor, config: RuleConfig) -> tuple[Tensor, Tensor]:
     """(total - mean of its group) / (std + eps), [P, G] float64, 0 where `total` is not finite; and dead groups.
 
@@ -246,7 +239,11 @@ def _normalised(total: Tensor, config: RuleConfig) -> tuple[Tensor, Tensor]:
     total = total.double()
     valid = total.isfinite()
     filled = torch.where(valid, total, 0.0)
-    counted = _without_lowest(filled, valid, config.trimmed_ratio) if config.trimmed_ratio else valid
+    counted = valid
+    if config.trimmed_ratio:
+        order = torch.where(valid, filled, torch.inf).argsort(dim=1, stable=True)
+        dropped = (valid.sum(dim=1, keepdim=True).double() * config.trimmed_ratio).floor()
+        counted = valid & (order.argsort(dim=1) >= dropped)
     centred = torch.where(valid, filled - _masked_mean(filled, counted), 0.0)
     if config.std == "group":
         scale = _masked_mean(centred.square(), counted, config.ddof).sqrt() + config.eps

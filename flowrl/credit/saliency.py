@@ -66,7 +66,9 @@ def saliency(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     top = sigma[:, :_COMPONENTS]
     components = _stretched(left[:, :, :_COMPONENTS] * top[:, None], (1,), otherwise=0.5)
     # Sign-free: a flipped component has 1 - border. The corner decides where the border is even.
-    border = components[:, _border(h, w, tokens.device)].mean(dim=1, keepdim=True) - 0.5
+    rim = torch.ones(h, w, dtype=torch.bool, device=tokens.device)
+    rim[1:-1, 1:-1] = False
+    border = components[:, rim.flatten()].mean(dim=1, keepdim=True) - 0.5
     components = torch.where(border + 1e-4 * (components[:, :1] - 0.5) > 0, 1 - components, components)
     energy = top.square()
     weights = energy / energy.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
@@ -139,13 +141,6 @@ def _stretched(values: Tensor, dims: tuple[int, ...], otherwise: float = 1.0) ->
     # Relative, so that interpolating a constant leaves it one.
     flat = high - low <= 1e-6 * torch.maximum(low.abs(), high.abs())
     return torch.where(flat, otherwise, (values - low) / torch.where(flat, 1.0, high - low))
-
-
-def _border(h: int, w: int, device: torch.device) -> Tensor:
-    """[h * w] bool: patches at the rim."""
-    rim = torch.ones(h, w, dtype=torch.bool, device=device)
-    rim[1:-1, 1:-1] = False
-    return rim.flatten()
 
 
 def _smoothed(maps: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ class Guard:
         state = self.state
         if not state.best:
             return []
-        change = widened(paired.difference(_array(state.table), table, groups), state.looks - 1)
+        change = widened(paired.difference(np.asarray(state.table, dtype=np.float64), table, groups), state.looks - 1)
         state.losses = state.losses + 1 if self._ends(change)[1] < 0 else 0
         if state.losses < self.options.patience:
             return []
@@ -257,7 +257,3 @@ def _times(looks: int) -> str:
 def _worded(change: Mapping[str, float]) -> str:
     ends = f"95 % interval {change['low']:+.4g} to {change['high']:+.4g}"
     return f"{change['mean']:+.4g} ({ends}, {change['n']:.0f} prompts)"
-
-
-def _array(table: list[list[float | None]]) -> np.ndarray:
-    return np.asarray([[math.nan if x is None else x for x in row] for row in table], dtype=np.float64)

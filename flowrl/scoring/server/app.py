@@ -79,7 +79,10 @@ class Service:
         if task is None:
             task = asyncio.create_task(self._score(request))
             self._answers[request.request_id] = digest, task
-            self._forget()
+            if (surplus := len(self._answers) - _REMEMBERED) > 0:  # what is being worked on is kept
+                done = [name for name, (_, other) in self._answers.items() if other.done()]
+                for name in done[:surplus]:
+                    del self._answers[name]
         try:
             # A client that goes away leaves the work to whoever asks again.
             return await asyncio.shield(task)
@@ -93,14 +96,6 @@ class Service:
         rows = [{"id": item.id} | result for item, result in zip(request.items, results, strict=True)]
         head = {"schema": SCHEMA, "request_id": request.request_id, "reward": request.reward}
         return dumps(head | {"fingerprint": batcher.about["fingerprint"], "results": rows})
-
-    def _forget(self) -> None:
-        """Drop the oldest answers; what is being worked on is kept."""
-        surplus = len(self._answers) - _REMEMBERED
-        if surplus > 0:
-            done = [name for name, (_, task) in self._answers.items() if task.done()]
-            for name in done[:surplus]:
-                del self._answers[name]
 
 
 async def read_body(request: fastapi.Request, service: Service) -> bytes:
