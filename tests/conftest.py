@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -25,3 +26,11 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
     """Plans are kept, and read, in a folder of the test alone; it is made when something is written."""
     place = tmp_path_factory.getbasetemp() / f"flowrl-cache-{next(_NUMBERS)}"
     monkeypatch.setenv("FLOWRL_CACHE", str(place))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random SD3 pipeline."""
+    from tests import tiny_sd3
+
+    return tiny_sd3.save(tmp_path_factory.mktemp("tiny"))

@@ -60,10 +60,6 @@ def load_preferences(
     return result
 
 
-class _Skip(Exception):
-    """A record cannot be used: (reason, its value). Reasons are keys of provenance.json, so their words stay."""
-
-
 class PreferenceSet:
     """Usable records 0 .. N-1 of a source, read on demand.
 
@@ -104,7 +100,7 @@ class PreferenceSet:
             self.report.rows += 1
             try:
                 result = self._fitting(self._preference(record, row))
-            except _Skip as skipped:
+            except Unfit as skipped:
                 reason, what = skipped.args
                 self.report.skip(reason, f"{self.records.place(row)}{f' ({what})' if what else ''}")
                 continue
@@ -130,7 +126,7 @@ class PreferenceSet:
         where = f"{self.report.where}, {self.records.place(row)}"
         try:
             return self._fitting(self._preference(self.records.read(row), row))
-        except _Skip as skipped:  # an image inside a table, which the scan does not read; a file that has changed
+        except Unfit as skipped:  # an image inside a table, which the scan does not read; a file that has changed
             reason, what = skipped.args
             raise Unreadable(where, f"{reason} ({what})") from None
         except OSError as error:
@@ -188,13 +184,13 @@ class PreferenceSet:
         """The preference of a record.
 
         Raises:
-            _Skip: the record cannot be used.
+            Unfit: the record cannot be used.
         """
         if record is None:
-            raise _Skip("not a record", "")
+            raise Unfit("not a record", "")
         text = record.get(self.text)
         if not isinstance(text, str) or not text.strip():
-            raise _Skip("no caption", f"{self.text}={text!r}")
+            raise Unfit("no caption", f"{self.text}={text!r}")
         if self.voted:
             (chosen, its), (rejected, other), margin = self._voted(record)
         else:
@@ -203,11 +199,11 @@ class PreferenceSet:
         won = self._image(record, chosen, its, row)
         lost = None if record.get(rejected) is None and not self.voted else self._image(record, rejected, other, row)
         if lost is None and self.paired:
-            raise _Skip("no rejected picture", "")
+            raise Unfit("no rejected picture", "")
         if lost is not None and isinstance(won.source, Path) and won.source == lost.source:
-            raise _Skip("same picture twice", won.source.name)
+            raise Unfit("same picture twice", won.source.name)
         if lost is not None and won.uid is not None and won.uid == lost.uid:
-            raise _Skip("same picture twice", won.uid)
+            raise Unfit("same picture twice", won.uid)
         options = self.options
         apart = (self.text, options.chosen, options.rejected, options.first, options.second, "margin")
         metadata = {name: value for name, value in record.items() if name not in apart}
@@ -217,30 +213,27 @@ class PreferenceSet:
         """The preference itself, where its videos fit.
 
         Raises:
-            _Skip: they do not, or there are videos in a set of images.
+            Unfit: they do not, or there are videos in a set of images.
         """
         sources = [image.source for image in (result.chosen, result.rejected) if image is not None]
         if self.videos is None:
             for source in sources:
                 if isinstance(source, Path) and (source.is_dir() or is_video_file(source)):
-                    raise _Skip(VIDEO, f"{source.name}; use a model of videos")
+                    raise Unfit(VIDEO, f"{source.name}; use a model of videos")
             return result
-        try:
-            self.videos.require(*sources)
-        except Unfit as unfit:
-            raise _Skip(*unfit.args) from None
+        self.videos.require(*sources)
         return result
 
     def _voted(self, record: dict[str, Any]) -> tuple[tuple[str, Any], tuple[str, Any], None]:
         """(column and name of the winner, of the loser, no margin)."""
         options = self.options
         if options.labelled in record and is_false(record[options.labelled]):
-            raise _Skip("no label", "")
+            raise Unfit("no label", "")
         label, other = record.get(options.label), record.get(options.other_label)
         if label not in (0, 0.5, 1) or isinstance(label, bool) or (other is not None and other != 1 - label):
-            raise _Skip("label not 0, 0.5 or 1", f"{options.label}={label!r}, {options.other_label}={other!r}")
+            raise Unfit("label not 0, 0.5 or 1", f"{options.label}={label!r}, {options.other_label}={other!r}")
         if label == 0.5:
-            raise _Skip("tie", "")
+            raise Unfit("tie", "")
         pair = [(options.first, record.get(options.first_id)), (options.second, record.get(options.second_id))]
         won, lost = pair if label == 1 else reversed(pair)
         return won, lost, None
@@ -255,17 +248,17 @@ class PreferenceSet:
         if isinstance(value, bytes) and value:
             return StoredImage(value, where, name)
         if not isinstance(value, str) or not value:
-            raise _Skip("missing picture", f"{column}={str(value)[:60]}")
+            raise Unfit("missing picture", f"{column}={str(value)[:60]}")
         file = Path(os.path.expanduser(value))  # Path.expanduser() raises where there is no such user
         if not file.is_absolute() and self.records.folder is None:
-            raise _Skip("missing picture", f"{column}={value[:60]!r} is a relative path, and the set has no folder")
+            raise Unfit("missing picture", f"{column}={value[:60]!r} is a relative path, and the set has no folder")
         file = file if self.records.folder is None else self.records.folder / file
         try:
             there = file.is_file() or file.is_dir()  # of a video's frames
         except OSError:  # such as a name that is too long
             there = False
         if not there:
-            raise _Skip("missing picture", f"{column}={value[:60]!r}")
+            raise Unfit("missing picture", f"{column}={value[:60]!r}")
         return StoredImage(file.resolve(), f"{where} ({value})", name)
 
 
@@ -285,9 +278,9 @@ def _margin(value: Any) -> float | None:
         return None
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= value <= sys.float_info.max:
-        raise _Skip("margin not a number from 0", f"margin={str(value)[:60]}")
+        raise Unfit("margin not a number from 0", f"margin={str(value)[:60]}")
     if value == 0:
-        raise _Skip("tie", "margin=0")
+        raise Unfit("tie", "margin=0")
     return float(value)
 
 

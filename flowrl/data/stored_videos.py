@@ -21,7 +21,10 @@ _RATE_TOLERANCE = 0.01
 
 
 class Unfit(Exception):
-    """A pair of videos cannot be used: (reason, a key of provenance.json; its values and what to do)."""
+    """A record, or its videos, cannot be used: (reason, its values and what to do).
+
+    Reasons are keys of provenance.json, so their words stay.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,17 +24,11 @@ from flowrl.models._schedulers import path_of, plain
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.encoding import learn
 from tests import tiny_pipelines as tiny
-from tests import tiny_sd3
 from tests.contracts.test_models import noise_like
 from tests.native import drawn, lora
 from tests.native import entered as adapter
 
 CALL = {"max_sequence_length": tiny.TOKENS}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_sd3.save(tmp_path_factory.mktemp("tiny"))
 
 
 def around(name: str, made: Any, **options: Any) -> Generic:

@@ -283,6 +283,10 @@ def test_log_probs_and_maps_by_position_go_by_tokens():
         ),
         ("qwen_image", "height", -4, "of 4; try .*=4"),
         *(
+            ("sd3", "width", size, rf"of 4 in 4\.\.32; try .*={near}")
+            for size, near in ((22, 24), (0, 4), (-4, 4), (36, 32), (33, 32), (1, 4))
+        ),
+        *(
             ("wan", "width", size, rf"of 16 in 16\.\.512; try .*={near}")
             for size, near in ((24, 32), (-16, 16), (528, 512))
         ),

@@ -117,12 +117,6 @@ def test_lora_targets_that_match_nothing(name):
         Weights(model.network, LoraSettings(rank=2, alpha=2, targets=["to_z"]), model.lora_targets, seed=0)
 
 
-@EVERY
-def test_a_size_that_the_vae_cannot_divide(name):
-    with pytest.raises(ModelError, match=r"model\.height=17 must be a multiple of \d+.*; try model\.height=16"):
-        build(name, Path("tiny"), tiny.make(CASES[name]), height=17)
-
-
 def test_a_size_that_the_network_has_no_positions_for_is_one_line():
     """As `flowrl doctor --model tiny-wan`, at the size of Wan's own call."""
     with pytest.raises(ModelError, match="WanPipeline cannot be used at 832 x 480 px: RuntimeError: shape"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +17,6 @@ from flowrl.training.optim import Optimizer
 from flowrl.training.options import OptimConfig
 from tests import native
 from tests import tiny_sd3 as tiny
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("tiny"))
-
 
 # ---- the adapter is the pipeline
 
@@ -190,14 +183,6 @@ def test_init_lora_that_is_no_lora_is_refused(tmp_path):
 
 
 # ---- sizes and parts
-
-
-@pytest.mark.parametrize(("size", "near"), [(20, 16), (0, 8), (-8, 8), (72, 64), (65, 64), (3, 8)])
-def test_a_size_that_does_not_fit_is_refused_with_the_nearest_that_does(size, near):
-    with pytest.raises(
-        ModelError, match=rf"model\.width={size} must be a multiple of 8 in 8\.\.64; try model\.width={near}$"
-    ):
-        tiny.adapter(width=size)
 
 
 def test_latents_have_the_size_asked_for():

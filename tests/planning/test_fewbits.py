@@ -18,11 +18,6 @@ from flowrl.planning import few_bits, forwards, memory
 from tests import tiny_sd3 as tiny
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("tiny"))
-
-
 def config(folder: Path, **options: Any) -> ModelConfig:
     base = {"path": str(folder), "max_sequence_length": tiny.TOKENS, "lora": {"rank": 4}}
     return validate(sd3.Config, base | options, "model")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,11 +66,6 @@ def measured(run: Resolved, *, prompts: int = 1, processes: int = 1) -> Any:
 def plan_of(run: Resolved, adapter: sd3.Sd3) -> StepPlan:
     grid = adapter.schedule(run.run.rollout.num_inference_steps)
     return run.algorithm.build().plan(grid, run.sampler.build(), 1, 0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("tiny"))
 
 
 # ---- where the configuration comes from
