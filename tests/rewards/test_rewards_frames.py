@@ -56,13 +56,6 @@ def test_a_clip_has_the_mean_over_its_frames_with_its_own_prompt_and_record(chun
     assert_close(all_frames[2], images[2].mean() + 4 + 40)
 
 
-def test_a_batch_of_clips_is_scored_as_its_clips_are():
-    batch = torch.rand(3, 5, 3, 4, 6)
-    together = averaged(2, batch, ["a"] * 3, [{}] * 3, chunk=3)
-    alone = [averaged(2, batch[i : i + 1], ["a"], [{}])[0] for i in range(3)]
-    assert_close(together, torch.stack(alone), rtol=0, atol=1e-6)
-
-
 def test_one_failed_frame_fails_its_clip_and_no_other():
     images = clips(4, 4, 4)
     images[1][3] = math.nan

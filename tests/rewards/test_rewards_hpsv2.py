@@ -175,14 +175,3 @@ def test_safetensors_are_read_and_other_networks_refused(folder, reward, tmp_pat
     torch.save({"state_dict": state}, tmp_path / "half.pt")
     with pytest.raises(RewardError, match=r"(?s)half\.pt' holds no tiny-hps of open_clip.*text_projection"):
         build(Config(weights=str(tmp_path / "half.pt"), device="cpu"))
-
-
-def test_weights_that_cannot_be_downloaded_are_named(monkeypatch):
-    import huggingface_hub
-
-    def fail(repository, name):
-        raise OSError(f"no network for {repository}/{name}")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    with pytest.raises(RewardError, match=r"'hpsv2' cannot load HPS_v2\.1_compressed\.pt of 'xswu/HPSv2'"):
-        find_weights(Config())

@@ -83,17 +83,3 @@ def test_a_video_with_one_broken_frame_has_no_score(reward):
 def test_unsafe_classes_are_found_by_name_or_refused(unsafe, reason):
     with pytest.raises(RewardError, match=reason):
         unsafe_classes(NAMES, unsafe)
-
-
-def test_a_classifier_without_its_last_layer_is_refused(folder, tmp_path):
-    """transformers draws it at random: every picture would have a probability, and none would mean anything."""
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    weights = load_file(tmp_path / "model.safetensors")
-    kept = {name: value for name, value in weights.items() if not name.startswith("classifier.")}
-    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RewardError, match=r"'safety'.*lacks 2 of its weights, such as 'classifier\.bias'"):
-        build(Config(model=str(tmp_path), device="cpu"))

@@ -165,14 +165,6 @@ def test_an_image_that_is_not_finite_is_neither_asked_nor_scored(tmp_path):
     assert (record["samples"], record["prompt"]) == ([1], "a cat")
 
 
-def test_videos_are_asked_too(tmp_path):
-    videos = images(0.1, 0.9, 0.6, 0.3)[:, None].repeat(1, 3, 1, 1, 1)
-    with voting_for_bright(tmp_path):
-        found = score(tmp_path, videos)
-    assert found["votes"][2] > found["votes"][0]
-    assert {file.suffix for file in (tmp_path / FOLDER / "images").iterdir()} == {".webp"}
-
-
 def test_videos_are_shown_at_the_frame_rate_of_the_model(tmp_path):
     moving = torch.rand(2, 3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     (asked,) = occasion(tmp_path, ["a"] * 2, fps=8.0).questions(moving, ["a"] * 2, 2)

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.contracts.rewards import trial_batch
+from flowrl.contracts.rewards import COUNT, SIDE, trial_batch
 from flowrl.core import registry
 from flowrl.reward import Images, Reward
 from flowrl.scoring.scorer import Scorer
@@ -54,10 +55,9 @@ def cases(name: str, folder: Path, stack: ExitStack) -> list[Case]:
     return [Case(f"{name} {case}", reward, samples(reward, folder)) for case, reward in made.items()]
 
 
-def scored(
-    reward: Reward, images: Images, prompts: Sequence[str] = PROMPTS, metadata: Sequence[dict] | None = None
-) -> Any:
-    """Scores [B], or by output for a reward of several; without records unless they are given."""
+def scored(reward: Reward, images: Images, prompts: Sequence[str] = (), metadata: Sequence[dict] | None = None) -> Any:
+    """Scores [B], or by output for a reward of several; of PROMPTS and without records unless others are given."""
+    prompts = prompts or PROMPTS[: len(images)]
     return reward.score(images, prompts, metadata or [{}] * len(prompts))
 
 
@@ -76,6 +76,14 @@ def smooth_images(count: int = 5, height: int = 40, width: int = 52, seed: int =
 def uint8(image: Tensor) -> Tensor:
     """[H, W, 3] uint8 of an image [3, H, W]."""
     return (image * 255).round().to(torch.uint8).permute(1, 2, 0)
+
+
+def drawn_samples(world: Any, captions: Sequence[str], *frames: int) -> Batch:
+    """COUNT images or videos of a shapes world under captions in turn; the last one shows the first caption."""
+    rng = np.random.default_rng(0)
+    prompts = [captions[i % len(captions)] for i in range(COUNT)]
+    drawn = [world.draw(world.parse(prompt), rng, *frames, SIDE) for prompt in prompts]
+    return Batch(torch.from_numpy(np.stack([*drawn[:-1], drawn[0]])), prompts, [{} for _ in prompts])
 
 
 def records(given: Batch, record: dict) -> Batch:

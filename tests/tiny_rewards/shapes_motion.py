@@ -5,23 +5,19 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
-import torch
 from flowrl.rewards.shapes_motion import Config, build
 
 from flowrl import moving_shapes
-from flowrl.contracts.rewards import COUNT, FRAMES, SIDE
+from flowrl.contracts.rewards import FRAMES
 from flowrl.reward import Reward
 from flowrl.scoring.surroundings import Batch
+from tests.tiny_rewards import drawn_samples
 
 CAPTIONS = ("a red circle moves left", "a blue square stays", "a cross turns from green to red")
 
 
 def samples(reward: Reward, folder: Path) -> Batch:
-    rng = np.random.default_rng(0)
-    prompts = [CAPTIONS[i % len(CAPTIONS)] for i in range(COUNT)]
-    drawn = [moving_shapes.draw(moving_shapes.parse(prompt), rng, FRAMES, SIDE) for prompt in prompts]
-    return Batch(torch.from_numpy(np.stack([*drawn[:-1], drawn[0]])), prompts, [{} for _ in prompts])
+    return drawn_samples(moving_shapes, CAPTIONS, FRAMES)
 
 
 def cases(folder: Path, stack: ExitStack) -> dict[str, Reward]:
