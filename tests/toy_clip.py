@@ -1,6 +1,7 @@
 """Tiny CLIPs with random weights, built offline, for the rewards that use one."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,12 @@ def save_open_clip(folder: Path, seed: int = 0, resize_mode: str = "shortest", *
     tokenizer: Any = CLIPTokenizer(vocab={piece: i for i, piece in enumerate(vocabulary())}, merges=[])
     save_for_hf(model, tokenizer, config, str(folder), safe_serialization=True)
     return str(folder)
+
+
+def read(model: Any, tokens: Sequence[int]) -> torch.Tensor:
+    """Embedding [D] that an open_clip CLIP gives a text, unpadded: behind its end nothing can be seen from it."""
+    x = model.token_embedding(torch.tensor([tokens])) + model.positional_embedding[: len(tokens)]
+    mask = torch.full((len(tokens),) * 2, -math.inf).triu(1)
+    for block in model.transformer.resblocks:
+        x = block(x, attn_mask=mask)
+    return model.ln_final(x)[0, -1] @ model.text_projection

@@ -79,7 +79,6 @@ def test_options_that_make_no_sense_are_refused_when_the_configuration_is_read(n
         ("aesthetic", {"head": "./nowhere.pth"}, "is no file; give one that is here"),
         ("aesthetic", {"head": "owner/name/head.pth"}, r"'aesthetic' cannot load head\.pth of 'owner/name'"),
         ("diversity", {"backbone": "/nowhere"}, "'diversity' cannot load backbone='/nowhere'; give 'fixed'"),
-        ("geneval", {"detector": "/nowhere"}, "'geneval' cannot load the detector .*nowhere"),
         ("hpsv2", {}, r"'hpsv2' cannot load HPS_v2\.1_compressed\.pt of 'xswu/HPSv2'"),
         ("motion", {"flow_weights": "/nowhere.pth"}, "cannot load RAFT from flow_weights=.*nowhere.*raft_large_C_T_V1"),
         ("pickscore", {"model": "/nowhere", "tokenizer": "/nowhere"}, "'pickscore' cannot load CLIPModel.*nowhere"),
@@ -89,7 +88,7 @@ def test_options_that_make_no_sense_are_refused_when_the_configuration_is_read(n
     ],
 )
 def test_weights_that_cannot_be_found_are_named(name, options, message, monkeypatch):
-    def fail(repository, file):
+    def fail(repository, file, **options):
         raise OSError(f"no network for {repository}/{file}")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
@@ -101,12 +100,7 @@ def test_weights_that_cannot_be_found_are_named(name, options, message, monkeypa
 @pytest.mark.parametrize(
     ("name", "save", "lost", "message"),
     [
-        (
-            "clip_score",
-            toy_clip.save,
-            "visual_projection.",
-            r"lacks 1 .* such as 'visual_projection\.weight'",
-        ),
+        ("clip_score", toy_clip.save, "visual_projection.", r"lacks 1 .* such as 'visual_projection\.weight'"),
         ("safety", save_classifier, "classifier.", r"lacks 2 of its weights, such as 'classifier\.bias'"),
     ],
 )

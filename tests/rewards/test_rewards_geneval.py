@@ -330,3 +330,8 @@ def test_colours_are_named_on_the_benchmarks_crops(monkeypatch, tmp_path):
     expected = transform(Image.fromarray(pixels))
     (namer,) = kept
     assert_close(namer.clip.pixels([torch.from_numpy(pixels).permute(2, 0, 1) / 255])[0], expected, rtol=0, atol=1e-6)
+
+
+def test_a_detector_that_cannot_be_found_is_named(tmp_path):
+    with pytest.raises(RewardError, match=r"'geneval' cannot load the detector .*nowhere"):
+        detectors.load_detector(str(tmp_path / "nowhere"), device="cpu", reward="geneval")

@@ -1,7 +1,6 @@
 """HPS v2: its geometry by published vectors, its files, and scores on a tiny network of the same kind."""
 
 import hashlib
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from flowrl.rewards.hpsv2 import Config, build, find_weights, prepared
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
+from tests import toy_clip
 from tests.tiny_rewards import PROMPTS, scored, smooth_images
 from tests.tiny_rewards import hpsv2 as tiny
 from tests.tiny_rewards.hpsv2 import ARCHITECTURE, CONTEXT, IMAGE_SIZE
@@ -112,11 +112,7 @@ def straight_line(file: str, images: torch.Tensor, prompts: list[str]) -> torch.
         tokens.append(tokenizer.eot_token_id)
         with torch.no_grad():
             seen.append(network.visual(pixels[None])[0])
-            x = network.token_embedding(torch.tensor([tokens])) + network.positional_embedding[: len(tokens)]
-            mask = torch.full((len(tokens),) * 2, -math.inf).triu(1)
-            for block in network.transformer.resblocks:
-                x = block(x, attn_mask=mask)
-            said.append(network.ln_final(x)[0, -1] @ network.text_projection)
+            said.append(toy_clip.read(network, tokens))
     unit = [torch.stack(rows) / torch.stack(rows).norm(dim=1, keepdim=True) for rows in (seen, said)]
     return unit[0] @ unit[1].T
 

@@ -12,7 +12,7 @@ from flowrl.reward import RewardError
 from flowrl.rewards import hpsv3
 from tests import toy_qwen_vl as toy
 from tests.tiny_rewards import hpsv3 as tiny
-from tests.tiny_rewards import scored, smooth_images
+from tests.tiny_rewards import scored, smooth_images, uint8
 from tests.tiny_rewards.hpsv3 import PROMPTS, configured, random_head
 
 
@@ -38,7 +38,7 @@ def straight_line(toys, image: torch.Tensor, caption: str, size: tuple[int, int]
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     _, model, tokenizer = toys
-    picture = Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy())
+    picture = Image.fromarray(uint8(image).numpy())
     prepared = Qwen2VLImageProcessorPil()(images=[picture.resize((size[1], size[0]), Image.Resampling.BICUBIC)])
     text = (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
@@ -78,8 +78,7 @@ def test_positions_of_qwen_are_those_of_transformers(toys, small):
     scores = scored(reward, image, PROMPTS[:1])
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    eight_bit = (image[0] * 255).round().byte().permute(1, 2, 0).numpy()
-    prepared = Qwen2VLImageProcessorPil()(images=[eight_bit], return_tensors="pt")
+    prepared = Qwen2VLImageProcessorPil()(images=[uint8(image[0]).numpy()], return_tensors="pt")
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": asked(PROMPTS[0])}]}],
         tokenize=False,

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from flowrl.reward import RewardError
 from flowrl.rewards import image_reward
 from tests.tiny_rewards import image_reward as tiny
-from tests.tiny_rewards import smooth_images
+from tests.tiny_rewards import scored, smooth_images, uint8
 from tests.tiny_rewards.image_reward import LAYERS, PATCH, SIDE, TEXT_HEADS, WIDTH, configured, published_weights
 
 # The second is longer than the model reads: the tokenizer's words are letters.
@@ -27,10 +27,6 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def reward(folder):
     return build(configured(folder))
-
-
-def scored(reward, images, prompts=PROMPTS) -> torch.Tensor:
-    return reward.score(images, prompts, [{}] * len(prompts))
 
 
 def attention(query, key, value, heads, mask=None):
@@ -101,10 +97,9 @@ def published_pixels(picture: torch.Tensor, size: int) -> torch.Tensor:
     from PIL import Image
     from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 
-    eight_bit = (picture * 255).round().byte().permute(1, 2, 0).numpy()
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
     steps = [Resize(size, interpolation=InterpolationMode.BICUBIC), CenterCrop(size), ToTensor(), Normalize(mean, std)]
-    return torch.as_tensor(Compose(steps)(Image.fromarray(eight_bit)))
+    return torch.as_tensor(Compose(steps)(Image.fromarray(uint8(picture).numpy())))
 
 
 def test_scores_equal_blip_written_out_on_the_published_weights(reward, folder):
@@ -117,7 +112,7 @@ def test_scores_equal_blip_written_out_on_the_published_weights(reward, folder):
         assert (len(tokens) > 35) == (prompt == PROMPTS[1])
         tokens = tokens if len(tokens) <= 35 else tokens[:34] + tokens[-1:]
         expected.append(straight_line(weights, published_pixels(image, SIDE * PATCH), tokens))
-    scores = scored(reward, smooth_images())
+    scores = scored(reward, smooth_images(), PROMPTS)
     assert_close(scores, torch.stack(expected), rtol=0, atol=1e-5)
     assert scores.std() > 0.1, "the samples must tell apart for the comparison to mean anything"
 

@@ -4,13 +4,10 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from flowrl.rewards._judges import backends, rubrics
-from flowrl.rewards._judges.base import Counters
 from flowrl.rewards.unified_reward import grades
 from flowrl.rewards.vlm_judge import win_rates
 from PIL import Image
@@ -23,49 +20,8 @@ from flowrl.scoring.entries import reward_plan
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from tests.tiny_rewards import scored
-
-
-class Scripted:
-    """A judge that answers by a function of the question; what it was asked is kept."""
-
-    def __init__(self, probabilities: Any = None, words: Any = None):
-        self.counters, self.probabilities, self.words = Counters(), probabilities, words
-        self.family = ""
-        self.asked, self.writings = [], []
-
-    def check_options(self, options):
-        pass
-
-    def option_logprobs(self, questions, options):
-        self.asked += questions
-        first = torch.tensor([self.probabilities(q) for q in questions], dtype=torch.float64)
-        return torch.stack([first, 1 - first], dim=1).log()
-
-    def answer_logprobs(self, questions, answer):
-        self.asked += questions
-        return torch.tensor([self.probabilities(q) for q in questions], dtype=torch.float64).log()
-
-    def write(self, questions, writing):
-        self.asked += questions
-        self.writings += [writing] * len(questions)
-        return [self.words(q) for q in questions]
-
-
-@pytest.fixture
-def scripted(monkeypatch):
-    judge = Scripted()
-    monkeypatch.setattr(backends.Backend, "load", lambda self, reward, default: judge)
-    return judge
-
-
-def grey(*values: int) -> torch.Tensor:
-    """Pictures [B, 3, 4, 5] of one brightness each."""
-    return torch.tensor(values).reshape(-1, 1, 1, 1).expand(-1, 3, 4, 5) / 255
-
-
-def brightness(question) -> list[int]:
-    return [int(image[0, 0, 0]) for image in question.images]
-
+from tests.tiny_rewards.edit_score import save_source
+from tests.tiny_rewards.judges import Scripted, brightness, grey
 
 # ---- every reward
 
@@ -365,8 +321,7 @@ def test_the_older_model_is_served_only_and_sees_a_square(scripted):
 
 @pytest.fixture
 def source(tmp_path) -> dict:
-    Image.fromarray(np.full((6, 8, 3), 77, np.uint8)).save(tmp_path / "source.png")
-    return {"images": [str(tmp_path / "source.png")]}
+    return save_source(tmp_path)
 
 
 def graded(first: float, second: float) -> str:

@@ -11,8 +11,8 @@ from flowrl.rewards.motion import Config, build, consistency, dynamics, spaced
 
 from flowrl.reward import RewardError
 from flowrl.rewards import motion
-from tests import toy_clip
 from tests.tiny_rewards import raw_scores
+from tests.tiny_rewards.diversity import save_clip
 
 FRAMES, SIZE = 9, 64
 
@@ -140,11 +140,7 @@ def test_consistency_is_vbenchs():
 
 
 def test_a_backbone_adds_its_consistency_to_the_quality(tmp_path):
-    from transformers import CLIPImageProcessor
-
-    folder = toy_clip.save(tmp_path)
-    CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32).save_pretrained(folder)
-    reward = build(Config(backbone=folder, device="cpu"))
+    reward = build(Config(backbone=save_clip(tmp_path), device="cpu"))
     assert set(reward.card.outputs) == {*motion.CARD.outputs, "motion_consistency"}
     found = scored(reward, torch.stack([still(), boiling(), panned(3)]))
     assert found["motion"][0] == 0

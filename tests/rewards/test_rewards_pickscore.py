@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from tests import toy_clip
 from tests.rewards.test_rewards_clip_score import embeddings
-from tests.tiny_rewards import PROMPTS, scored, smooth_images
+from tests.tiny_rewards import PROMPTS, scored, smooth_images, uint8
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +24,12 @@ def reward(folder):
     return build(Config(model=folder, tokenizer=folder, device="cpu"))
 
 
-def straight_line(folder: str, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-    """Cosines of the embeddings that transformers' own code gives one sample at a time, at the CLIP's temperature."""
+def test_scores_are_cosines_of_transformers_at_the_clips_temperature(reward, folder):
     from transformers import CLIPModel
 
-    seen, said = embeddings("transformers", folder, images, prompts)
-    return CLIPModel.from_pretrained(folder).logit_scale.exp().detach() * (seen * said).sum(dim=1)
-
-
-def test_scores_equal_a_straight_line_computation(reward, folder):
     images = smooth_images()
-    expected = straight_line(folder, images, PROMPTS)
+    seen, said = embeddings("transformers", folder, images, PROMPTS)
+    expected = CLIPModel.from_pretrained(folder).logit_scale.exp().detach() * (seen * said).sum(dim=1)
     assert expected.std() > 0.5, "the pictures and prompts must tell apart for this to mean anything"
     assert_close(scored(reward, images), expected, rtol=0, atol=1e-4)
 
@@ -45,8 +40,7 @@ def test_exact_preprocessing_equals_that_of_transformers(height, width):
 
     image = torch.rand(3, height, width, generator=torch.Generator().manual_seed(1))
     processor = CLIPImageProcessorPil(size={"shortest_edge": 24}, crop_size={"height": 24, "width": 24})
-    eight_bit = (image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-    expected = torch.as_tensor(processor(images=[eight_bit], return_tensors="pt")["pixel_values"])[0]
+    expected = torch.as_tensor(processor(images=[uint8(image).numpy()], return_tensors="pt")["pixel_values"])[0]
     assert_close(Pixels(size=24)(image[None])[0], expected, rtol=0, atol=1e-5)
 
 

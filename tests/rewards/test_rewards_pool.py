@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from flowrl.rewards import clip_score, hpsv2, pickscore
 from tests import toy_clip
 from tests.tiny_rewards import hpsv2 as tiny_hps
-from tests.tiny_rewards import smooth_images
+from tests.tiny_rewards import scored, smooth_images
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,10 @@ def test_images_are_prepared_at_the_same_time_and_those_with_gradients_by_the_ca
     assert image.grad is not None
 
 
-def of_one_prompt(reward: Any, images: torch.Tensor) -> torch.Tensor:
-    return reward.score(images, ["a red circle"] * len(images), [{}] * len(images))
-
-
 def test_the_rewards_score_the_same_through_threads(monkeypatch, tmp_path):
     tiny_hps.save(tmp_path)
     tiny_hps.tiny_network(monkeypatch)
-    clip, images, scores = toy_clip.save(tmp_path / "clip"), smooth_images(6), []
+    clip, images, scores = toy_clip.save(tmp_path / "clip"), smooth_images(), []
     for count in (1, 3):
         for module in (hpsv2, clips):
             monkeypatch.setattr(module, "threads", lambda device, count=count: count)
@@ -84,19 +80,19 @@ def test_the_rewards_score_the_same_through_threads(monkeypatch, tmp_path):
             hpsv2.build(hpsv2.Config(weights=str(tmp_path), device="cpu", preprocess="exact")),
             pickscore.build(pickscore.Config(model=clip, tokenizer=clip, device="cpu")),
         )
-        scores.append(torch.stack([of_one_prompt(reward, images) for reward in rewards]))
+        scores.append(torch.stack([scored(reward, images) for reward in rewards]))
     assert torch.equal(*scores)
 
 
 @pytest.mark.parametrize("kind", ["save", "save_open_clip"])
 def test_an_image_tower_in_bfloat16_gives_nearly_the_same_cosines(tmp_path, kind):
     """The tower alone is cast: the temperature and the text stay exact."""
-    folder, images = getattr(toy_clip, kind)(tmp_path / "clip"), smooth_images(6)
+    folder, images = getattr(toy_clip, kind)(tmp_path / "clip"), smooth_images()
     exact, cast = (
         clip_score.build(clip_score.Config(model=folder, device="cpu", dtype=dtype))
         for dtype in ("float32", "bfloat16")
     )
-    first, second = (of_one_prompt(reward, images) for reward in (exact, cast))
+    first, second = (scored(reward, images) for reward in (exact, cast))
     assert second.dtype == torch.float32
     assert not torch.equal(first, second)
     # 2 layers, each of them rounds to 8 bits of mantissa a few times.

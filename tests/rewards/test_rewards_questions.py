@@ -11,7 +11,7 @@ from flowrl.rewards.questions import Config
 
 from flowrl.reward import Reward, RewardError
 from flowrl.rewards import questions
-from tests.rewards.test_rewards_judges import Scripted, grey
+from tests.tiny_rewards.judges import Scripted, grey
 
 
 class Sure(Scripted):

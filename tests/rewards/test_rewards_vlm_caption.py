@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flowrl.rewards._judges import backends, bert
+from flowrl.rewards._judges import bert
 from flowrl.rewards._judges.bert import Options
 from flowrl.rewards._vision import arrays
 from PIL import Image
@@ -21,8 +21,8 @@ from flowrl.reward import RewardError
 from flowrl.rewards import vlm_caption
 from tests import toy_vlm
 from tests.fake_chat import FakeChat, Reply
-from tests.rewards.test_rewards_judges import Scripted, brightness, grey
 from tests.tiny_rewards import scored
+from tests.tiny_rewards.judges import brightness, grey
 from tests.tiny_rewards.vlm_caption import LAYER, POSITIONS, options, save_roberta
 
 TEXTS = ("a red cat sits here", "The image contains a cat", "a", "blue", "a red dog runs far away from the old town")
@@ -102,13 +102,6 @@ def test_the_layer_is_known_for_published_models_and_asked_for_otherwise(roberta
 
 
 # ---- the reward
-
-
-@pytest.fixture
-def scripted(monkeypatch):
-    judge = Scripted()
-    monkeypatch.setattr(backends.Backend, "load", lambda self, reward, default: judge)
-    return judge
 
 
 def build(roberta: str, **own: Any):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -67,17 +68,10 @@ def published_weights() -> dict[str, torch.Tensor]:
     return weights
 
 
-def save_tokenizer(folder: Path) -> None:
-    """A BERT tokenizer whose words are single letters."""
+def save(folder: Path) -> Path:
+    """Write weights, configuration and a BERT tokenizer whose words are single letters."""
     from transformers import BertTokenizer
 
-    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters]
-    BertTokenizer(vocab={word: i for i, word in enumerate(vocabulary)}).save_pretrained(folder)
-
-
-def save(folder: Path) -> Path:
-    """Write weights, configuration and tokenizer."""
     torch.save(published_weights(), folder / "ImageReward.pt")
     sizes = {
         "hidden_size": TEXT,
@@ -91,7 +85,8 @@ def save(folder: Path) -> Path:
         "encoder_width": 768,
     }
     (folder / "med_config.json").write_text(json.dumps(sizes))
-    save_tokenizer(folder)
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *string.ascii_lowercase]
+    BertTokenizer(vocab={word: i for i, word in enumerate(vocabulary)}).save_pretrained(folder)
     return folder
 
 

@@ -13,7 +13,7 @@ from flowrl.evaluation import suite as base
 from flowrl.reward import RewardError, unscored
 from flowrl.scoring.entries import reward_plan
 from tests import tiny_suites
-from tests.rewards.test_rewards_judges import Scripted
+from tests.tiny_rewards.judges import Scripted
 
 
 class Sure(Scripted):
