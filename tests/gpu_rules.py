@@ -136,15 +136,6 @@ class Card(TorchDispatchMode):
             self.waits.append(Wait(what, _caller()))
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Waits inside the block are those of the test itself."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
-
-    @contextmanager
     def unseen(self) -> Iterator[None]:
         """Work inside the block is on the host alone: a pipeline is loaded, part by part on `meta`."""
         before, self.asleep = self.asleep, True

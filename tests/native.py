@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,9 +166,9 @@ def output(model: Any, guidance_scale: float) -> Tensor:
     return model.predict(x, timestep, cond, guidance_scale)
 
 
-def lora(model: Any, *, noise: float = 0.0) -> Weights:
+def lora(model: Any, settings: LoraSettings = LORA, *, noise: float = 0.0) -> Weights:
     """LoRA on the adapter's network; `noise` fills the B matrices, so that the update is not zero."""
-    weights = Weights(model.network, LORA, model.lora_targets, seed=1)
+    weights = Weights(model.network, settings, tuple(settings.targets or model.lora_targets), seed=1)
     fit_network(model, weights.components.values(), weights.layers)
     torch.manual_seed(2)
     for name, p in weights.parameters.items():
@@ -176,12 +177,14 @@ def lora(model: Any, *, noise: float = 0.0) -> Weights:
     return weights
 
 
-def backward(model: Any, weights: Weights, guidance_scale: float, steps: int = 4) -> Any:
+def backward(
+    model: Any, weights: Weights, guidance_scale: float = 1.0, steps: int = 4, prompts: Sequence[str] = PROMPTS
+) -> Any:
     """Gradients of one Flow-GRPO update: a rollout of two samples, all its trained steps; returns the largest |log
     ratio| of the replay at the rollout's own batches."""
     law: Any = flow_sde if isinstance(model.process, FlowProcess) else ddim
     policy, plan = Policy(model, law.build(law.Config()), guidance_scale), window(model.schedule(steps), 0.7)
-    cond, rows, ids = model.encode(PROMPTS), torch.arange(2), [SampleId(0, 0), SampleId(1, 0)]
+    cond, rows, ids = model.encode(prompts), torch.arange(2), [SampleId(0, 0), SampleId(1, 0)]
     noise = Noise(0, "test", 1, model.latent_shape())
     samples, edges = run(policy, plan, noise, Asked(ids, cond, rows), batch_size=2)
     advantage = torch.tensor([1.0, -1.0])[edges.sample][:, None]

@@ -8,26 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.base import Networks
-from flowrl.algorithms.flow_grpo import Config as GrpoConfig
-from flowrl.algorithms.flow_grpo import FlowGrpo
-from flowrl.core.types import SampleId
-from flowrl.diffusion.plan import window
-from flowrl.models.base import LoraSettings, ModelAdapter
-from flowrl.models.sd3 import LORA_TARGETS, Config, Sd3
-from flowrl.models.weights.roles import Weights, fit_network
-from flowrl.rollout.loop import run
-from flowrl.rollout.noise import Noise
-from flowrl.rollout.policy import Policy
-from flowrl.rollout.trajectories import Asked, Trajectories
-from flowrl.samplers import flow_sde
-from flowrl.training.microbatches import microbatches
+from flowrl.models.base import ModelAdapter
+from flowrl.models.sd3 import Config, Sd3
+from flowrl.models.weights.roles import Weights
 from scripts.pretraining import sd3
+from tests import native
+from tests.native import LORA, lora
 
+__all__ = ["LORA", "PROMPTS", "ROOT", "TOKENS", "adapter", "backward", "lora", "output", "pipeline", "save"]
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["a red circle", "two blue squares"]
 TOKENS = 8
-LORA = LoraSettings(rank=4, alpha=10)
 
 
 def pipeline(seed: int = 0, *, sd35: bool = False, **scheduler: Any) -> Any:
@@ -59,17 +50,6 @@ def save(folder: Path, made: Any = None) -> Path:
     return folder
 
 
-def lora(model: ModelAdapter, settings: LoraSettings = LORA, *, noise: float = 0.0) -> Weights:
-    """LoRA on the adapter's network; `noise` fills the B matrices, so that the update is not zero."""
-    weights = Weights(model.network, settings, tuple(settings.targets or LORA_TARGETS), seed=1)
-    fit_network(model, weights.components.values(), weights.layers)
-    torch.manual_seed(2)
-    for name, p in weights.parameters.items():
-        if noise and "lora_B" in name:
-            p.data = noise * torch.randn_like(p)
-    return weights
-
-
 def output(model: ModelAdapter, guidance_scale: float = 1.0) -> Tensor:
     """The network's output on two fixed samples."""
     torch.manual_seed(3)
@@ -78,17 +58,6 @@ def output(model: ModelAdapter, guidance_scale: float = 1.0) -> Tensor:
         return model.predict(x, torch.tensor([900.0, 300.0]), model.encode(PROMPTS), guidance_scale)
 
 
-def backward(model: ModelAdapter, weights: Weights, *, guidance_scale: float = 1.0, steps: int = 4) -> None:
-    """Gradients of one Flow-GRPO update: a rollout of two samples, all its trained steps, advantages +1 and -1."""
-    sampler = flow_sde.build(flow_sde.Config())
-    policy = Policy(model, sampler, guidance_scale)
-    plan = window(model.schedule(steps), 0.7)
-    cond, rows = model.encode(PROMPTS), torch.arange(2)
-    ids = [SampleId(0, 0), SampleId(1, 0)]
-    noise = Noise(0, "test", 1, model.latent_shape())
-    samples, edges = run(policy, plan, noise, Asked(ids, cond, rows), batch_size=2)
-    drawn = Trajectories(plan, samples, edges, cond, rows)
-    advantage = torch.tensor([1.0, -1.0])[edges.sample][:, None]
-    algorithm = FlowGrpo(GrpoConfig())
-    for batch in microbatches(drawn, advantage, model, batch_size=2):
-        algorithm.loss(batch, Networks(policy, weights)).loss.backward()
+def backward(model: ModelAdapter, weights: Weights, **options: Any) -> None:
+    """Gradients of one Flow-GRPO update on two prompts; `options` as of `native.backward`."""
+    native.backward(model, weights, prompts=PROMPTS, **options)

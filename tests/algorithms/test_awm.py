@@ -58,10 +58,6 @@ def test_off_policy_the_two_ratios_differ_and_the_clip_acts_in_their_own_units()
     assert torch.equal(gradient.abs().amax(dim=1) == 0, gone)
 
 
-def test_without_advantage_and_pulls_there_is_no_gradient():
-    assert float(found(plain(), advantage=torch.zeros(M))[2].abs().max()) == 0
-
-
 def test_equal_advantages_at_the_reference_are_supervised_training_times_the_advantage():
     """The pulls have no gradient where all networks agree."""
     scene = {"clean": CLEAN, "eps": EPS, "sigma": SIGMA, "advantage": torch.full((M,), 0.7)}

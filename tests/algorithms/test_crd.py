@@ -92,7 +92,3 @@ def test_the_pull_is_kappa_times_m_without_reward_and_kappa_with_all_of_it():
     assert float(with_pull.loss - found(Config(kl=OFF))[0].loss) == pytest.approx(0.04 * float(share.sum()))
     alike = found(Config(least_pull=1.0), reference=V + 0.2)[0]
     assert float(alike.loss - found(Config(kl=OFF))[0].loss) == pytest.approx(0.04 * 0.1 * M)
-
-
-def test_the_lagging_network_draws_the_samples():
-    assert build(Config()).behaviour == "sampling"

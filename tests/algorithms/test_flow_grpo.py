@@ -173,14 +173,6 @@ def test_the_kl_is_added_per_edge_with_its_weight_to_the_policy_loss(spatial):
     assert_close(with_kl.loss, without.loss + 0.25 * kl, rtol=1e-5, atol=1e-7)
 
 
-def test_reading_the_reference_leaves_the_policy_as_it_is():
-    session = roll_out(ToyAdapter(), Config(kl=KLConfig(coef=0.5)))
-    nudge(session.adapter.network)
-    before = {name: p.detach().clone() for name, p in session.adapter.network.named_parameters()}
-    session.gradient(torch.zeros(len(session.edges)))
-    assert all(torch.equal(p, before[name]) for name, p in session.adapter.network.named_parameters())
-
-
 # ---- reductions
 
 

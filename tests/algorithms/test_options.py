@@ -103,6 +103,7 @@ ROLES = [
     ("awm", {}, ("reference", "anchor"), "policy"),
     ("awm", {"kl": OFF, "ema_kl": OFF}, (), "policy"),
     ("awm", {"kl": OFF, "ema_kl": OFF, "off_policy": True}, ("anchor",), "anchor"),
+    ("crd", {}, ("reference", "old", "sampling"), "sampling"),
     ("dgpo", {"kl": OFF}, ("reference", "average"), "policy"),
     ("dgpo", {"kl": OFF, "against_average": True}, ("average",), "policy"),
     ("diffusion_nft", {}, ("reference", "old"), "old"),

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from flowrl.algorithms import flow_grpo
-from flowrl.algorithms.base import EdgeMethod
 from flowrl.algorithms.dance_grpo import SeparateConfig
 from flowrl.algorithms.flow_grpo import clipped_terms
 from flowrl.core import registry
@@ -24,10 +23,9 @@ from flowrl.samplers.base import StepDistribution
 from flowrl.training.metrics import Sums
 from tests.algorithms.test_flow_grpo import assert_gradients_close
 from tests.credit.test_spatial import pictures, tiny_dinov2
-from tests.toys import Session, ToyAdapter, algorithms, draw_advantages, learner_of, nudge, roll_out, rollout_of
+from tests.toys import Session, ToyAdapter, draw_advantages, learner_of, nudge, roll_out, rollout_of
 
 METHODS = ("dance_grpo", "flow_grpo", "flow_grpo_fast", "mix_grpo", "mix_grpo_flash")
-OTHERS = tuple(name for name in algorithms(EdgeMethod) if name not in METHODS)
 BY_POSITION, BY_SAMPLE = SpatialConfig(ratio="position"), SpatialConfig(ratio="sample")
 CLIP = 0.02
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,6 @@ from tests.toys import (
 NAMES = registry.names("algorithms")
 EDGES, SAMPLES, NOISE = (algorithms(base) for base in (EdgeMethod, SampleMethod, NoiseMethod))
 SPREAD = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])  # rewards [R, P, G]
-TREES = tuple(name for name in EDGES if registry.load("algorithms", name).Config().tree(10, 1, 0))
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GIVEN = {
     (): SPREAD,
@@ -245,16 +243,6 @@ def test_an_iteration_on_samples_moves_the_policy_and_leaves_the_reference(name)
     glossary = (DOCS / "metrics.md").read_text(encoding="utf-8")
     for metric in sums.means():  # the errors against networks stand in one row of the roles
         assert f"`{metric.removeprefix('matching/to_')}`" in glossary, metric
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_option_stands_on_its_page_or_on_that_of_its_kind(name):
-    """Of those that a file declares itself, tests/test_docs.py asks that they stand on its own page."""
-    config = registry.load("algorithms", name).Config
-    shared = "trees" if name in TREES else "flow_grpo" if name in EDGES else "forward_process"
-    text = "".join((DOCS / "algorithms" / f"{page}.md").read_text(encoding="utf-8") for page in (name, shared))
-    options = {field.name for field in dataclasses.fields(config)} - {"guidance_scale"}
-    assert [option for option in sorted(options) if not re.search(rf"`algorithm\.{option}\b", text)] == []
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])

@@ -58,14 +58,18 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def first_batch(small: Bench) -> Any:
+    """The first training forward of an iteration."""
+    own, credit = small.scored(small.draw(small.ids()))
+    work = small.session.parts.learner.training.work(small.context, Iteration(1, own, credit, Sums()))
+    work.prepare()
+    return next(iter(work.batches(0)))[0]
+
+
 def gradients(*words: str, times: int = 2) -> list[list[Tensor]]:
     """The gradient of one microbatch, computed several times."""
     with bench("deterministic=true", *words) as small:
-        own, credit = small.scored(small.draw(small.ids()))
-        work = small.session.parts.learner.training.work(small.context, Iteration(1, own, credit, Sums()))
-        work.prepare()
-        batch, _ = next(iter(work.batches(0)))
-        found = []
+        batch, found = first_batch(small), []
         for _ in range(times):
             with strict():
                 small.session.method.loss(batch, small.session.networks).loss.backward()
@@ -77,11 +81,7 @@ def gradients(*words: str, times: int = 2) -> list[list[Tensor]]:
 def losses(*words: str) -> tuple[float, list[Tensor]]:
     """(loss, gradient) of one microbatch."""
     with bench(*words) as small:
-        own, credit = small.scored(small.draw(small.ids()))
-        work = small.session.parts.learner.training.work(small.context, Iteration(1, own, credit, Sums()))
-        work.prepare()
-        batch, _ = next(iter(work.batches(0)))
-        loss = small.session.method.loss(batch, small.session.networks).loss
+        loss = small.session.method.loss(first_batch(small), small.session.networks).loss
         loss.backward()
         return float(loss.detach()), [g.clone() for g in small.session.weights.gradients() if g is not None]
 

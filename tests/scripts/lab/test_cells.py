@@ -25,6 +25,7 @@ from scripts.lab.long import FACTOR, long_run, verdict
 from scripts.lab.page import Entry, over_seeds, page, reached
 from scripts.lab.runs import REPLAYED, curve, first_rows
 from scripts.lab.videos import videos_section
+from tests.tiny_sd3 import ROOT
 
 RECIPE = """\
 # A comment.
@@ -46,17 +47,13 @@ def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "docs" / "lab").mkdir(parents=True)
-    module = cells
+    docs = tmp_path / "docs"
     for place in (cells, recipes, runs, compare):
         monkeypatch.setattr(place, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "RESULTS", tmp_path / "docs" / "lab" / "results.json")
-    monkeypatch.setattr(module, "PAGE", tmp_path / "docs" / "lab.md")
-    monkeypatch.setattr(module, "CURVES", tmp_path / "docs" / "lab" / "curves")
-    monkeypatch.setattr(module, "LONG_RESULTS", tmp_path / "docs" / "lab" / "long.json")
-    monkeypatch.setattr(module, "STEPS_RESULTS", tmp_path / "docs" / "lab" / "steps.json")
-    monkeypatch.setattr(module, "PICTURE", tmp_path / "docs" / "lab" / "long.svg")
+    for name in ("RESULTS", "PAGE", "CURVES", "LONG_RESULTS", "STEPS_RESULTS", "PICTURE"):
+        monkeypatch.setattr(cells, name, docs / vars(cells)[name].relative_to(ROOT / "docs"))
     monkeypatch.setattr(runs, "RUNS", tmp_path / "runs")
-    return module
+    return cells
 
 
 def accuracy(mean: float) -> dict:
@@ -150,7 +147,6 @@ def test_what_counts_as_a_difference(lab):
 
 
 def test_first_rows_are_whole_and_without_times(lab, tmp_path):
-
     assert first_rows(tmp_path) == []
     lines = [json.dumps({"iteration": i, "grad/norm": 1.0, "time/update_s": 0.1}) + "\n" for i in range(1, 5)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:2]) + lines[2][:9])
@@ -165,7 +161,6 @@ def test_first_rows_are_whole_and_without_times(lab, tmp_path):
 @pytest.mark.parametrize("change", ["nothing", "code", "words"])
 def test_a_run_folder_is_resumed_by_the_same_code_and_words_only(lab, code, monkeypatch, change):
     """And what its parts have cost adds up, whenever one was killed."""
-
     recipe, commands = lab.recipes()["quickstart"], []
 
     def attend(command: list[str], ledger: runs.Ledger) -> int:
@@ -185,7 +180,6 @@ def test_a_run_folder_is_resumed_by_the_same_code_and_words_only(lab, code, monk
 
 
 def test_a_cell_is_not_kept_if_it_failed_or_the_code_changed_under_it(lab, code, monkeypatch, capsys):
-
     codes = iter([1, 0, 0])
 
     def attend(command: list[str], ledger: runs.Ledger) -> int:
@@ -255,7 +249,6 @@ def test_the_code_is_what_is_committed_and_what_is_not(monkeypatch, tmp_path):
 
 def test_a_stoppedstops_its_run_once_and_counts_its_time(lab, monkeypatch, tmp_path):
     """The run saves on the first signal, and a second one would end it at once."""
-
     monkeypatch.setattr(runs, "POLLED_S", 0.05)
     log = tmp_path / "log"
     run = f"""
@@ -290,7 +283,6 @@ open({str(log)!r}, "w").write(str(len(signals)))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_the_time_of_a_living_run_includes_its_processes(lab):
-
     loop = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
     code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {loop!r}])\nprint(flush=True)\ninput()"
     command = [sys.executable, "-c", code]
@@ -309,7 +301,6 @@ def evaluated(folder: Path, tag: str, iteration: int, strict: list[float]) -> No
 
 
 def test_a_curve_is_on_the_same_captions_from_base_to_end(lab, tmp_path):
-
     evaluated(tmp_path, "base", 3, [0.0, 0.0, 1.0, 1.0])  # a resumed run says another iteration
     evaluated(tmp_path, "iteration-000001", 1, [1.0])  # too few captions to compare
     evaluated(tmp_path, "iteration-000002", 2, [0.0, 1.0, 1.0])
@@ -324,7 +315,6 @@ def test_a_curve_is_on_the_same_captions_from_base_to_end(lab, tmp_path):
 
 
 def test_the_luck_of_the_best_evaluation_is_not_in_the_fall(lab, monkeypatch):
-
     rng = np.random.default_rng(0)
     monkeypatch.setattr(long, "interval", lambda values, groups: {"mean": values.mean()})
 
@@ -354,7 +344,6 @@ def long_cell(curve: list[float], **changes: object) -> dict:
 
 
 def test_long_runs_stand_on_the_page_with_their_verdict(lab):
-
     (lab.ROOT / "configs" / "quickstart.yaml").write_text(RECIPE + "iterations: 50\n")
     run = long_run("quickstart", lab.recipes()["quickstart"])
     assert run.words == (f"iterations={FACTOR * 50}", "eval.every=10", "eval.periodic_prompts=256")
@@ -375,7 +364,6 @@ def test_long_runs_stand_on_the_page_with_their_verdict(lab):
 
 
 def test_more_steps_are_evaluated_of_a_finished_run_of_this_code_alone(lab, code, monkeypatch, tmp_path):
-
     recipe, asked = lab.recipes()["quickstart"], []
     recipe.write_text(recipe.read_text().replace("steps: 2", "steps: 6"))
     folder = tmp_path / "runs" / "quickstart-seed0"
@@ -415,7 +403,6 @@ def test_more_steps_are_evaluated_of_a_finished_run_of_this_code_alone(lab, code
 
 
 def test_a_recipe_that_fell_is_found(lab, monkeypatch):
-
     gains = {"a": (0.2, 0.15), "b": (0.2, 0.17), "c": (0.11, 0.09), "d": (0.2, 0.2), "e": (0.08, 0.06), "f": (0.1, 0.3)}
     then, now = ({f"{name}/0": cell(pair[k]) for name, pair in gains.items()} for k in (0, 1))
     now["new/0"] = cell()
@@ -444,12 +431,10 @@ def test_a_recipe_that_fell_is_found(lab, monkeypatch):
     [([0.1, 0.6, 0.2, 0.6], 40), ([0.1, 0.55, 0.45, 0.6], 20), ([0.6, 0.3, 0.3, 0.4], None), ([0.5, 0.5, 0, 0], 10)],
 )
 def test_one_lucky_evaluation_does_not_reach_the_goal(lab, accuracies, seconds):
-
     assert reached([(10.0 * (k + 1), value) for k, value in enumerate(accuracies)], 0.5) == seconds
 
 
 def test_an_interval_over_seeds_is_students(lab):
-
     # 4.3027 standard errors on either side, of a mean of 0.4 with the std 0.1 of three values.
     assert over_seeds([0.3, 0.4, 0.5]) == ("0.40", "0.15 to 0.65")
     assert over_seeds([0.3, None, 0.5]) == ("-", "-")
@@ -487,7 +472,6 @@ def moving(gain: float, drawn: float) -> dict:
 
 
 def test_videos_have_a_section_of_their_own_with_the_noise_of_the_samplers(lab):
-
     cells = {"": (0.12, 0.05), "-cps": (0.1, 0.0625)}
     entries = [
         Entry(f"video-sage_grpo{name}", "tested", False, {0: moving(*values)}, moving=True)

@@ -20,14 +20,13 @@ METRICS = ("motion_smoothness", "motion_dynamics", "shapes_motion_strict", "shap
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The script with its files elsewhere."""
-    module = frozen_video
     for name in ("NUMBERS", "PAGE", "CURVES", "STRIPS"):
-        monkeypatch.setattr(module, name, tmp_path / getattr(module, name).name)
-    monkeypatch.setattr(module, "RECIPES", tmp_path)
-    for name in module.NAMES:
+        monkeypatch.setattr(frozen_video, name, tmp_path / getattr(frozen_video, name).name)
+    monkeypatch.setattr(frozen_video, "RECIPES", tmp_path)
+    for name in frozen_video.NAMES:
         (tmp_path / f"{name}.yaml").write_text("eval: {periodic_prompts: 2}\n")
-    monkeypatch.setattr(module.runs, "RUNS", tmp_path / "runs")
-    return module
+    monkeypatch.setattr(frozen_video.runs, "RUNS", tmp_path / "runs")
+    return frozen_video
 
 
 def cell(change: float) -> dict:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import yaml
 
 from flowrl.config.load import load_config, resolve
 from flowrl.evaluation.results import Evaluation
-from scripts.lab import proxy as proxy_against_gold
+from scripts.lab import proxy
 from scripts.lab.cells import write_results
 from scripts.lab.runs import mean_scores, measured
 from tests.tiny_sd3 import ROOT
@@ -32,13 +31,8 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def proxy() -> ModuleType:
-    return proxy_against_gold
-
-
 @pytest.fixture
-def files(proxy: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The script's files in another place."""
     for name, file in (("PAGES", ""), ("NUMBERS", "proxy.json"), ("IMAGE", "proxy.svg"), ("PAGE", "proxy.md")):
         monkeypatch.setattr(proxy, name, tmp_path / file)
@@ -83,7 +77,7 @@ def test_a_recipe_differs_from_the_first_only_where_it_says(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_three_iterations_of_a_recipe_give_a_curve(proxy, name, tmp_path: Path):
+def test_three_iterations_of_a_recipe_give_a_curve(name, tmp_path: Path):
     from flowrl.run.trainer import Trainer
 
     words = [*SMALL, f"output={tmp_path}", "name=run"]
@@ -101,7 +95,7 @@ def test_three_iterations_of_a_recipe_give_a_curve(proxy, name, tmp_path: Path):
 # ---- curves, picture, page
 
 
-def test_a_curve_takes_the_same_captions_everywhere(proxy, tmp_path: Path):
+def test_a_curve_takes_the_same_captions_everywhere(tmp_path: Path):
     """Base and result hold more captions than the evaluations on the way."""
     parts = [
         ("base", 0, [0.0, 1.0, 1.0, 1.0]),
@@ -118,14 +112,14 @@ def test_a_curve_takes_the_same_captions_everywhere(proxy, tmp_path: Path):
     ]
 
 
-def test_the_mean_curve_is_over_seeds_and_refuses_other_iterations(proxy):
+def test_the_mean_curve_is_over_seeds_and_refuses_other_iterations():
     curves = [cell([0.3, 0.5])["curve"], cell([0.5, 0.9])["curve"]]
     assert proxy.mean_curve(curves)["shapes_strict"] == pytest.approx([0.4, 0.7])
     with pytest.raises(ValueError, match="other iterations"):
         proxy.mean_curve([*curves, cell([0.3])["curve"]])
 
 
-def test_only_missing_cells_are_run_and_others_if_asked_to(proxy, files, monkeypatch: pytest.MonkeyPatch):
+def test_only_missing_cells_are_run_and_others_if_asked_to(files, monkeypatch: pytest.MonkeyPatch):
     ran: list[str] = []
 
     def run_cell(run: Any) -> dict[str, Any]:
@@ -145,7 +139,7 @@ def test_only_missing_cells_are_run_and_others_if_asked_to(proxy, files, monkeyp
     assert ran[2:] == ["proxy-flow_grpo-seed0"]
 
 
-def test_the_page_and_the_picture_are_made_of_the_cells(proxy, files):
+def test_the_page_and_the_picture_are_made_of_the_cells(files):
     cells = {"flow_grpo/0": cell([0.3, 0.6, 0.2], 0.1), "flow_grpo/2": cell([0.3, 0.4, 0.2], -0.1, commit="fedcba9876")}
     table = proxy.summary_table(cells)
     assert table[2] == ("| flow_grpo | 2 of 3 | 0.500 -> 0.700 | 30.0 | 50.0 (25) | 20.0 | -30.0 | +0.0, -12.0 |")
