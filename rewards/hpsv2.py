@@ -106,14 +106,12 @@ def find_weights(config: Config) -> Path:
             f"reward 'hpsv2': {path.name} holds {other}, but version={config.version!r} is asked for; set "
             f"version: {other}, or give {name}"
         )
-    if config.sha256 is not None and (result := _sha256(path)) != config.sha256.lower():
-        raise RewardError(f"reward 'hpsv2': {str(path)!r} has sha256 {result}, not {config.sha256}")
+    if config.sha256 is not None:
+        with path.open("rb") as file:
+            result = hashlib.file_digest(file, "sha256").hexdigest()
+        if result != config.sha256.lower():
+            raise RewardError(f"reward 'hpsv2': {str(path)!r} has sha256 {result}, not {config.sha256}")
     return path
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _load(path: Path, device: str | None) -> tuple[Any, Any]:

@@ -125,10 +125,6 @@ def grades(version: str, answer: str) -> list[float]:
     return [sum(values) / len(values), *values] if version == "v2.0" else values
 
 
-def _resized(pixels: np.ndarray, version: str) -> np.ndarray:
-    return np.asarray(Image.fromarray(pixels).resize((512, 512))) if version == "v1.5" else pixels
-
-
 def _score(judge: Judge, config: Config, names: Sequence[str]) -> ScoreFunction:
     writing = Writing(max_tokens=config.max_tokens)
 
@@ -143,8 +139,10 @@ def _score(judge: Judge, config: Config, names: Sequence[str]) -> ScoreFunction:
 
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         pixels = [to_uint8(image) for image in images]
+        if config.version == "v1.5":
+            pixels = [None if p is None else np.asarray(Image.fromarray(p).resize((512, 512))) for p in pixels]
         questions = [
-            None if p is None else Question(question(config.version, prompt), (_resized(p, config.version),))
+            None if p is None else Question(question(config.version, prompt), (p,))
             for p, prompt in zip(pixels, prompts, strict=True)
         ]
         return dict(zip(names, where_asked(questions, ask).float().unbind(dim=1), strict=True))

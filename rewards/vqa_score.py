@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowrl.rewards._judges.backends import QWEN, Backend, judge_card, reward_of_judge
-from flowrl.rewards._judges.base import Judge, ask_about, where_asked
+from flowrl.rewards._judges.base import ask_about, where_asked
 from torch import Tensor
 
-from flowrl.reward import Images, Reward, ScoreFunction
+from flowrl.reward import Images, Reward
 
 LEVEL = "experimental"
 CARD = judge_card(
@@ -69,16 +69,12 @@ def wording(family: str) -> str:
     return next((question for part, question in _WORDINGS.items() if part in name), _LATER)
 
 
-def _score(judge: Judge, question: str, answer: str) -> ScoreFunction:
-    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        questions = ask_about(images, [question.replace("{}", prompt) for prompt in prompts])
-        return where_asked(questions, lambda asked: judge.answer_logprobs(asked, answer).exp()).float()
-
-    return score
-
-
 def build(config: Config) -> Reward:
     judge = config.load("vqa_score", QWEN)
     question = config.question or wording(judge.family)
-    score = _score(judge, question, config.answer)
+
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+        questions = ask_about(images, [question.replace("{}", prompt) for prompt in prompts])
+        return where_asked(questions, lambda asked: judge.answer_logprobs(asked, config.answer).exp()).float()
+
     return reward_of_judge(judge, "vqa_score", CARD, config, QWEN, score, question, config.answer)

@@ -62,7 +62,14 @@ SERVED = {"servers": ["http://a"], "reward": "mine"}
             ("geneval", {"counting_confidence": value}, r"counting_confidence=.* must be in \[0, 1\)")
             for value in (-1, 1)
         ],
-        ("shapes", {"surplus_penalty": -0.1}, "surplus_penalty=-0.1 must be at least 0"),
+        ("questions", {"question": "Is it?"}, "question="),
+        ("questions", {"question_together": "{question}"}, "question_together="),
+        ("questions", {"ask": "together", "worth": "decision"}, "worth="),
+        *[(of, {"surplus_penalty": -0.1}, "surplus_penalty=-0.1 must be at") for of in ("shapes", "shapes_motion")],
+        ("votes", {"votes_per_sample": 0}, "votes_per_sample=0 must be at least 1"),
+        ("votes", {"time_limit": 0.0}, "time_limit=0.0 must be above 0, or null"),
+        ("votes", {"grace": -1.0}, "grace=-1.0 must not be negative"),
+        ("votes", {"prior": 0.0}, "prior=0.0 must be above 0"),
         ("vlm_judge", {"http": {"retries": -1}}, "retries=-1 must not be negative"),
         ("vlm_judge", {"local": {"batch_size": 0}}, "batch_size=0 must be at least 1"),
         ("vqa_score", {"question": "Is it good?"}, r"must hold \{\}"),

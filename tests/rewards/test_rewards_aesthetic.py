@@ -49,15 +49,10 @@ def disguised(version: str) -> dict[str, torch.Tensor]:
         tail = tail @ state[f"{name}weight"].double()
     first_layer = names[0]
     state[f"{first_layer}weight"] = (tail.T / tail.square().sum() * w).float()
-    return _shifted(state, zero, first_layer, version)
-
-
-def _shifted(state: dict, zero: float, first_layer: str, version: str) -> dict[str, torch.Tensor]:
-    """The same with `zero` as its value at 0, by its last bias."""
+    # The last bias makes `zero` the value at 0.
     head = network(version)
     head.load_state_dict(state)
     last = [name for name in state if name.endswith("bias")][-1]
-    width = state[f"{first_layer}weight"].shape[1]
     state[last] = state[last] + zero - forward(head.double(), torch.zeros(1, width, dtype=torch.float64)).float()
     return state
 

@@ -80,22 +80,26 @@ def test_published_vectors(record, found, legacy, partial, strict, official):
     assert judged(found, record, mode="legacy") == fixed | {"legacy": pytest.approx(legacy)}
 
 
-def test_a_position_is_not_looked_at_where_the_number_or_the_colour_fails():
-    record = {"include": [clause("cat"), clause("dog", color="red", position=["left of", 0])]}
-    assert judged([seen("dog", color="blue"), seen("cat", CAT)], record)["partial"] == pytest.approx((1 + 1 + 0) / 3)
-    assert judged([*LEFT, seen("dog")], record)["partial"] == pytest.approx((1 + 0 + 0) / 3)
+RED_AT_PLACE = {"include": [clause("cat"), clause("dog", color="red", position=["left of", 0])]}
+TWO_AT_PLACE = {"include": [clause("cat"), clause("dog", 2, position=["left of", 0])]}
 
 
-def test_every_pair_must_stand_in_the_relation():
-    record = {"include": [clause("cat"), clause("dog", 2, position=["left of", 0])]}
-    assert judged([*LEFT, seen("dog")], record)["official"] == 1
-    assert judged([*LEFT, seen("dog", (200, 0, 210, 10))], record)["official"] == 0
-
-
-def test_the_official_rule_looks_at_the_most_confident_objects_only():
-    sure, doubtful = seen("dog", color="red", confidence=0.9), seen("dog", color="blue", confidence=0.5)
-    assert judged([doubtful, sure], COLOR)["official"] == 1
-    assert judged([seen("dog", color="red", confidence=0.5), seen("dog", color="blue")], COLOR)["official"] == 0
+@pytest.mark.parametrize(
+    ("record", "found", "rule", "score"),
+    [
+        # A position is not looked at where the number or the colour fails.
+        (RED_AT_PLACE, [seen("dog", color="blue"), seen("cat", CAT)], "partial", (1 + 1 + 0) / 3),
+        (RED_AT_PLACE, [*LEFT, seen("dog")], "partial", (1 + 0 + 0) / 3),
+        # Every pair must stand in the relation.
+        (TWO_AT_PLACE, [*LEFT, seen("dog")], "official", 1),
+        (TWO_AT_PLACE, [*LEFT, seen("dog", (200, 0, 210, 10))], "official", 0),
+        # The official rule looks at the most confident objects only.
+        (COLOR, [seen("dog", color="blue", confidence=0.5), seen("dog", confidence=0.9)], "official", 1),
+        (COLOR, [seen("dog", confidence=0.5), seen("dog", color="blue")], "official", 0),
+    ],
+)
+def test_the_rules_of_several_clauses_and_objects(record, found, rule, score):
+    assert judged(found, record)[rule] == pytest.approx(score)
 
 
 @pytest.mark.parametrize(("tag", "threshold"), [("counting", 0.9), ("single_object", 0.3)])

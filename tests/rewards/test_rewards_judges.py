@@ -254,47 +254,40 @@ FORM = "Alignment Score (1-5): X\nCoherence Score (1-5): Y\nStyle Score (1-5): Z
 GOOD = "Alignment Score (1-5): 2.69\nCoherence Score (1-5): 2.37\nStyle Score (1-5): 2.80"
 
 
+READ = [(2.69 + 2.37 + 2.8) / 3, 2.69, 2.37, 2.8]
+
+
 @pytest.mark.parametrize(
-    ("answer", "expected"),
+    ("version", "answer", "expected"),
     [
-        (GOOD, [2.69, 2.37, 2.8]),
-        (GOOD.lower(), [2.69, 2.37, 2.8]),
-        ("**Alignment Score**: 4\n**Coherence Score (1-5):** 3\n- Style Score:5", [4, 3, 5]),
-        (f"{FORM}\n\n{GOOD}", [2.69, 2.37, 2.8]),
+        *(("v2.0", answer, READ) for answer in (GOOD, GOOD.lower(), f"{FORM}\n\n{GOOD}")),
+        ("v2.0", "**Alignment Score**: 4\n**Coherence Score (1-5):** 3\n- Style Score:5", [4, 4, 3, 5]),
         # What verl-omni would read as 1 and 5 out of "(1-5)".
-        (FORM, None),
-        ("Alignment Score (1-5): 4\nCoherence Score (1-5): 3", None),
-        *((GOOD.replace("2.37", other), None) for other in ("5.2", "0.9", "-3", "45", "4/10", "4.5/10", "\n3")),
-        ("I cannot say.", None),
-        ("", None),
+        ("v2.0", FORM, None),
+        *(
+            ("v2.0", other, None)
+            for other in ("Alignment Score (1-5): 4\nCoherence Score (1-5): 3", "I cannot say.", "")
+        ),
+        *(("v2.0", GOOD.replace("2.37", other), None) for other in ("5.2", "0.9", "-3", "45", "4/10", "4.5/10", "\n3")),
+        *(("v1.5", answer, [4]) for answer in ("Final Score: 4", "Final Score: 2 would be harsh.\nFinal Score: 4")),
+        ("v1.5", "It is fine.\nFinal Score: 3.5.", [3.5]),
+        ("v1.5", "final score:2", [2]),
+        *(
+            ("v1.5", f"{other}", None)
+            for other in ("Final Score: 45", "Final Score: 4/10", "Final Score: 0", "Score: 4")
+        ),
     ],
 )
-def test_all_three_grades_are_required(answer, expected):
-    found = grades("v2.0", answer)
-    wanted = [sum(expected) / 3, *expected] if expected else [math.nan] * 4
-    assert found == pytest.approx(wanted, nan_ok=True)
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ("Final Score: 4", 4),
-        ("It is fine.\nFinal Score: 3.5.", 3.5),
-        ("final score:2", 2),
-        ("Final Score: 2 would be harsh.\nFinal Score: 4", 4),
-        *((f"Final Score: {other}", math.nan) for other in ("45", "4/10", "0")),
-        ("Score: 4", math.nan),
-    ],
-)
-def test_the_final_score_of_the_older_model(answer, expected):
-    assert grades("v1.5", answer) == pytest.approx([expected], nan_ok=True)
+def test_all_grades_of_a_version_are_required(version, answer, expected):
+    missing = [math.nan] * (4 if version == "v2.0" else 1)
+    assert grades(version, answer) == pytest.approx(expected or missing, nan_ok=True)
 
 
 def test_unified_reward_reports_the_axes_and_masks_what_it_cannot_read(scripted):
     scripted.words = lambda q: {10: GOOD, 20: "no", 30: None}[brightness(q)[0]]
     reward = unified_reward.build(unified_reward.Config())
     values = scored(reward, grey(10, 20, 30), ["a cat"] * 3)
-    for output, expected in zip(reward.card.outputs, [(2.69 + 2.37 + 2.8) / 3, 2.69, 2.37, 2.8], strict=True):
+    for output, expected in zip(reward.card.outputs, READ, strict=True):
         assert_close(values[output], torch.tensor([expected, math.nan, math.nan]), equal_nan=True)
     # A failed question is counted where it fails; an unreadable answer here. Nothing is asked twice.
     assert scripted.counters.values()["failures"] == 1
@@ -302,7 +295,7 @@ def test_unified_reward_reports_the_axes_and_masks_what_it_cannot_read(scripted)
     assert {(w.temperature, w.max_tokens) for w in scripted.writings} == {(0, 512)}
     entry = WeightedReward("unified_reward", reward, scale=reward.card.transform[0], offset=reward.card.transform[1])
     scores = Scorer([entry], max_failed_share=0.7).score(grey(10, 20, 30), ["a cat"] * 3, [{}] * 3)
-    assert float(scores.values[0, 0]) == pytest.approx(((2.69 + 2.37 + 2.8) / 3 - 1) / 4)
+    assert float(scores.values[0, 0]) == pytest.approx((READ[0] - 1) / 4)
 
 
 def test_the_older_model_is_served_only_and_sees_a_square(scripted):

@@ -137,12 +137,3 @@ def test_what_no_judge_can_answer_is_refused_before_it_is_asked(monkeypatch, opt
     with pytest.raises(RewardError, match=words):
         reward.score(grey(51, 52), ["a", "b"], [{"questions": ["a"]}, {} if listed is None else {"questions": listed}])
     assert not judge.asked
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"question": "Is it?"}, {"question_together": "{question}"}, {"ask": "together", "worth": "decision"}],
-)
-def test_wrong_options_are_named(options):
-    with pytest.raises(ValueError, match=next(name for name in ("question", "worth") if name in str(list(options)))):
-        Config(**options)

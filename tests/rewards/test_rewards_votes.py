@@ -221,17 +221,3 @@ def test_what_is_missing_is_said_at_once_and_then_once_a_minute(tmp_path, monkey
     monkeypatch.setattr(remind, "every_s", 0.0)
     remind((vote("a.png", "b.png", group="iteration-000001-slot-0000"),))
     assert "2 votes missing" in said[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"votes_per_sample": 0}, "votes_per_sample=0 must be at least 1"),
-        ({"time_limit": 0.0}, "time_limit=0.0 must be above 0, or null"),
-        ({"grace": -1.0}, "grace=-1.0 must not be negative"),
-        ({"prior": 0.0}, "prior=0.0 must be above 0"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Config(**options)

@@ -166,8 +166,6 @@ def test_scores_are_those_of_the_reward_and_what_is_no_video_is_refused():
             reward.score([wrong], [caption], [{}])
     with pytest.raises(RewardError, match="asks for no motion"):
         reward.score([video], ["a red circle"], [{}])
-    with pytest.raises(ValueError, match="surplus_penalty"):
-        Config(surplus_penalty=-1)
 
 
 # ---- a given first frame
