@@ -8,13 +8,16 @@ import pty
 import struct
 import sys
 import termios
+from collections.abc import Mapping
 
 
-def in_terminal(*words: str, columns: int = 80, until: str = "", **environment: str) -> tuple[int, str]:
+def in_terminal(
+    *words: str, columns: int = 80, until: str = "", environment: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     """(exit code, output) of `python WORDS` in a terminal, with Ctrl-C once it shows `until`; "": never."""
     pid, terminal = pty.fork()
     if pid == 0:
-        os.environ |= {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"} | environment
+        os.environ |= {"TERM": "xterm", "PYTHONIOENCODING": "utf-8"} | dict(environment or {})
         os.execv(sys.executable, [sys.executable, *words])
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     output, pressed = b"", not until

@@ -44,7 +44,8 @@ def imitate_casting(networks: Iterable[nn.Module], config: ModelConfig) -> None:
     for network in networks:
         for module in network.modules():
             if isinstance(module, nn.Linear | nn.Embedding) and module.weight.dtype == stored:
-                module.forward = functools.partial(_cast, module, dtype)
+                given: Any = module
+                given.forward = functools.partial(_cast, module, dtype)
 
 
 def _cast(module: Any, dtype: torch.dtype, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def write_scores(
     (folder / "eval" / f"{tag}.json").write_text(json.dumps(json_ready(document | values)))
 
 
-def pixels(scene: shapes.Scene, seed: Iterable[int] | int, size: int) -> np.ndarray:
+def pixels(scene: shapes.Scene, seed: Sequence[int] | int, size: int) -> np.ndarray:
     """A drawn scene, [H, W, 3] from 0 to 255."""
     return 255 * shapes.draw(scene, np.random.default_rng(seed), size).clip(0, 1).transpose(1, 2, 0)
 
@@ -210,8 +210,8 @@ def make_run(
     done = iterations if finished else 2 * iterations // 3
     rows, files = training_rows(iterations, done, tuned), dict[str, Any]()
     files["provenance"] = {"hardware": "2 CPU cores", "commit": "0123456789abcdef", "versions": {"torch": "2.6.0"}}
-    common = {"prompts": prompts, "size": size}
-    every = common | {"num_pictured": len(prompts) if num_pictured is None else num_pictured}
+    common: dict[str, Any] = {"prompts": prompts, "size": size}
+    every: dict[str, Any] = common | {"num_pictured": len(prompts) if num_pictured is None else num_pictured}
     base = shapes_evaluation(folder, "base", 0.46, **every)
     best = shapes_evaluation(folder, "base-guidance-3", 0.55, num_pictured=0, guidance_scale=3.0, **common)
     for i in range(20, done + 1, 20):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import yaml
 
 from tests.config.test_config import TREE
 
-FAULTS: dict[str, tuple[object, str]] = {
+FAULTS: dict[str, tuple[str | dict[str, Any], str]] = {
     # what run.yaml holds: text, or changes of TREE -> beginning of the message
     "syntax": ("name: x\n  b: [\n", "run.yaml: not valid YAML: mapping values are not allowed here"),
     "twice": ("name: x\nname: y\n", "run.yaml, line 2: the key 'name' is there twice, first in line 1; keep one of"),

@@ -61,9 +61,11 @@ class Stored:
         self.most = 0
         files = [Path(f"part-{k}.parquet") for k in range(len(content))]
 
+        whole = self
+
         class Held(Shards):
-            def _open(_, file: Path) -> Any:
-                return _File(self, int(file.stem.split("-")[1]))
+            def _open(self, file: Path) -> Any:
+                return _File(whole, int(file.stem.split("-")[1]))
 
         self.records = Held(files, PICTURES, "t")
 

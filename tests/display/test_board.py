@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -55,8 +56,10 @@ def test_the_run_is_timed_from_its_first_iteration_of_this_call_and_counts_no_re
 
 def test_the_time_left_is_that_of_a_run_whose_iterations_and_evaluations_keep_their_pace():
     total, every, step, image, few, many = 7, 2, 10.0, 0.5, 4, 20
-    sizes = {"prompts": [0] * many, "options": SimpleNamespace(samples_per_prompt=1), "world": SimpleNamespace(size=1)}
-    coming = planned(SimpleNamespace(**sizes), SimpleNamespace(every=every, periodic_prompts=few), total)
+    one, world = SimpleNamespace(samples_per_prompt=1), SimpleNamespace(size=1)
+    evaluator: Any = SimpleNamespace(prompts=[0] * many, options=one, world=world)
+    options: Any = SimpleNamespace(every=every, periodic_prompts=few)
+    coming = planned(evaluator, options, total)
     run = Board(total=total, coming=coming)
     run.add_evaluation(None, many, many * image)  # the base's
     run.add_work(Work(PHASES["iteration"], 0.0))

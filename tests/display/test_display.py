@@ -85,7 +85,7 @@ def test_a_terminal_shows_bars_and_keeps_the_lines_of_the_log_alone():
 
 @pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"TERM": "dumb"}])
 def test_a_terminal_of_ascii_or_without_sequences_gets_what_it_can_show(environment: dict[str, str]):
-    _, output = in_terminal("-c", RUN, **environment)
+    _, output = in_terminal("-c", RUN, environment=environment)
     assert output.isascii()
     assert ("\x1b" in output) == ("TERM" not in environment)
     assert output.count("a line of the log") == 9

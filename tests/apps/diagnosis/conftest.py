@@ -153,7 +153,7 @@ class Simulated:
         summary = {"status": "finished", "iterations": self.iterations, "evaluated_on": "held-out prompts"}
         summary |= {"primary": "shapes", "lower_is_better": []}
         for tag, scores, images in (("base", self.before, self.images), ("tuned", self.after, self.tuned_images)):
-            told = {"iteration": 0 if tag == "base" else self.iterations, "num_inference_steps": 6}
+            told: dict[str, Any] = {"iteration": 0 if tag == "base" else self.iterations, "num_inference_steps": 6}
             told["prompts"] = [f"prompt {n}" for n in range(len(scores))]
             write_scores(
                 self.folder, tag, {"shapes": scores}, {(n, 0): image for n, image in enumerate(images)}, **told

@@ -34,7 +34,7 @@ def serving(*folders: Path) -> AbstractContextManager[Server]:
 
 
 def ask(server: Server, name: str = "", method: str = "GET", **headers: str) -> tuple[int, bytes, Any]:
-    return asked(server, "/" + name, method, **headers)
+    return asked(server, "/" + name, method, None, **headers)
 
 
 def state(server: Server) -> Any:

@@ -38,7 +38,7 @@ def of(run: Path, rank: int = 0, size: int = 2, stop: Stop = NEVER) -> People:
 def alone(run: Path, rank: int, work: Callable[[], None], stop: Stop = NEVER) -> list[BaseException]:
     """What a process raises."""
     try:
-        with of(run, rank, stop=stop).asking(1) as asking:
+        with people.Asking(of(run, rank, stop=stop), 1) as asking:
             asking.begin(IDS)
             work()
     except BaseException as error:  # Abandoned is none of the others
