@@ -6,8 +6,7 @@ import pytest
 
 from flowrl.apps.suites import dpg
 from flowrl.apps.suites.running.comparison import compare
-from flowrl.evaluation.suite import Row
-from tests.apps.suites.written import means, rows_of
+from tests.apps.suites.written import means, official, rows_of, scored
 from tests.tiny_suites import dpg as tiny
 
 
@@ -101,14 +100,10 @@ def test_images_of_a_prompt_share_a_grid_and_the_evaluators_scores_come_back(ite
         **{("a1", 0): {"dpg_official": 0.5}, ("a1", 1): {"dpg_official": 1.0}},
         **{("b2", 0): {"dpg_official": 1.0}, ("b2", 1): {"dpg_official": 0.0}},
     }
-    rows = [Row(key, f"text of {key}", k, scores=scores) for (key, k), scores in found.items()]
-    assert means(dpg.aggregate(rows, items)) == {"dpg": pytest.approx(62.5)}
+    assert means(dpg.aggregate(official(found), items)) == {"dpg": pytest.approx(62.5)}
 
 
 def test_another_judge_of_which_less_is_better_wins_by_less(items):
-    base, tuned = (
-        dpg.aggregate([Row(item.id, item.text, 0, scores={"artifacts": value}) for item in items], items)
-        for value in (0.9, 0.2)
-    )
+    base, tuned = (dpg.aggregate(scored(items, [(value,)] * 2, "artifacts"), items) for value in (0.9, 0.2))
     (change,) = compare(base, tuned, {"artifacts"})
     assert (change.name, change.mean, change.win_rate) == ("dpg", pytest.approx(-70), 1.0)

@@ -11,8 +11,7 @@ import pytest
 
 from flowrl.apps.suites import geneval
 from flowrl.core.errors import ConfigError
-from flowrl.evaluation.suite import Row
-from tests.apps.suites.written import means
+from tests.apps.suites.written import means, scored
 
 
 def test_the_prompts_are_the_benchmarks_byte_for_byte(tmp_path):
@@ -36,11 +35,7 @@ def test_the_prompts_are_the_benchmarks_byte_for_byte(tmp_path):
 
 
 def rows_of(items, right):
-    return [
-        Row(item.id, item.text, k, scores={"geneval_official": None if value is None else float(value)})
-        for item in items
-        for k, value in enumerate(right[item.id])
-    ]
+    return scored(items, [right[item.id] for item in items], "geneval_official")
 
 
 def test_the_overall_score_is_the_mean_of_the_tasks_and_not_of_the_images():
@@ -90,6 +85,5 @@ def test_a_prompt_whose_correct_image_may_be_the_one_without_a_score_is_not_coun
 
 def test_the_best_image_of_a_judge_whose_scores_are_negative_is_one_that_it_scored():
     item = geneval.items(None)[0]
-    rows = [Row(item.id, item.text, k, scores={"taste": value}) for k, value in enumerate((-3.0, None, -2.0))]
-    line = geneval.aggregate(rows, [item]).lines[-1]
+    line = geneval.aggregate(scored([item], [(-3.0, None, -2.0)], "taste"), [item]).lines[-1]
     assert (line.name, line.mean, line.n_scored) == ("best image of each prompt", -2.0, 1)

@@ -11,19 +11,14 @@ import pytest
 
 from flowrl.apps.suites import drawbench, hpdv2, ocr, partiprompts
 from flowrl.core.errors import ConfigError
-from flowrl.evaluation.suite import Row
-from tests.apps.suites.written import means
+from tests.apps.suites.written import means, scored
 from tests.tiny_suites import drawbench as tiny_drawbench
 from tests.tiny_suites import hpdv2 as tiny_hpdv2
 from tests.tiny_suites import partiprompts as tiny_partiprompts
 
 
 def rows_of(items, values, name="pickscore"):
-    return [
-        Row(item.id, item.text, k, scores={name: value})
-        for item, own in zip(items, values, strict=True)
-        for k, value in enumerate(own)
-    ]
+    return scored(items, values, name)
 
 
 def test_drawbench_has_each_prompt_once_whatever_the_file(tmp_path):

@@ -8,8 +8,7 @@ import pytest
 from flowrl.apps.suites import t2i_compbench
 from flowrl.apps.suites.running.exchange import require_each_once
 from flowrl.core.errors import ConfigError
-from flowrl.evaluation.suite import Row
-from tests.apps.suites.written import means, rows_of
+from tests.apps.suites.written import means, official, rows_of
 from tests.tiny_suites import t2i_compbench as tiny
 
 
@@ -69,10 +68,8 @@ def test_results_of_every_tool_find_their_sample_again(items, tmp_path, samples)
     require_each_once(found, items, samples, "--results")
     assert found["texture-001", 2] == {"t2i_compbench": pytest.approx(1.2)}
     assert found["numeracy-001", 2] == {"t2i_compbench": pytest.approx(1.2)}
-    texts = {item.id: item.text for item in items}
-    rows = [Row(key, texts[key], k, scores=scores) for (key, k), scores in found.items()]
     mean = 0.5 + sum(range(samples)) / samples / 10
-    assert means(t2i_compbench.aggregate(rows, items))["3d_spatial"] == pytest.approx(mean)
+    assert means(t2i_compbench.aggregate(official(found), items))["3d_spatial"] == pytest.approx(mean)
 
 
 def test_results_of_another_form_are_named(items, tmp_path):

@@ -19,7 +19,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suite import Item, Row, Table
 from flowrl.media import media
 from tests import tiny_pipelines
-from tests.apps.suites.written import means
+from tests.apps.suites.written import means, official
 from tests.tiny_suites import vbench as tiny
 
 # A score for each dimension, its normalised value and its weight, by hand with Vchitect/VBench:scripts/constant.py.
@@ -246,8 +246,7 @@ def test_videos_that_a_tool_leaves_out_by_rule_are_not_scored(tmp_path, items):
     require_each_once(found, items, 2, "--results")
     car = next(item for item in items if item.text == "a red car")
     assert found[car.id, 1] == {"vbench_color": None}
-    rows = [Row(key, "", k, scores=scores) for (key, k), scores in found.items()]
-    line = next(line for line in vbench.aggregate(rows, items).lines if line.name == "color")
+    line = next(line for line in vbench.aggregate(official(found), items).lines if line.name == "color")
     assert (line.n_images, line.n_scored) == (2, 1)
 
 
@@ -297,8 +296,7 @@ def test_results_of_some_dimensions_need_no_videos_of_other_prompts(tmp_path, it
     require_each_once(found, items, 2, "--results")
     bird = next(item for item in items if item.text.startswith("a bird"))
     assert found[bird.id, 1] == {}
-    rows = [Row(key, key, k, scores=scores) for (key, k), scores in found.items()]
-    table = vbench.aggregate(rows, items)
+    table = vbench.aggregate(official(found), items)
     assert [line.name for line in table.lines] == ["color", "scene", "semantic of 2 of 9 dimensions"]
     assert (table.lines[-1].n_images, table.lines[-1].n_scored) == (4, 4)
 
@@ -328,10 +326,10 @@ MOTION = (
 )
 
 
-def run(wan: Path, out: Path, prompts: Path, **options) -> dict:
+def run(model: Path | str, out: Path, prompts: Path, **options) -> dict:
     size = ["height=16", "width=16", "num_frames=5", f"max_sequence_length={tiny_pipelines.TOKENS}"]
     common = {"suite": "vbench", "prompts": prompts, "steps": 1, "guidance": 1.0, "limit": 2, "samples": 2}
-    evaluation.command(str(wan), out=out, settings=size, **(common | options))
+    evaluation.command(str(model), out=out, **(common | {"settings": size} | options))
     file = out / "result.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
@@ -372,16 +370,10 @@ def test_a_tiny_video_model_is_judged_exported_and_its_official_results_come_bac
     ],
 )
 def test_a_judge_of_the_other_kind_is_refused(tmp_path, suite, judge, words):
-    prompts = tiny.prompts(tmp_path) if suite == "vbench" else None
+    prompts, judges = tiny.prompts(tmp_path) if suite == "vbench" else None, [judge] if judge else []
     with pytest.raises(ConfigError, match=words):
         evaluation.command(
-            "tiny-sd3",
-            suite=suite,
-            prompts=prompts,
-            out=tmp_path / "out",
-            judge=[judge] if judge else [],
-            limit=1,
-            steps=1,
+            "tiny-sd3", suite=suite, prompts=prompts, out=tmp_path / "out", judge=judges, limit=1, steps=1
         )
 
 
@@ -391,13 +383,4 @@ def test_a_model_of_images_is_refused_for_a_suite_of_videos_and_the_reverse(tmp_
     judge.write_text(card + "def score(images, prompts, metadata):\n    return [0.0] * len(prompts)\n")
     prompts = tiny.prompts(tmp_path)
     with pytest.raises(ConfigError, match=r"this suite is for models of videos of two frames or more"):
-        evaluation.command(
-            "tiny-sd3",
-            suite="vbench",
-            prompts=prompts,
-            out=tmp_path / "a",
-            judge=[str(judge)],
-            limit=1,
-            samples=1,
-            steps=1,
-        )
+        run("tiny-sd3", tmp_path / "a", prompts, judge=[str(judge)], settings=[])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flowrl.evaluation.suite import Item, Row, Table
 
@@ -26,6 +26,20 @@ def rows_of(
         for (key, k), given in answers.items()
         if key == item.id
     ]
+
+
+def scored(items: Sequence[Item], values: Iterable[Sequence[float | None]], name: str) -> list[Row]:
+    """Rows of one score; of each item the values of its samples."""
+    return [
+        Row(item.id, item.text, k, scores={name: None if value is None else float(value)})
+        for item, own in zip(items, values, strict=True)
+        for k, value in enumerate(own)
+    ]
+
+
+def official(found: Mapping[tuple[str, int], dict[str, float | None]]) -> list[Row]:
+    """Rows of the results of an official evaluator."""
+    return [Row(key, f"text of {key}", k, scores=scores) for (key, k), scores in found.items()]
 
 
 def means(table: Table) -> dict[str, float]:

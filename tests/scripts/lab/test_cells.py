@@ -247,7 +247,7 @@ def test_the_code_is_what_is_committed_and_what_is_not(monkeypatch, tmp_path):
     assert runs.code_now() == committed != first
 
 
-def test_a_stoppedstops_its_run_once_and_counts_its_time(lab, monkeypatch, tmp_path):
+def test_a_stopped_lab_stops_its_run_once_and_counts_its_time(lab, monkeypatch, tmp_path):
     """The run saves on the first signal, and a second one would end it at once."""
     monkeypatch.setattr(runs, "POLLED_S", 0.05)
     log = tmp_path / "log"
