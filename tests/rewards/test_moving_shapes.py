@@ -34,10 +34,11 @@ def test_the_parts_share_no_content_and_two_objects_are_a_third_at_most():
 
 
 @pytest.mark.parametrize("part", PARTS[:2])
-def test_the_prompt_files_and_the_prompt_source_hold_what_the_code_gives(part):
-    captions = moving_shapes.prompts(part)
-    assert (PROMPTS / f"shapes-motion-{part}.txt").read_text(encoding="ascii").splitlines() == captions
-    assert [p.text for p in load_prompts(f"shapes:motion-{part}", "data.prompts")] == captions
+@pytest.mark.parametrize(("world", "name"), [(shapes, ""), (moving_shapes, "motion-")], ids=["images", "videos"])
+def test_the_prompt_files_and_the_prompt_source_hold_what_the_code_gives(world, name, part):
+    captions = world.prompts(part)
+    assert (PROMPTS / f"shapes-{name}{part}.txt").read_text(encoding="ascii").splitlines() == captions
+    assert [p.text for p in load_prompts(f"shapes:{name}{part}", "data.prompts")] == captions
 
 
 def test_parse_returns_the_scene_of_every_caption_in_either_order():

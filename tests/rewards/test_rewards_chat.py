@@ -244,10 +244,25 @@ def test_waits_grow_and_are_jittered_without_the_global_random_numbers(server):
     assert random.getstate() == state
 
 
-def test_a_slow_server_times_out_as_nan_for_the_slow_sample_alone(server):
-    server.answer = lambda request: Reply(top=YES.top, delay_s=6.0 if "prompt 1" in request.text else 0.0)
-    values = scored(judge(server, timeout_s=1.0, retries=0), 3)
-    assert values.isnan().tolist() == [False, True, False]
+@pytest.mark.parametrize(
+    ("rubric", "good", "bad", "http", "requests"),
+    [
+        ("alignment", YES, Reply(top=YES.top, delay_s=6.0), {"timeout_s": 1.0, "retries": 0}, 3),
+        # What the server refuses is not repeated.
+        ("alignment", YES, Reply(status=400, text="too long"), {}, 3),
+        # What cannot be used is asked for twice.
+        ("quality", axes(4), Reply(text="no"), {}, 4),
+    ],
+    ids=["too slow", "refused", "unusable twice"],
+)
+def test_what_fails_for_one_sample_is_nan_for_it_alone(server, rubric, good, bad, http, requests):
+    server.answer = lambda request: bad if "prompt 1" in request.text else good
+    reward = judge(server, rubric, **http)
+    values = scored(reward, 3)
+    for each in values.values() if rubric == "quality" else [values]:
+        assert each.isnan().tolist() == [False, True, False]
+    assert len(server.requests) == requests
+    assert reward.score.counters.values()["failures"] == 1
 
 
 def test_a_dead_server_is_nan_everywhere_and_the_scorer_stops(server, monkeypatch):
@@ -268,12 +283,6 @@ def test_a_dead_server_is_tried_at_length_once_and_found_again(server):
     assert scored(reward).isfinite().all()
     server.answer = lambda request: Reply(status=503) if request.number < 6 else YES
     assert scored(reward).isfinite().all(), "retries are back"
-
-
-def test_a_request_the_server_refuses_is_not_repeated(server):
-    server.answer = lambda request: Reply(status=400, text="too long") if "prompt 1" in request.text else YES
-    assert scored(judge(server), 3).isnan().tolist() == [False, True, False]
-    assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize(("status", "remedy"), [(401, "check the API key"), (404, "check base_url and model")])
@@ -330,16 +339,6 @@ def test_an_unusable_answer_is_asked_for_once_more_with_the_error(server, bad):
     assert "That answer cannot be used" in complaint["content"]
     counts = reward.score.counters.values()
     assert (counts["reasks"], counts["failures"], counts["requests"]) == (1, 0, 2)
-
-
-def test_an_answer_unusable_twice_is_nan_for_its_sample_alone(server):
-    server.answer = lambda request: Reply(text="no") if "prompt 1" in request.text else axes(4)
-    reward = judge(server, "quality")
-    values = scored(reward, 3)
-    for output in reward.card.outputs:
-        assert values[output].isnan().tolist() == [False, True, False]
-    assert len(server.requests) == 4
-    assert reward.score.counters.values()["failures"] == 1
 
 
 def test_text_around_the_object_is_passed_over(server):

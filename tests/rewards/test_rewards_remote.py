@@ -41,6 +41,12 @@ def ask(reward, count: int, metadata=None):
     return found, brightness(pictures(count), prompts, metadata)
 
 
+def agrees(reward, count: int) -> None:
+    """Scores of `count` pictures are those of `brightness` in this process."""
+    found, expected = ask(reward, count)
+    assert found.tolist() == expected.tolist()
+
+
 def number(item) -> float:
     """What `brightness` gives, from the message alone."""
     picture = unpack(read_image(item["picture"], "picture"))
@@ -124,8 +130,7 @@ def test_answers_that_are_out_of_order_are_put_in_order():
         return 200, reply | {"results": reply["results"][::-1]}
 
     with scripted(answer) as url:
-        found, expected = ask(client(url, max_items=4), 10)
-    assert found.tolist() == expected.tolist()
+        agrees(client(url, max_items=4), 10)
 
 
 def test_chunks_keep_to_the_limits_of_bytes_and_pixels_too():
@@ -137,8 +142,7 @@ def test_chunks_keep_to_the_limits_of_bytes_and_pixels_too():
 
     with scripted(answer) as url:
         reward = client(url, max_megabytes=0.01)  # a picture is 108 bytes, its item is counted as about 1.2 kB
-        found, expected = ask(reward, 20)
-    assert found.tolist() == expected.tolist()
+        agrees(reward, 20)
     assert max(sizes) < 9
     assert sum(sizes) == 20
 
@@ -170,8 +174,7 @@ def test_a_reward_of_whole_groups_gets_all_samples_in_one_request_and_in_one_bat
     with serving(runner, max_batch=2) as url:
         reward = client(url, max_items=2)
         assert reward.card.needs_groups
-        found, expected = ask(reward, 5)
-    assert found.tolist() == expected.tolist()
+        agrees(reward, 5)
     assert runner.batches == [5]
 
 
@@ -229,8 +232,7 @@ def test_a_server_that_fails_or_answers_in_part_is_sent_the_same_request_again(s
         return (status, broken(reply)) if len(asked_ids) == 1 else (200, reply)
 
     with scripted(answer) as url:
-        found, expected = ask(client(url), 3)
-    assert found.tolist() == expected.tolist()
+        agrees(client(url), 3)
     assert len(asked_ids) == 2
     assert len(set(asked_ids)) == 1
 
@@ -238,8 +240,7 @@ def test_a_server_that_fails_or_answers_in_part_is_sent_the_same_request_again(s
 def test_with_one_of_two_servers_dead_all_samples_are_scored_by_the_other_without_global_random_numbers():
     states = torch.random.get_rng_state(), random.getstate()
     with serving(Inline()) as url:
-        found, expected = ask(client(dead(), url, max_items=2), 9)
-    assert found.tolist() == expected.tolist()
+        agrees(client(dead(), url, max_items=2), 9)
     assert torch.equal(torch.random.get_rng_state(), states[0])
     assert random.getstate() == states[1]
 
@@ -284,8 +285,7 @@ def test_a_server_that_does_not_answer_in_time_is_left_for_another():
     with scripted(slow) as first, scripted(lambda asked: (200, results(asked, number))) as second:
         reward = client(first, second, timeout_s=0.2, max_items=2, concurrency=2)
         began = time.monotonic()
-        found, expected = ask(reward, 4)
-    assert found.tolist() == expected.tolist()
+        agrees(reward, 4)
     assert time.monotonic() - began < 10
 
 
@@ -345,8 +345,7 @@ def test_no_server_no_such_reward_and_no_token_are_told_before_anything_is_train
         (tmp_path / "token").write_text("secret\n")
         monkeypatch.setenv("REWARD_TOKEN", "secret")
         for options in ({"token_file": str(tmp_path / "token")}, {"token_env": "REWARD_TOKEN"}):
-            found, expected = ask(client(url, **options), 2)
-            assert found.tolist() == expected.tolist()
+            agrees(client(url, **options), 2)
         with pytest.raises(RewardError, match="there is no token in NOT_SET"):
             client(url, token_env="NOT_SET")
 

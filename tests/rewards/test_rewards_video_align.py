@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from flowrl.rewards.video_align import CARD, build, frame_indices, read_settings, values_of
 from torch.testing import assert_close
 
 from flowrl.reward import RewardError
 from tests import toy_qwen_vl as toy
+from tests.tiny_rewards import smooth_images
 from tests.tiny_rewards import video_align as tiny
 from tests.tiny_rewards.video_align import (
     ALPHA,
@@ -44,9 +44,7 @@ def reward(toys):
 
 
 def clips(count: int = 3, frames: int = 9, height: int = 60, width: int = 90, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    coarse = torch.rand(count * frames, 3, 4, 5, generator=generator)
-    return F.interpolate(coarse, (height, width), mode="bilinear").view(count, frames, 3, height, width)
+    return smooth_images(count * frames, height, width, seed).view(count, frames, 3, height, width)
 
 
 def scored(reward, images, prompts=PROMPTS, metadata=None) -> torch.Tensor:

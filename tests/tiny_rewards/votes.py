@@ -67,12 +67,9 @@ def voting_for_bright(run: Path, every_s: float = 0.01) -> Generator[threading.T
 
 def occasion(run: Path, prompts: Sequence[str], iteration: int = 1, **other: Any) -> RunOccasion:
     """Of samples in a slot for each different prompt."""
-    slots, numbers = {text: slot for slot, text in enumerate(dict.fromkeys(prompts))}, dict[str, int]()
-    ids = []
-    for text in prompts:
-        ids.append(SampleId(slots[text], numbers.get(text, 0)))
-        numbers[text] = numbers.get(text, 0) + 1
-    return RunOccasion(**{"run": run, "iteration": iteration, "ids": tuple(ids), "stop": lambda: False} | other)
+    slots = {text: slot for slot, text in enumerate(dict.fromkeys(prompts))}
+    ids = tuple(SampleId(slots[text], prompts[:i].count(text)) for i, text in enumerate(prompts))
+    return RunOccasion(**{"run": run, "iteration": iteration, "ids": ids, "stop": lambda: False} | other)
 
 
 @contextmanager
