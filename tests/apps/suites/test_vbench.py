@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -326,10 +327,10 @@ MOTION = (
 )
 
 
-def run(model: Path | str, out: Path, prompts: Path, **options) -> dict:
+def run(model: Path | str, out: Path, prompts: Path, **options: Any) -> dict:
     size = ["height=16", "width=16", "num_frames=5", f"max_sequence_length={tiny_pipelines.TOKENS}"]
-    common = {"suite": "vbench", "prompts": prompts, "steps": 1, "guidance": 1.0, "limit": 2, "samples": 2}
-    evaluation.command(str(model), out=out, **(common | {"settings": size} | options))
+    given: dict[str, Any] = {"settings": size, "steps": 1, "guidance": 1.0, "limit": 2, "samples": 2}
+    evaluation.command(str(model), suite="vbench", prompts=prompts, out=out, **given | options)
     file = out / "result.json"
     return json.loads(file.read_text()) if file.is_file() else {}
 
