@@ -151,10 +151,10 @@ def test_an_image_is_left_out_where_records_name_theirs(tmp_path, monkeypatch):
 
 @follows("flowrl/apps/suites/running/procedure.py:_load")
 def test_a_run_that_learned_its_noise_is_evaluated_without_a_suite(tmp_path, monkeypatch):
-    from flowrl.run import judged
+    from flowrl.apps.suites.running import procedure
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(judged, "load", lambda *given, **named: stand_in(noise="means and stds"))
+    monkeypatch.setattr(procedure, "load", lambda *given, **named: stand_in(noise="means and stds"))
     line = ["eval", "tiny-sd3", "--suite", "geneval", "--out", "out", "--judge", "jpeg"]
     fault = provoked(lambda: command_fault(line), numbered("apps/suites/running/procedure.py:_load"))
     for remedy in fault.remedies:
