@@ -1,12 +1,14 @@
 """Garbage collection without the libraries: their half a million objects cost each `gc.collect` of a run 0.3 s.
 
-And a cache of its own for each test, so that none is answered from what another one measured.
+And for each test a cache of its own, so that none is answered from what another one measured, and messages that pytest
+sees, whatever run was set up before.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import logging
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,12 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
     """Plans are kept, and read, in a folder of the test alone; it is made when something is written."""
     place = tmp_path_factory.getbasetemp() / f"flowrl-cache-{next(_NUMBERS)}"
     monkeypatch.setenv("FLOWRL_CACHE", str(place))
+
+
+@pytest.fixture(autouse=True)
+def _seen_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run keeps its messages from the root logger, which `caplog` listens to."""
+    monkeypatch.setattr(logging.getLogger("flowrl"), "propagate", True)
 
 
 @pytest.fixture(scope="session")

@@ -65,10 +65,7 @@ def test_a_name_that_two_packages_bring_is_refused_and_both_are_named(installed)
     assert reward_plan({"name": "beta.reward"}, "rewards.0").module.__name__ == "beta.reward"
 
 
-def test_a_built_in_name_means_the_built_in_one_and_the_clash_is_told(installed, caplog, monkeypatch):
-    import logging
-
-    monkeypatch.setattr(logging.getLogger("flowrl"), "propagate", True)
+def test_a_built_in_name_means_the_built_in_one_and_the_clash_is_told(installed, caplog):
     installed("alpha", jpeg="alpha.reward")
     assert reward_plan({"name": "jpeg"}, "rewards.0").module.__name__ == "flowrl.rewards.jpeg"
     assert "the name 'jpeg' of alpha.reward of alpha is that of a built-in one" in caplog.text

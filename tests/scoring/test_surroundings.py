@@ -44,9 +44,8 @@ def _as_before():
 
 
 @pytest.fixture
-def told(caplog, monkeypatch):
-    """What the log says, whatever a run in an earlier test has made of its logger."""
-    monkeypatch.setattr(logging.getLogger("flowrl"), "propagate", True)
+def told(caplog):
+    """What the log says."""
     caplog.set_level(logging.DEBUG, "flowrl")
     return caplog
 
