@@ -53,6 +53,10 @@ def test_the_root_holds_few_packages_and_few_modules():
     assert len(modules) <= 5
 
 
+def test_core_is_no_store_room():
+    assert sum(file.read_text(encoding="utf-8").count("\n") for file in (PACKAGE / "core").glob("*.py")) <= 2500
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_a_module_and_its_functions_are_short_and_narrow(file: Path):
     source = file.read_text(encoding="utf-8")
