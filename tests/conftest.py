@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,11 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture(autouse=True)
-def _seen_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run keeps its messages from the root logger, which `caplog` listens to."""
+def _seen_messages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A run keeps its messages from the root logger, which `caplog` listens to; no test silences those that follow."""
     monkeypatch.setattr(logging.getLogger("flowrl"), "propagate", True)
+    yield
+    assert logging.root.manager.disable == logging.NOTSET
 
 
 @pytest.fixture(scope="session")

@@ -55,8 +55,6 @@ def main(words: list[str]) -> int:
     if options.list:
         print(listed())
         return 0
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
     asked = options.words or list(GENERATED)
     if options.check:
         return check(asked)
@@ -65,4 +63,6 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
     raise SystemExit(main(sys.argv[1:]))
