@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.config.locate import inside
-from flowrl.config.older import as_it_was
 from flowrl.core import assets, registry, strict
 from flowrl.core.errors import ConfigError, told
 from flowrl.core.files import is_mapping
@@ -78,19 +77,13 @@ def load_layers(path: str | Path) -> Layers:
     if KEY not in own:
         return Layers((file,), own)
     trees = [own]
-    files = chain(file, lambda base: trees.append(_read(base)) or trees[-1], own)
+    files = chain(file, lambda base: trees.append(strict.load_tree(base)) or trees[-1], own)
     tree, holders = {}, dict[str, Path]()
     for base, values in zip(reversed(files), reversed(trees), strict=True):
         rest = {key: value for key, value in values.items() if key != KEY}
         tree, own = merged(tree, rest), set(_keys(rest))
         holders = {key: base if key in own else holders[key] for key in _keys(tree)}
     return Layers(files, tree, holders)
-
-
-def _read(file: Path) -> Options:
-    tree = strict.load_tree(file)
-    made = file.name == "config.yaml" and (file.parent / "provenance.json").is_file()
-    return as_it_was(tree) if made else tree
 
 
 def _keys(tree: Any, place: str = "") -> Iterator[str]:

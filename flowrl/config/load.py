@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flowrl.config.extends import KEY, load_layers
 from flowrl.config.locate import Origin, folder_of, located
-from flowrl.config.older import as_it_was
 from flowrl.config.places import placed
 from flowrl.config.schema import RunConfig, to_tree
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError, UnknownName
-from flowrl.core.strict import Options, overridden, validate
+from flowrl.core.files import is_mapping
+from flowrl.core.strict import Options, load_tree, overridden, validate
 from flowrl.data.contents import stand_ins
 
 if TYPE_CHECKING:
@@ -41,8 +41,6 @@ def load_config(path: str | Path, overrides: list[str] | None = None, *, folder:
         raise ConfigError(f"{KEY} stands in a file alone; give the file that it would name as CONFIG")
     layers = load_layers(path)
     tree, file = layers.tree, layers.files[0]
-    if file.name == "config.yaml" and (file.parent / "provenance.json").is_file():
-        tree = as_it_was(tree)
     with layers.named(words):
         overridden(tree, words)
         stand_ins(file.parent, tree)
@@ -55,6 +53,25 @@ def load_config(path: str | Path, overrides: list[str] | None = None, *, folder:
         if len(layers.files) > 1:
             placed(to_tree(run), lambda: _check_known(run))
     return run
+
+
+def run_tree(folder: Path, *places: str) -> Options:
+    """Plain data of a run folder's configuration, which has `model.path` and the keys `places`.
+
+    Raises:
+        ConfigError: it is not a run folder, or the file is damaged.
+    """
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{str(folder)!r} is not a run folder: there is no {file}")
+    tree = load_tree(file)
+    for place in ("model.path", *places):
+        part: Any = tree
+        for key in place.split("."):
+            if not is_mapping(part) or key not in part:
+                raise ConfigError(f"{file} is damaged: it has no {place}; restore the file that flowrl train wrote")
+            part = part[key]
+    return tree
 
 
 def _parts(run: RunConfig) -> Iterator[tuple[str, str, Options]]:

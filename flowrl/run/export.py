@@ -25,7 +25,7 @@ from torch import Tensor
 
 from flowrl.algorithms.base import NoiseMethod
 from flowrl.config.components import Component, component
-from flowrl.config.older import run_tree
+from flowrl.config.load import run_tree
 from flowrl.core.errors import ConfigError, ModelError, Remedy
 from flowrl.core.files import damaged, fsync_all, out_folder, writing
 from flowrl.models.base import torch_dtype

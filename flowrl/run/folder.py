@@ -18,7 +18,6 @@ from typing import Any
 import yaml
 
 from flowrl.config.locate import Origin, located
-from flowrl.config.older import as_it_was
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
 from flowrl.core.errors import ConfigError, Moved, Remedy
@@ -201,7 +200,7 @@ class RunFolder:
         accept.require_acceptable(tree)
         if file.is_file() and started:
             # Older run folders have paths relative to the working directory.
-            old = as_it_was(yaml.safe_load(file.read_text(encoding="utf-8")))
+            old = yaml.safe_load(file.read_text(encoding="utf-8"))
             old, same = located(RunConfig, old, Origin(Path.cwd())), copy.deepcopy(tree)
             # Without a split the share has no effect.
             may_change = MAY_CHANGE if splits(resolved) else (*MAY_CHANGE, "data.eval_share")

@@ -23,7 +23,7 @@ def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | No
         call: arguments of the pipeline's call.
         guidance: guidance scale of the command line; None: the call's, else the pipeline's default.
     """
-    from flowrl.config.older import run_tree
+    from flowrl.config.load import run_tree
     from flowrl.models.pipelines.classes import config_folder
 
     folder = Path(model)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from flowrl.algorithms.flow_grpo import KLConfig
-from flowrl.config.load import load_config, resolve
-from flowrl.config.older import as_it_was
 from flowrl.core import registry
-from flowrl.core.strict import Options
-from flowrl.run.folder import differences
 from flowrl.samplers.base import Sampler
 from tests.toys import ToyAdapter, draw_advantages, nudge, roll_out
 
@@ -58,43 +52,3 @@ def test_null_is_the_samplers_own(method, sampler):
     square = (policy.mean - anchor.mean).square().flatten(1).mean(1)
     dt = (batch.step.sigma - batch.step.sigma_next) if EVERY[sampler] == "flow_grpo" else torch.ones(())
     assert_close(found, (square * dt / (2 * policy.std.square())).sum().detach())
-
-
-# ---- what a run folder keeps
-
-
-def tree_of(place: Path, *words: str) -> Options:
-    """The resolved configuration of a small run with a KL."""
-    file = place / "run.yaml"
-    file.write_text(
-        "name: a\niterations: 1\nmodel: {path: tiny-sd3}\ndata: {prompts: 'shapes:train'}\nrewards: [{name: shapes}]\n"
-    )
-    small = ("rollout.num_inference_steps=4", "algorithm.kl.coef=0.04", "algorithm.clip_range=1e-4", *words)
-    return resolve(load_config(file, list(small))).tree()
-
-
-def older(tree: Options) -> Options:
-    """The same as a version wrote it in which null was flow_grpo on every flow."""
-    tree = copy.deepcopy(tree)
-    del tree["eval"]["tie"]
-    return as_it_was(tree)
-
-
-@pytest.mark.parametrize("sampler", EVERY)
-def test_an_older_run_keeps_its_divisor_or_is_refused_by_its_key(tmp_path, sampler):
-    word, unscored = f"rollout.sampler={{name: {sampler}}}", "eval.tie=0.0"
-    new = tree_of(tmp_path, word, unscored)
-    words = {"algorithm.kl.divisor": "algorithm.kl.divisor was 'flow_grpo', now None"}
-    changed = EVERY[sampler] != "flow_grpo"
-    assert differences(older(new), new) == (words if changed else {})
-    # Resumed by its folder, or with that value, it goes on as it began.
-    assert older(new)["algorithm"]["kl"]["divisor"] == ("flow_grpo" if changed else None)
-    if changed:
-        assert differences(older(new), tree_of(tmp_path, word, unscored, "algorithm.kl.divisor=flow_grpo")) == {}
-    assert differences(as_it_was(new), new) == {}
-
-
-@pytest.mark.parametrize("words", ["algorithm.kl.coef=0", "model.path=tiny-sd"])
-def test_without_a_kl_and_on_noise_prediction_nothing_has_changed(tmp_path, words):
-    new = tree_of(tmp_path, "rollout.sampler={name: cps}", "eval.tie=0.0", words)
-    assert differences(older(new), new) == {}

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.config.checks import check_model
-from flowrl.config.load import load_config, resolve
-from flowrl.config.older import run_tree
+from flowrl.config.load import load_config, resolve, run_tree
 from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import apply_override, parse_yaml, validate
@@ -192,6 +191,14 @@ def test_the_resolved_tree_reads_back_as_the_same_run(read, tmp_path):
     assert resolve(load_config(file)).tree() == first.tree()
     file.write_text(yaml.safe_dump(to_tree(first.run)))
     assert load_config(file) == first.run
+
+
+def test_an_option_of_a_run_folder_that_is_not_known_is_refused_as_in_any_file(read, tmp_path):
+    tree = resolve(read()).tree()
+    tree["optim"]["wieght"] = 1
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "provenance.json").write_text("{}")
+    assert "optim.wieght: unknown key (value 1)" in refusal(load_config, tmp_path)
 
 
 # ---- a user's one-file reward

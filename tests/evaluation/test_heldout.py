@@ -175,38 +175,24 @@ def test_a_plan_shows_what_is_trained_and_evaluated(read, monkeypatch, capsys, s
     assert words in printed
 
 
-# ---- runs of older versions, and evaluations of a run
+# ---- resumed runs, and evaluations of a run
 
 
-def run_folder(config, *, older: bool) -> Path:
-    """A run folder with one row; of a version that knew no share, if `older`."""
-    folder, tree = Path(config.output) / config.name, resolve(config).tree()
-    if older:
-        del tree["data"]["eval_share"]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    (folder / "metrics.jsonl").write_text('{"iteration": 1}\n')
-    (folder / "provenance.json").write_text("{}")
-    return folder
+def test_a_run_is_not_resumed_with_fewer_prompts_and_where_nothing_is_split_the_share_may_change(read):
+    def folder(config) -> RunFolder:
+        """The folder of a run with one row."""
+        place = Path(config.output) / config.name
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "config.yaml").write_text(yaml.safe_dump(resolve(config).tree()))
+        (place / "metrics.jsonl").write_text('{"iteration": 1}\n')
+        return RunFolder(place)
 
-
-def test_an_older_run_held_nothing_out_and_an_evaluation_of_it_knows(read):
-    folder = run_folder(read(), older=True)
-    old = load_config(folder / "config.yaml")
-    assert old.data.eval_share == 0
-    assert found(old).name == "training prompts"
-    assert load_config(folder / "config.yaml", ["data.eval_prompts=shapes:heldout"]).data.eval_share == 0
-    newer = load_config(run_folder(read(), older=False) / "config.yaml")
-    assert (newer.data.eval_share, found(newer).name) == (0.1, "held-out prompts")
-
-
-def test_an_older_run_is_not_resumed_with_fewer_prompts_and_else_it_is(read):
-    folder = RunFolder(run_folder(read(), older=True))
+    run = folder(read(eval_share=0.0))
     with pytest.raises(ConfigError, match=r"data\.eval_share was 0\.0, now 0\.1"):
-        folder.begin(resolve(read()), True)
-    folder.begin(resolve(read(eval_share=0)), True)
-    named = read(eval_prompts="shapes:heldout")
-    RunFolder(run_folder(named, older=True)).begin(resolve(named), True)
+        run.begin(resolve(read()), True)
+    run.begin(resolve(read(eval_share=0.0)), True)
+    named = read(eval_prompts="shapes:heldout", eval_share=0.0)
+    folder(named).begin(resolve(read(eval_prompts="shapes:heldout")), True)
 
 
 def test_another_share_than_the_run_was_trained_without_is_not_called_held_out(read):
