@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
+from flowrl.apps.serving.app import Service
+from flowrl.apps.serving.batching import Batcher
+from flowrl.apps.serving.counters import Counters
+from flowrl.apps.serving.frames import Result
+from flowrl.apps.serving.listener import bind, run
+from flowrl.apps.serving.messages import Item, Limits
+from flowrl.apps.serving.process import Runner, WorkerFailed
+from flowrl.apps.serving.worker import score_items
 from flowrl.core.wire import SCHEMA, fingerprint, plain_card, write_image
 from flowrl.media.transport import pack
 from flowrl.reward import Card, Reward
-from flowrl.scoring.server.app import Service
-from flowrl.scoring.server.batching import Batcher
-from flowrl.scoring.server.counters import Counters
-from flowrl.scoring.server.frames import Result
-from flowrl.scoring.server.listener import bind, run
-from flowrl.scoring.server.messages import Item, Limits
-from flowrl.scoring.server.process import Runner, WorkerFailed
-from flowrl.scoring.server.worker import score_items
 from flowrl.scoring.weighted import WeightedReward
 
 PIXELS = 6

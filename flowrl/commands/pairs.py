@@ -82,9 +82,9 @@ def command(
 
         run = load_config(target, words)  # its faults are told before the libraries are imported
         from flowrl.apps.command_line import in_processes
-        from flowrl.run.pairs.drawing import make
-        from flowrl.run.pairs.plan import Wanted
-        from flowrl.run.pairs.plan import check as refuse
+        from flowrl.apps.pairs.drawing import make
+        from flowrl.apps.pairs.plan import Wanted
+        from flowrl.apps.pairs.plan import check as refuse
 
         resolved = resolve(run)
         wanted = Wanted(resolved.run.rollout.group_size if per_prompt is None else per_prompt, margin, count)

@@ -155,8 +155,8 @@ def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
 
 def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> list[_Sample]:
     """What is scored, 10 after 9; `prompts` None: those that `flowrl sample` wrote."""
+    from flowrl.apps.matching import matched
     from flowrl.core.errors import ConfigError
-    from flowrl.data.matching import matched
     from flowrl.data.natural import natural
     from flowrl.media import media
 

@@ -62,7 +62,7 @@ def command(
 ) -> None:
     """Serve rewards over HTTP until a signal; a run reads them by `remote`."""
     from flowrl.apps.command_line import reward_entries
-    from flowrl.scoring.server.messages import Limits
+    from flowrl.apps.serving.messages import Limits
 
     _require_extra()
     token = _token(host, token_file, token_env)
@@ -94,12 +94,12 @@ def _serve(
     import asyncio
     import signal
 
+    from flowrl.apps.serving.app import Service
+    from flowrl.apps.serving.batching import Batcher
+    from flowrl.apps.serving.counters import Counters
+    from flowrl.apps.serving.listener import bind, run
+    from flowrl.apps.serving.process import Worker, WorkerFailed
     from flowrl.core.errors import ConfigError
-    from flowrl.scoring.server.app import Service
-    from flowrl.scoring.server.batching import Batcher
-    from flowrl.scoring.server.counters import Counters
-    from flowrl.scoring.server.listener import bind, run
-    from flowrl.scoring.server.process import Worker, WorkerFailed
 
     try:
         sock = bind(host, port)

@@ -16,13 +16,13 @@ from PIL import Image
 from safetensors import SafetensorError
 
 from flowrl.apps.gallery.places import comparison_folder, page_folder
+from flowrl.apps.pairs.folder import PairFolder
 from flowrl.core import files
 from flowrl.core.errors import ConfigError, WriteError
 from flowrl.core.files import fsync_all, out_folder, read_rows, write_atomically, writing
 from flowrl.evaluation.results import Evaluation
 from flowrl.media import media
 from flowrl.run.folder import MetricsFile, RunFolder
-from flowrl.run.pairs.folder import PairFolder
 from tests.e2e.conftest import BASE, BRIGHTNESS
 from tests.e2e.test_bad_input import command
 

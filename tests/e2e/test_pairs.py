@@ -13,15 +13,15 @@ import pytest
 import torch
 from PIL import Image
 
+from flowrl.apps.pairs.drawing import group_scores
+from flowrl.apps.pairs.folder import PairFolder
+from flowrl.apps.pairs.plan import rollout_plan
 from flowrl.commands._pair_check import look
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError
 from flowrl.data.preferences import load_preferences
 from flowrl.diffusion.schedules import Schedule
 from flowrl.media import media
-from flowrl.run.pairs.drawing import group_scores
-from flowrl.run.pairs.folder import PairFolder
-from flowrl.run.pairs.plan import rollout_plan
 from flowrl.scoring.scorer import Scores
 from tests.e2e.conftest import finish, start
 from tests.e2e.test_bad_input import command
@@ -134,13 +134,13 @@ def test_rounds_go_on_with_fresh_noise_until_there_are_enough_whatever_comes_bet
     for name in os.listdir("parts/pictures"):  # those behind the fourth pair were drawn in other batches
         one, other = (media.read(Path(out, "pictures", name)) for out in ("once", "parts"))
         assert float((one - other).abs().max()) <= 1 / 255 + 1e-6  # rounding to 8 bits may fall to either side
-    monkeypatch.setattr("flowrl.run.pairs.drawing.Pairing", None)  # there is nothing to load a model for
+    monkeypatch.setattr("flowrl.apps.pairs.drawing.Pairing", None)  # there is nothing to load a model for
     code, printed = pairs("--out", "parts", "--count", "7", *words)
     assert code == 0, printed
 
 
 def test_ties_and_samples_without_a_score_are_counted_and_left_out(pairs, place, monkeypatch):
-    monkeypatch.setattr("flowrl.run.pairs.drawing.PATIENCE", 1)
+    monkeypatch.setattr("flowrl.apps.pairs.drawing.PATIENCE", 1)
     (place / "odd.py").write_text(
         "def score(images, prompts, metadata):\n"
         "    value = images.mean(dim=(1, 2, 3)) * 0 + 0.5\n"

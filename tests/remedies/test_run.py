@@ -64,8 +64,8 @@ def judged(remedy: Remedy, option: str, target: str, value: object) -> None:
 
 
 def made_pairs(remedy: Remedy, *words: str) -> None:
+    from flowrl.apps.pairs.plan import Wanted, check
     from flowrl.config.load import load_config, resolve
-    from flowrl.run.pairs.plan import Wanted, check
 
     file = Path("recipe.yaml")
     file.write_text(json.dumps(recipe("flow_grpo")))
@@ -191,11 +191,11 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("run/judged.py:load 1", lambda remedy: judged(remedy, "base", "owner/model", True)),
     ("run/judged.py:load 2", lambda remedy: judged(remedy, "config", "owner/model", "other/model")),
     ("run/judged.py:load 3", lambda remedy: judged(remedy, "revision", ".", "main")),
-    ("run/pairs/plan.py:check 1", lambda remedy: made_pairs(remedy, AWM, "rollout.sampler=null",
+    ("apps/pairs/plan.py:check 1", lambda remedy: made_pairs(remedy, AWM, "rollout.sampler=null",
                                                             "rollout.exploration.pool=64")),
-    ("run/pairs/plan.py:check 2", lambda remedy: made_pairs(remedy, "rollout.shared_noise=true",
+    ("apps/pairs/plan.py:check 2", lambda remedy: made_pairs(remedy, "rollout.shared_noise=true",
                                                             "rollout.sampler=null")),
-    ("run/pairs/plan.py:check 3", lambda remedy: made_pairs(remedy, "model.shard=true")),
+    ("apps/pairs/plan.py:check 3", lambda remedy: made_pairs(remedy, "model.shard=true")),
     ("run/people/asking.py:People.of", asked_people),
     ("run/assembly/learner.py:require_whole_groups",
      lambda remedy: whole_groups(remedy, (), "rollout.prompts_per_iteration")),

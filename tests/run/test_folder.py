@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from flowrl.apps.pairs.folder import PairFolder
 from flowrl.core.errors import ConfigError, Moved
 from flowrl.run import checkpoint, handover
 from flowrl.run.folder import RunFolder
 from flowrl.run.launch import LOCKED
-from flowrl.run.pairs.folder import PairFolder
 from tests.e2e.conftest import finish, place, start, train
 
 __all__ = ["place"]

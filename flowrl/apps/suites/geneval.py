@@ -45,7 +45,7 @@ def items(path: Path | None) -> list[Item]:
     Raises:
         ConfigError: a path that is not that of the benchmark's own file.
     """
-    from flowrl.data.geneval_prompts import lines
+    from flowrl.apps.suites._geneval_prompts import lines
 
     own = lines()
     if path is None or not path.is_file() or path.read_bytes().split() != "\n".join(own).encode().split():

@@ -23,8 +23,8 @@ from flowrl.apps.gallery.watched import Rows, Watched
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import read_rows
 from tests.apps.folders import change, make_run
-from tests.apps.serving import ask as asked
-from tests.apps.serving import served
+from tests.apps.local import ask as asked
+from tests.apps.local import served
 
 PROMPTS = ["a red circle", "two blue squares", "a <script>alert(1)</script> sign"]
 

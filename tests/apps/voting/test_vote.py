@@ -32,7 +32,7 @@ from flowrl.data.preferences import load_preferences
 from flowrl.media import media
 from flowrl.run.people.votes import LOG, VoteBook
 from tests.apps.folders import SEEDS, change, make_run
-from tests.apps.serving import ask, served
+from tests.apps.local import ask, served
 
 PROMPTS = ["a red circle", "two blue squares", "a <script>alert(1)</script> sign"]
 

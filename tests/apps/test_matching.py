@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from flowrl.apps.matching import matched
 from flowrl.core.errors import ConfigError
-from flowrl.data.matching import matched
 from flowrl.data.natural import natural
 
 TWELVE = sorted((f"{number}.png" for number in range(12)), key=natural)

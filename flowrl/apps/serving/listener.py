@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flowrl.scoring.server.app import Service, create_app
+from flowrl.apps.serving.app import Service, create_app
 
 if TYPE_CHECKING:
-    from flowrl.scoring.server.batching import Batcher
+    from flowrl.apps.serving.batching import Batcher
 
 KEEP_ALIVE_S = 75
 """Longer than clients keep a connection that rests, so that it is they who close it."""

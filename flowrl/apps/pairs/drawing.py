@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from flowrl.apps.pairs.folder import IMAGES, Done, PairFolder
+from flowrl.apps.pairs.plan import OWN, Wanted, check, made_with, rollout_plan, training_prompts
 from flowrl.config.resolved import Resolved
 from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.core.files import fsync, json_ready
@@ -31,8 +33,6 @@ from flowrl.planning.parity import require_own_call
 from flowrl.rollout.noise import Noise
 from flowrl.run.assembly.model import sampling_of
 from flowrl.run.folder import RunFolder, provenance
-from flowrl.run.pairs.folder import IMAGES, Done, PairFolder
-from flowrl.run.pairs.plan import OWN, Wanted, check, made_with, rollout_plan, training_prompts
 from flowrl.run.texts import embedded
 from flowrl.scoring.build import build_scorers, require_fit
 from flowrl.scoring.probing import probe

@@ -10,8 +10,8 @@ import struct
 from io import BufferedIOBase
 from typing import Any
 
+from flowrl.apps.serving.messages import Item, dumps
 from flowrl.core.wire import WireImage
-from flowrl.scoring.server.messages import Item, dumps
 
 LENGTHS = struct.Struct(">IQ")
 """Bytes of the header, and of the images."""

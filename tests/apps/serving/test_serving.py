@@ -19,14 +19,14 @@ import pytest
 import torch
 
 from flowrl.apps.command_line import reward_entries
+from flowrl.apps.serving.messages import Item, Limits
+from flowrl.apps.serving.process import Worker, WorkerFailed
+from flowrl.apps.serving.worker import score_items
 from flowrl.commands.serve import _token
 from flowrl.core.errors import ConfigError
 from flowrl.core.wire import SCHEMA, WireImage, write_image
 from flowrl.media.transport import pack
 from flowrl.reward import Card, Reward, RewardError
-from flowrl.scoring.server.messages import Item, Limits
-from flowrl.scoring.server.process import Worker, WorkerFailed
-from flowrl.scoring.server.worker import score_items
 from flowrl.scoring.weighted import WeightedReward
 from tests.serving import Inline, brightness, message, pictures, serving
 
@@ -410,7 +410,7 @@ def test_an_exception_outside_of_the_reward_costs_its_request_and_not_the_server
 
 
 def test_a_decoder_may_raise_anything_and_costs_its_own_picture_alone(monkeypatch):
-    from flowrl.scoring.server import worker
+    from flowrl.apps.serving import worker
 
     def decoded(picture, own=worker.unpack):
         if picture.shape == (3, 2, 2):

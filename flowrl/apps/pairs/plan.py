@@ -1,4 +1,4 @@
-"""The options and prompts of a set of pairs, checked before anything is loaded; run/pairs/drawing.py makes the set."""
+"""The options and prompts of a set of pairs, checked before anything is loaded; apps/pairs/drawing.py makes the set."""
 
 from __future__ import annotations
 

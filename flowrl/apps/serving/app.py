@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping
 import fastapi
 from starlette.requests import ClientDisconnect
 
+from flowrl.apps.serving.batching import Batcher
+from flowrl.apps.serving.counters import Counters
+from flowrl.apps.serving.messages import Limits, Refusal, Request, dumps, parse_request
 from flowrl.core.wire import SCHEMA
-from flowrl.scoring.server.batching import Batcher
-from flowrl.scoring.server.counters import Counters
-from flowrl.scoring.server.messages import Limits, Refusal, Request, dumps, parse_request
 
 _REMEMBERED = 1024
 """Answers kept for clients that ask again because they lost the first."""

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from flowrl.apps.serving.frames import Result, failed, pack_frame, read_frame, unpack_items
+from flowrl.apps.serving.messages import Item
 from flowrl.core.errors import Fault, described
 from flowrl.core.subprocesses import watch_parent
 from flowrl.core.versions import versions
@@ -24,8 +26,6 @@ from flowrl.media.transport import unpack
 from flowrl.reward import RewardError
 from flowrl.scoring.entries import RewardPlan, reward_plan
 from flowrl.scoring.one_call import score_once
-from flowrl.scoring.server.frames import Result, failed, pack_frame, read_frame, unpack_items
-from flowrl.scoring.server.messages import Item
 from flowrl.scoring.surroundings import Batch, Conduct
 from flowrl.scoring.weighted import WeightedReward
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.scoring.server.counters import Counters
-from flowrl.scoring.server.frames import Result, failed
-from flowrl.scoring.server.messages import Item, Limits, Refusal
-from flowrl.scoring.server.process import Runner, WorkerDied, WorkerFailed
+from flowrl.apps.serving.counters import Counters
+from flowrl.apps.serving.frames import Result, failed
+from flowrl.apps.serving.messages import Item, Limits, Refusal
+from flowrl.apps.serving.process import Runner, WorkerDied, WorkerFailed
 
 log = logging.getLogger("flowrl")
 _RESTART_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)

@@ -19,8 +19,8 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, Protocol
 
-from flowrl.scoring.server.frames import LENGTHS, Result, pack_frame, pack_items
-from flowrl.scoring.server.messages import Item
+from flowrl.apps.serving.frames import LENGTHS, Result, pack_frame, pack_items
+from flowrl.apps.serving.messages import Item
 
 _BUILD_S = 1800.0
 """Seconds that loading a reward's weights may take."""
@@ -33,7 +33,7 @@ _SAFE_PATH = "PYTHONSAFEPATH"
 @functools.cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["flowrl.scoring.server.worker", "flowrl.scoring.entries", "flowrl.media.transport"])
+    context.set_forkserver_preload(["flowrl.apps.serving.worker", "flowrl.scoring.entries", "flowrl.media.transport"])
     # multiprocessing starts it by `python -c`, which looks in the working directory first: a user's types.py there
     # would end it.
     before = os.environ.get(_SAFE_PATH)
@@ -51,7 +51,7 @@ def _context() -> ForkServerContext:
 def _work(connection: socket.socket) -> None:
     """In the worker. The server itself imports nothing of it: it needs no torch."""
     os.environ.pop(_SAFE_PATH, None)  # a reward may start scripts of its own
-    from flowrl.scoring.server.worker import main
+    from flowrl.apps.serving.worker import main
 
     main(connection)
 
