@@ -107,13 +107,14 @@ def attach(pipeline: Any, lora: LoraFile, name: str) -> dict[str, Any]:
     keys = _keys(file)
     before = {adapter for _, layer in _layers(pipeline) for adapter in layer.scaling}
     with _using(file, kind, keys):
-        # diffusers has no loader of another kind but for a LoKr, which it reads with its header.
-        stems = _load_lokr(pipeline, file, keys, name) if _is_lokr(keys) else _load(pipeline, file, name)
+        stems = _load(pipeline, file, name)
     bound = {place for place, layer in _layers(pipeline) if name in layer.scaling}
     if not bound:
+        bare = [key.removeprefix("base_model.model.") for key in keys]
+        parts = ", ".join(sorted({re.split(r"[._]", key, maxsplit=1)[0] for key in bare})[:4])
         raise ModelError(
-            f"--lora {file}: it binds to none of the modules of {kind}; its tensors are for {_parts(keys)}. Give the "
-            "base model that it was trained on"
+            f"--lora {file}: it binds to none of the modules of {kind}; its tensors are for {parts}. Give the base "
+            "model that it was trained on"
         )
     for _, layer in _layers(pipeline):
         layer.set_adapter([each for each in (*sorted(before), name) if each in layer.scaling])
@@ -139,48 +140,59 @@ def _keys(file: Path) -> list[str]:
     return keys
 
 
-def _parts(keys: list[str]) -> str:
-    """The first parts of tensor names, which say what a LoRA is for."""
-    bare = [key.removeprefix("base_model.model.") for key in keys]
-    return ", ".join(sorted({re.split(r"[._]", key, maxsplit=1)[0] for key in bare})[:4])
-
-
 def _is_lokr(keys: list[str]) -> bool:
     return any(".lokr_" in key for key in keys)
 
 
 def _load(pipeline: Any, file: Path, name: str) -> set[str]:
-    """Load a LoRA, with its own factor in B; the modules that it names, as `component.module`."""
-    from diffusers.loaders.lora_base import LoraBaseMixin
-
-    tensors = _tensors(pipeline, file)
-    if not isinstance(pipeline, LoraBaseMixin):
-        return _load_into_denoisers(pipeline, file, tensors, name)
-    source: Any = pipeline
-    two, mark, second = source.components.get("transformer_2") is not None, _EXPERT.search(file.stem), _second(file)
+    """Load a file, with that of the second expert beside it; the modules that they name, as `component.module`."""
+    two, mark = pipeline.components.get("transformer_2") is not None, _EXPERT.search(file.stem)
     low = two and (file.parent.name == "transformer_2" if mark is None else mark[1].lower() == "low")
-    where = {"load_into_transformer_2": True} if low else {}
-    converted: Any = source.lora_state_dict(dict(tensors))
-    source.load_lora_weights(dict(tensors), adapter_name=name, **where)
-    modules = _modules(converted[0] if isinstance(converted, tuple) else converted)
-    if low:
-        return _of_second(modules)
-    if two and mark is None and second is None:
-        log.warning(
-            "--lora %s: the expert of high noise alone has it now; give the other one's file too, NAME_low_noise", file
-        )
-    elif two and mark is None and second is not None:
-        more = _tensors(pipeline, second)
-        source.load_lora_weights(dict(more), adapter_name=name, load_into_transformer_2=True)
-        modules |= _of_second(_modules(more))
+    modules = _load_one(pipeline, file, name, second=low)
+    if not two or low or mark is not None:
+        return modules
+    # diffusers and Flow-Factory have the second expert's file in a folder of its own.
+    beside = file.parent.parent if file.parent.name == "transformer" else file.parent
+    expert = beside / "transformer_2" / file.name
+    if expert.is_file():
+        return modules | _load_one(pipeline, expert, name, second=True)
+    log.warning(
+        "--lora %s: the expert of high noise alone has it now; give the other one's file too, NAME_low_noise", file
+    )
     return modules
 
 
-def _second(file: Path) -> Path | None:
-    """The file of the second expert, which diffusers and Flow-Factory have in a folder of its own."""
-    beside = file.parent.parent if file.parent.name == "transformer" else file.parent
-    expert = beside / "transformer_2" / file.name
-    return expert if expert.is_file() else None
+def _load_one(pipeline: Any, file: Path, name: str, *, second: bool) -> set[str]:
+    """Load one file, into the second expert, or by the names in it; the modules that it names."""
+    from diffusers.loaders.lora_base import LoraBaseMixin
+    from diffusers.loaders.peft import PeftAdapterMixin
+
+    keys, where = _keys(file), dict[str, Any]()
+    if lokr := _is_lokr(keys):  # diffusers reads it with its header, so from the disk
+        read_finite(file, f"--lora {file}")
+        tensors, where = dict.fromkeys(keys), {"weight_name": file.name, "local_files_only": True}
+    else:
+        tensors = _tensors(pipeline, file)
+
+    def given() -> Any:  # a dict anew, since diffusers empties it
+        return str(file.parent) if lokr else dict(tensors)
+
+    # diffusers' pipelines ask for 'lora' in every name, which its networks' own loader does not.
+    if isinstance(pipeline, LoraBaseMixin) and not (lokr and all(_OWN_LOKR.match(key) for key in keys)):
+        loader: Any = pipeline
+        converted: Any = loader.lora_state_dict(given(), **where)
+        loader.load_lora_weights(
+            given(), adapter_name=name, **where, **({"load_into_transformer_2": True} if second else {})
+        )
+        modules = _modules(converted[0] if isinstance(converted, tuple) else converted)
+    else:
+        networks = {"transformer": pipeline.components["transformer_2"]} if second else pipeline.components
+        for prefix, network in networks.items():
+            if isinstance(network, PeftAdapterMixin) and any(key.startswith(f"{prefix}.") for key in tensors):
+                network.load_lora_adapter(given(), prefix=prefix, adapter_name=name, **where)
+        modules = _modules(tensors)
+    # The second expert's file has its modules under the first one's name.
+    return {f"transformer_2.{place.partition('.')[2]}" for place in modules} if second else modules
 
 
 def _tensors(pipeline: Any, file: Path) -> dict[str, Tensor]:
@@ -195,52 +207,6 @@ def _tensors(pipeline: Any, file: Path) -> dict[str, Tensor]:
     network = pipeline.components.get(component)
     own = to_diffusers(contents, network, component) if isinstance(network, nn.Module) else None
     return contents.folded() if own is None else own
-
-
-def _of_second(modules: set[str]) -> set[str]:
-    """Modules of the second expert, whose file has them under the first one's name."""
-    return {f"transformer_2.{place.partition('.')[2]}" for place in modules}
-
-
-def _load_lokr(pipeline: Any, file: Path, keys: list[str], name: str) -> set[str]:
-    """Load a LoKr with its header: flowrl's own by the network's loader, any other by the pipeline's."""
-    from diffusers.loaders.lora_base import LoraBaseMixin
-
-    read_finite(file, f"--lora {file}")
-    # diffusers' pipelines ask for 'lora' in every name, which its networks' own loader does not.
-    if not isinstance(pipeline, LoraBaseMixin) or all(_OWN_LOKR.match(key) for key in keys):
-        return _load_into_denoisers(pipeline, file, dict.fromkeys(keys), name)
-    source: Any = pipeline
-    where: dict[str, Any] = {"weight_name": file.name, "local_files_only": True}
-    converted: Any = source.lora_state_dict(str(file.parent), **where)
-    source.load_lora_weights(str(file.parent), adapter_name=name, **where)
-    return _modules(converted[0] if isinstance(converted, tuple) else converted)
-
-
-def _load_into_denoisers(pipeline: Any, file: Path, tensors: dict[str, Any], name: str) -> set[str]:
-    """For a pipeline without `load_lora_weights`, and a LoKr: diffusers' layout, `component.module.lora_A.weight`.
-
-    `tensors` are given to the networks; those of a LoKr, which are None, are read from the file.
-    """
-    from diffusers.loaders.peft import PeftAdapterMixin
-
-    def given(values: dict[str, Any], source: Path) -> tuple[Any, dict[str, Any]]:
-        plain = all(value is not None for value in values.values())
-        return (values, {}) if plain else (str(source.parent), {"weight_name": source.name})
-
-    for component, network in pipeline.components.items():
-        if isinstance(network, PeftAdapterMixin) and any(key.startswith(f"{component}.") for key in tensors):
-            what, where = given(tensors, file)
-            network.load_lora_adapter(what, prefix=component, adapter_name=name, **where)
-    modules = _modules(tensors)
-    second, expert = pipeline.components.get("transformer_2"), _second(file)
-    if isinstance(second, PeftAdapterMixin) and expert is not None:
-        keys = _keys(expert)
-        more = dict.fromkeys(keys) if _is_lokr(keys) else _tensors(pipeline, expert)
-        what, where = given(more, expert)
-        second.load_lora_adapter(what, prefix="transformer", adapter_name=name, **where)
-        modules |= _of_second(_modules(more))
-    return modules
 
 
 def _modules(state: dict[str, Any]) -> set[str]:
