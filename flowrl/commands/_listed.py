@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from flowrl.core import assets, registry
 from flowrl.core.errors import ConfigError, UnknownName
 
-FILE = Path(__file__).with_name("listed.json")
-"""What lists say of the built-in components, so that none of them is imported for it (`scripts/pages/listed.py`)."""
 PAGES = {"models": "docs/models.md", "samplers": "docs/library.md", "credits": "docs/architecture.md"}
 _OWN_PAGES = {"rewards": {"geneval": "docs/rewards/geneval.md", "ocr": "docs/rewards/ocr.md"}}
 MEMORY = "memory.json"
@@ -34,15 +31,6 @@ def credit_rules() -> dict[str, str]:
     return {
         name: (rule.__doc__ or "").strip().partition("\n\n")[0].replace("\n    ", " ") for name, rule in RULES.items()
     }
-
-
-@cache
-def stored(kind: str) -> dict[str, dict[str, Any]]:
-    """Name -> what `FILE` says: `row`, the cells of a list; `shown`, a reward's `described` or a suite's lines.
-
-    A component that is not there is asked by an import.
-    """
-    return json.loads(FILE.read_bytes()).get(kind, {})
 
 
 def described(kind: str, name: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def command(kind: Kind, name: Name = None, as_json: Json = False) -> None:
                 f"{name!r}: recipes have no options of their own",
                 remedies=[Remedy(command=f"flowrl plan {shlex.quote(name)}"), Remedy(without=name)],
             )
-        shown = _listed.stored(kind).get(name, {}).get("shown")
+        shown = registry.stored(kind).get(name, {}).get("shown")
         if kind == "suites":
             if as_json:
                 raise ConfigError("--json: suites are shown as text alone", remedies=[Remedy(without="--json")])
@@ -87,11 +87,10 @@ def _rows(kind: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 def _components(kind: str) -> Iterator[tuple[str, ...]]:
     """Name and cells of each component: a built-in one's as they are stored, of one that is not stored by an import."""
-    from flowrl.commands._listed import stored
     from flowrl.core import registry
     from flowrl.core.errors import described
 
-    builtin, known = registry.names(kind), stored(kind)
+    builtin, known = registry.names(kind), registry.stored(kind)
     for name in (*builtin, *(each for each in registry.plugins(kind) if each not in builtin)):
         try:
             yield (name, *(known[name]["row"] if name in builtin and name in known else cells(kind, name)))

@@ -1,14 +1,11 @@
 """Places of an unknown key: a message names the options of that name in the whole configuration.
 
-Those of components come from `options.json`, which `python -m scripts.pages` writes, so that a fault is told before
-their modules, and torch, are imported.
+Those of components are stored ones, so that a fault is told before their modules, and torch, are imported.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from flowrl.config.schema import RunConfig
@@ -16,9 +13,6 @@ from flowrl.core import registry
 from flowrl.core.strict import Options, UnknownKey, dotted
 from flowrl.scoring.options import RewardEntry
 
-NAMES = Path(__file__).with_name("options.json")
-"""Kind -> built-in component -> dotted names of its options; "" are those of every model. `default_sampler`: method ->
-its sampler."""
 _Made = TypeVar("_Made")
 
 
@@ -55,15 +49,16 @@ def _meant(error: UnknownKey, places: list[str]) -> tuple[str, ...]:
 def _places(tree: Options) -> Iterator[str]:
     """Dotted paths of all options of a configuration and of its built-in components."""
     yield from dotted(RunConfig)
-    known = json.loads(NAMES.read_text("ascii"))
     method, rollout = _name("algorithms", tree.get("algorithm"), "flow_grpo"), tree.get("rollout")
     sampler = rollout.get("sampler") if isinstance(rollout, dict) else None
+    default = registry.stored("algorithms").get(method, {}).get("default_sampler", "flow_sde")
     for kind, name, prefix in (
         ("models", _name("models", tree.get("model")), "model."),
         ("algorithms", method, "algorithm."),
-        ("samplers", _name("samplers", sampler, known["default_sampler"].get(method, "flow_sde")), "rollout.sampler."),
+        ("samplers", _name("samplers", sampler, default), "rollout.sampler."),
     ):
-        yield from (prefix + each for each in known[kind].get(name, known[kind].get("", ())))
+        known = registry.stored(kind)
+        yield from (prefix + each for each in known.get(name, known.get("", {})).get("options", ()))
     yield from dotted(RewardEntry, "rewards.0.")
 
 

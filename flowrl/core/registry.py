@@ -10,11 +10,14 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from flowrl.core.errors import UnknownName
 
@@ -32,6 +35,16 @@ PLUGINS = {"rewards": "flowrl.rewards"}
 """Kind -> entry-point group by which packages add to it."""
 _SHORT = {"grpo": "flow_grpo", "dpo": "diffusion_dpo", "nft": "diffusion_nft"}
 """Short name of a paper -> the component that is meant where there is one of that name."""
+
+
+@cache
+def stored(kind: str) -> dict[str, dict[str, Any]]:
+    """Built-in component -> what lists and messages say of it, so that neither it nor torch is imported for them.
+
+    `row` are the cells of a list, `shown` a reward or a suite in words, `options` dotted names ("": those of every
+    model), `default_sampler` that of a method. `python -m scripts.pages listed` writes them.
+    """
+    return json.loads(Path(__file__).with_name("components.json").read_bytes()).get(kind, {})
 
 
 def close_to(name: str, valid: Sequence[str], cutoff: float = 0.5) -> str | None:

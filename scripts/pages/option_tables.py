@@ -1,4 +1,4 @@
-"""The option tables of docs/algorithms/, each between its two marks, and the names in flowrl/config/options.json.
+"""The option tables of docs/algorithms/, each between its two marks.
 
 A mark names what its table is of: `<!-- options: awm -->` the method, `<!-- options: data.pairs -->` a mapping of a
 configuration. Every option has a row. A mapping that many methods share is one row, with the values in which it differs
@@ -7,7 +7,6 @@ from its own defaults.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -16,17 +15,13 @@ from pathlib import Path
 from flowrl.algorithms._matching import AnchorConfig, LagConfig
 from flowrl.algorithms._options import SolverOptions, TimesOptions
 from flowrl.commands._option_texts import OptionText, option_texts
-from flowrl.config.places import NAMES
 from flowrl.config.schema import RunConfig
 from flowrl.core import registry
-from flowrl.core.strict import dotted
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
-from flowrl.models.base import ModelConfig
 from scripts.pages.reference import cell, code, value
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("models", "samplers", "algorithms")
 PAGES = ROOT / "docs" / "algorithms"
 START, END = "<!-- options: {} -->", "<!-- end of options -->"
 MARKED = re.compile(r"<!-- options: (?P<of>.+?) -->\n.*?<!-- end of options -->", re.DOTALL)
@@ -138,17 +133,6 @@ def written(text: str) -> str:
     return MARKED.sub(between, text)
 
 
-def names() -> str:
-    """`flowrl/config/options.json`: the options of built-in components by name, as a message about a key needs them."""
-    configs = {kind: {name: registry.load(kind, name).Config for name in registry.names(kind)} for kind in KINDS}
-    configs["models"] = {"": ModelConfig} | configs["models"]
-    kinds = {kind: {name: list(dotted(cls)) for name, cls in each.items()} for kind, each in configs.items()}
-    kinds["default_sampler"] = {name: cls.default_sampler for name, cls in configs["algorithms"].items()}
-    rows = {kind: (f'    "{name}": {json.dumps(row)}' for name, row in each.items()) for kind, each in kinds.items()}
-    blocks = (f'  "{kind}": {{\n' + ",\n".join(each) + "\n  }" for kind, each in rows.items())
-    return "{\n" + ",\n".join(blocks) + "\n}\n"
-
-
 def pages() -> dict[Path, str]:
     """File -> its text with options as the code has them."""
-    return {NAMES: names()} | {file: written(file.read_text(encoding="utf-8")) for file in sorted(PAGES.glob("*.md"))}
+    return {file: written(file.read_text(encoding="utf-8")) for file in sorted(PAGES.glob("*.md"))}

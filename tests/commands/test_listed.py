@@ -88,7 +88,7 @@ def test_a_list_and_a_reward_need_no_torch():
 def test_what_is_not_stored_is_imported(kind, name, capsys, monkeypatch):
     listing.command(kind, name)
     stored = capsys.readouterr().out
-    monkeypatch.setattr(_listed, "stored", lambda kind: {})
+    monkeypatch.setattr(registry, "stored", lambda kind: {})
     listing.command(kind, name)
     assert capsys.readouterr().out == stored
 

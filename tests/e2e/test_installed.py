@@ -74,7 +74,7 @@ def test_an_installed_wheel_has_one_name_and_trains_a_shipped_recipe_outside_the
     where = run(place, site, sys.executable, "-P", "-c", "import flowrl.rewards.ocr as m; print(m.__file__)")
     assert Path(where.strip()) == site / "flowrl" / "rewards" / "ocr.py"
     assert "jpeg_kb" in run(place, site, str(site / "bin" / "flowrl"), "list", "rewards", "jpeg")
-    assert (site / "flowrl" / "commands" / "listed.json").is_file()
+    assert (site / "flowrl" / "core" / "components.json").is_file()
     few = ("iterations=1", "data.max_eval_prompts=2", "eval.best_guidance=[]", "rollout.prompts_per_iteration=2")
     more = ("rollout.group_size=4", "optim.updates_per_iteration=1")
     run(place, site, str(site / "bin" / "flowrl"), "train", "quickstart", *few, *more)
