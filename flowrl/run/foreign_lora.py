@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.files import file_sha256
 from flowrl.display.console import log
+from flowrl.models.lora_formats.files import PICKLES, lora_file
 from flowrl.models.lora_formats.naming import to_diffusers
 from flowrl.models.lora_formats.reading import names_and_header, read_contents, read_finite
 from flowrl.models.lora_formats.refused import other_update, refuse_header
-from flowrl.models.weights.roles import lora_file
 
 # The first tensor of each adapted module, in the forms that diffusers' own converters leave.
 _FIRST = re.compile(r"(?:[._]lora[._](?:A|down)|\.lokr_w1(?:_a)?)(?:\.weight)?$")
@@ -34,7 +34,6 @@ _FIRST = re.compile(r"(?:[._]lora[._](?:A|down)|\.lokr_w1(?:_a)?)(?:\.weight)?$"
 _OWN_LOKR = re.compile(r"(?:unet|transformer(?:_2)?)\..+\.lokr_\w+$")
 # In the name of a file of two experts: nothing inside says which of them it is for.
 _EXPERT = re.compile(r"(high|low)[_-]?noise", re.IGNORECASE)
-_PICKLES = {".bin", ".ckpt", ".pt", ".pth"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def _file(path: Path, word: str) -> Path:
     """The .safetensors at a path; errors as of `LoraFile.parse`."""
     if (path / "config.yaml").is_file():
         raise ConfigError(f"--lora {word}: it is a run folder; give its LoRA, --lora {path / 'adapter'}")
-    if path.suffix in _PICKLES:
+    if path.suffix in PICKLES:
         raise ConfigError(f"--lora {word}: pickles are not read; convert it to .safetensors")
     file = lora_file(path)
     for part in ("transformer", "unet"):  # Flow-Factory: a folder of PEFT for each network

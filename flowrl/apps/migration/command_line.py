@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowrl.apps.migration.table import Key, Source
+from flowrl.apps.migration.table import REMEDY, Key, Source
 from flowrl.core.errors import ConfigError
 from flowrl.core.registry import suggest
 from flowrl.core.strict import parse_yaml, read_text
@@ -19,7 +19,6 @@ _OPENS, _CLOSES = {"if", "for", "while", "until", "case"}, {"fi", "done", "esac"
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 _COUNTS = ("num_processes", "nproc_per_node")
 _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
-_REMEDY = "the file is read and never executed; write the value itself"
 
 
 def read_command(file: Path, keys: Mapping[str, Key], *, bare_flags: bool) -> Source:
@@ -73,17 +72,17 @@ def _words(file: Path, line: str) -> list[str]:
 
 def _filled(file: Path, word: str, variables: dict[str, str]) -> str:
     if "$(" in word or "`" in word:
-        raise ConfigError(f"{file}: {word!r} would have to be executed; {_REMEDY}")
+        raise ConfigError(f"{file}: {word!r} would have to be executed; {REMEDY}")
 
     def value(found: re.Match[str]) -> str:
         name = found[1] or found[2]
         if name not in variables:
-            raise ConfigError(f"{file}: ${name} is not set in the file by a line that is always done; {_REMEDY}")
+            raise ConfigError(f"{file}: ${name} is not set in the file by a line that is always done; {REMEDY}")
         return variables[name]
 
     filled = _VARIABLE.sub(value, word)
     if "$" in filled:
-        raise ConfigError(f"{file}: {word!r} cannot be read; {_REMEDY}")
+        raise ConfigError(f"{file}: {word!r} cannot be read; {REMEDY}")
     return filled
 
 

@@ -6,71 +6,9 @@ from pathlib import Path
 
 from flowrl.apps.migration.command_line import read_command
 from flowrl.apps.migration.engine import DTYPES, Draft, plain_name
-from flowrl.apps.migration.table import Key, Source, Tool
+from flowrl.apps.migration.table import Source, Tool, read_keys
 
-_PAIRS = "data.pairs.per_iteration"
-_COLUMN = "columns are those of docs/preferences.md: data.pairs.records"
-_TRACKER = "give trackers (docs/watching.md)"
-
-KEYS = {
-    "pretrained_model_name_or_path": Key(None, "model.path"),
-    "revision": Key(None, "model.revision"),
-    "unet_init": Key("", "", "take a pipeline folder with that UNet as model.path", changes=True),
-    "pretrained_vae_model_name_or_path": Key(None, "model.vae"),
-    "sdxl": Key(False, "model.name", "sdxl, else sd"),
-    "dataset_name": Key(None, "data.pairs.path", "hf:NAME:SPLIT"),
-    "split": Key("train", "data.pairs.path"),
-    "dataset_config_name": Key(None, "data.pairs.records.subset"),
-    "train_data_dir": Key(None, "data.pairs.path", "if dataset_name is not given"),
-    "image_column": Key("image", "", _COLUMN),
-    "caption_column": Key("caption", "", _COLUMN),
-    "max_train_samples": Key(None, "", "all pairs of the set are used; cut the set", changes=True),
-    "dreamlike_pairs_only": Key(False, "", "all pairs of the set are used; cut the set", changes=True),
-    "choice_model": Key("", "", "pairs are as the set prefers; write them anew with flowrl pairs", changes=True),
-    "noise_offset": Key(0, "", "noise is standard normal", changes=True),
-    "input_perturbation": Key(0, "", "noise is standard normal", changes=True),
-    "output_dir": Key("sd-model-finetuned", "name, output", "its last part the name, the rest the output"),
-    "cache_dir": Key(None, "", "set HF_HOME"),
-    "seed": Key(None, "seed", "none: 0, as every run has a seed; streams differ"),
-    "resolution": Key(None, "model.height, model.width", "none: 512, with sdxl 1024"),
-    "random_crop": Key(False, "data.pairs.crop", "random, else center"),
-    "no_hflip": Key(False, "data.pairs.flip", "theirs flips each picture by itself, ours a pair"),
-    "proportion_empty_prompts": Key(0.2, "data.pairs.caption_dropout"),
-    "train_batch_size": Key(1, f"{_PAIRS}, optim.batch_size", "pairs = GPUs x b x A; two rows a pair"),
-    "gradient_accumulation_steps": Key(1, _PAIRS),
-    "num_train_epochs": Key(100, "", "max_train_steps overrides it in their code"),
-    "max_train_steps": Key(2000, "iterations", "one update an iteration"),
-    "gradient_checkpointing": Key(False, "model.gradient_checkpointing", "sdxl: true always"),
-    "learning_rate": Key(1e-8, "optim.learning_rate", "with scale_lr x GPUs x b x A"),
-    "scale_lr": Key(False, "optim.learning_rate"),
-    "lr_scheduler": Key("constant_with_warmup", "optim.schedule", "constant, linear, cosine; others are listed"),
-    "lr_warmup_steps": Key(
-        500, "optim.warmup_updates", "none of it with constant; one update ahead of theirs, whose first has the rate 0"
-    ),
-    "use_adafactor": Key(False, "optim.name", "true, and with sdxl: adafactor, which has no betas and no epsilon"),
-    "adam_beta1": Key(0.9, "optim.betas"),
-    "adam_beta2": Key(0.999, "optim.betas"),
-    "adam_weight_decay": Key(1e-2, "optim.weight_decay"),
-    "adam_epsilon": Key(1e-8, "optim.eps"),
-    "max_grad_norm": Key(
-        1.0, "optim.max_grad_norm", "null with use_adafactor, which does not clip there; sdxl alone does"
-    ),
-    "mixed_precision": Key("fp16", "model.dtype", "fp16 float16, bf16 bfloat16, no float32"),
-    "allow_tf32": Key(False, "", "arithmetic is chosen by model.dtype and model.vae_precision"),
-    "dataloader_num_workers": Key(0, "", "pictures are read by the process itself"),
-    "checkpointing_steps": Key(500, "checkpoint.every"),
-    "resume_from_checkpoint": Key(
-        "latest", "", "give flowrl train --resume; theirs cannot be resumed here", changes=True
-    ),
-    "hard_skip_resume": Key(False, "", "of their own resuming"),
-    "hub_model_id": Key(None, "", "flowrl export writes the result; upload it by hand"),
-    "logging_dir": Key("logs", "", _TRACKER),
-    "report_to": Key("tensorboard", "", _TRACKER),
-    "tracker_project_name": Key("tuning", "", _TRACKER),
-    "local_rank": Key(-1, "", "torchrun sets it"),
-    "beta_dpo": Key(5000, "algorithm.beta", "sft does not read it"),
-    "sft": Key(False, "algorithm.name", "sft, else diffusion_dpo"),
-}
+KEYS = read_keys("diffusion_dpo")
 _SCHEDULES = {"constant_with_warmup": "constant", "constant": "constant", "linear": "linear", "cosine": "cosine"}
 
 

@@ -24,6 +24,8 @@ from flowrl.core.registry import suggest
 _WIDTH = 120
 _INDENT = 2
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "no": "float32"}
+UNKNOWN_STEPS = 1000
+"""Iterations of a recipe whose configuration states no end."""
 _SECTIONS = (
     *("name", "seed", "iterations", "output", "model", "data", "rollout", "algorithm", "rewards"),
     *("optim", "eval", "checkpoint"),

@@ -1,13 +1,34 @@
-"""Flow-Factory: what becomes of its options (its commit a0b2bc5); those of a trainer in flow_factory_trainers.py."""
+"""Flow-Factory: the reading of its YAML, of commit a0b2bc5 or a newer form with one data set, and what becomes of its
+options; those of a trainer in flow_factory_trainers.py.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from flowrl.apps.migration import flow_factory_trainers as trainers
-from flowrl.apps.migration.engine import DTYPES, Draft, is_number
-from flowrl.apps.migration.flow_factory_file import KEYS, OF_TRAINERS, read
-from flowrl.apps.migration.table import Tool
+from flowrl.apps.migration.engine import DTYPES, UNKNOWN_STEPS, Draft, is_number
+from flowrl.apps.migration.table import Source, Tool, read_keys
+from flowrl.core.errors import ConfigError
+from flowrl.core.strict import parse_yaml, read_text
+
+KEYS = read_keys("flow_factory")
+_OF_ONE: dict[str, dict[str, Any]] = {
+    **{kind: {"train.kl_type": "v-based"} for kind in ("nft", "awm")},
+    "crd": {"train.kl_beta": 0.1, "train.kl_cfg": 4.5, "train.timestep_range": 0.99, "train.kl_type": "v-based"},
+    "dpo": {"train.num_train_timesteps": 1, "train.time_shift": 1.0, "train.timestep_range": 0.99},
+    "dgpo": {"train.timestep_range": 0.6},
+}
+"""Trainer -> key -> its default where that differs from the one of `KEYS`."""
+_SECTIONS = ("data", "model", "log", "train", "scheduler", "eval")
+_OPTIMIZER = {
+    "learning_rate": "learning_rate",
+    "weight_decay": "adam_weight_decay",
+    "betas": "adam_betas",
+    "eps": "adam_epsilon",
+    "max_grad_norm": "max_grad_norm",
+}
 
 _FAMILIES = {
     **{"sd3-5": "sd3", "sd3": "sd3", "flux1": "flux", "wan2_t2v": "wan"},
@@ -20,16 +41,73 @@ _REWARDS: dict[str, tuple[dict[str, Any], str]] = {
     "OCR": ({"name": "ocr"}, "the reader differs: docs/rewards/ocr.md"),
 }
 _OF_MEMORY = ("name", "reward_model", "weight", "batch_size", "device", "dtype", "async_reward", "num_workers")
-_UNKNOWN_STEPS = 1000
 _WARMUP_EPOCHS = 10
 """w of their average's warm-up, where a trainer has no key for it."""
+
+
+def read(place: str) -> Source:
+    """A YAML configuration.
+
+    Raises:
+        ConfigError: it is no mapping of sections, or doubles a key.
+    """
+    file = Path(place)
+    tree = parse_yaml(read_text(file, str(file)), str(file))
+    if not isinstance(tree, dict) or "train" not in tree:
+        raise ConfigError(f"{file}: it must be a mapping with the section train, as Flow-Factory's examples are")
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in _SECTIONS:
+            values[str(key)] = value
+        elif isinstance(value, dict):
+            values |= {f"{key}.{name}": below for name, below in value.items()}
+        elif value is not None:
+            raise ConfigError(f"{file}: {key}={value!r}: it must be a section of options")
+    count = values.get("num_processes")
+    if count is not None and type(count) is not int:
+        raise ConfigError(f"{file}: num_processes={count!r}: it must be a whole number; correct it in the file")
+    notes = _one_optimizer(values) + _one_set(values)
+    return Source(file, file.stem, values, _OF_ONE.get(str(values.get("train.trainer_type")), {}), count, notes)
+
+
+def _one_optimizer(values: dict[str, Any]) -> tuple[str, ...]:
+    """Newer files have a list of optimizers: one of them is read as the options of `train` were."""
+    found = values.get("optimizers")
+    if not (isinstance(found, list) and len(found) == 1 and isinstance(found[0], dict)):
+        return ()
+    if any(f"train.{name}" in values for name in _OPTIMIZER.values()):
+        return ()  # of both forms: what is listed says so
+    del values["optimizers"]
+    for name, value in found[0].items():
+        if name != "name":
+            values[f"train.{_OPTIMIZER[name]}" if name in _OPTIMIZER else f"optimizers.0.{name}"] = value
+    return ("optimizers.0 is read as train.learning_rate, adam_* and max_grad_norm, the older names.",)
+
+
+def _one_set(values: dict[str, Any]) -> tuple[str, ...]:
+    """Newer files have a list of data sets: one of them is read as the options of `data` were."""
+    found = values.get("data.datasets")
+    if not (isinstance(found, list) and len(found) == 1 and isinstance(found[0], dict)):
+        return ()
+    if "data.dataset_dir" in values or "data.max_dataset_size" in values:
+        return ()
+    del values["data.datasets"]
+    for name, value in found[0].items():
+        if name == "dataset_dir":
+            values["data.dataset_dir"] = value
+        elif name == "train" and isinstance(value, dict):
+            names = {"max_dataset_size": "data.max_dataset_size"}
+            values |= {names.get(key, f"data.datasets.0.train.{key}"): v for key, v in value.items() if key != "weight"}
+        elif name != "name" and value:
+            values[f"data.datasets.0.{name}"] = value
+    return ("data.datasets.0 is read as data.dataset_dir, the older name; name and weight say nothing of one set.",)
 
 
 def rules(draft: Draft) -> None:
     """Write the lines of a recipe of Flow-Factory."""
     kind = draft.get("train.trainer_type")
     draft.choice("train.trainer_type", trainers.METHODS)
-    others = [key for key, readers in OF_TRAINERS.items() if kind not in readers]
+    others = [key for key, entry in KEYS.items() if entry.readers and kind not in entry.readers]
     draft.unread(f"their trainer {kind} does not read it", *others)
     model = draft.text("model.model_type")
     if model.startswith(_NONE):
@@ -40,18 +118,28 @@ def rules(draft: Draft) -> None:
     draft.put_prompts(draft.text("data.dataset_dir"), ["{}.jsonl", "{}.txt"], ["data.dataset_dir"])
     if draft.get("data.max_dataset_size") is not None:
         draft.put("data.max_prompts", draft.whole("data.max_dataset_size"), "data.max_dataset_size")
-    _rollout(draft, kind)
+    draft.copy("train.num_inference_steps", "train.unique_sample_num_per_epoch", "train.group_size")
+    draft.put("rollout.guidance_scale", draft.real("train.guidance_scale"), "train.guidance_scale")
+    size, group = draft.whole("train.per_device_batch_size"), draft.whole("train.group_size")
+    draft.put_size("rollout.batch_size", size, "train.per_device_batch_size")
+    # DGPO and CRD compare the samples of a prompt in one batch, DPO the two of a pair.
+    rows = max(size, group) if kind in ("dgpo", "crd") else 2 * size if kind == "dpo" else size
+    draft.put_size("optim.batch_size", rows, "train.per_device_batch_size")
     updates = trainers.method(draft, kind, family)
     _rewards(draft)
     _optim(draft, updates)
-    _evaluation(draft)
+    draft.put("eval.every", draft.whole("eval.eval_freq", least=0), "eval.eval_freq")
+    draft.copy("eval.num_inference_steps", "eval.guidance_scale")
+    draft.copy("eval.per_device_batch_size", note="per process")
+    other = draft.get("eval.resolution") != draft.get("train.resolution")
+    draft.unread("evaluations are at the model's size", "eval.resolution", changes=other)
 
 
 def _run(draft: Draft) -> None:
     draft.put_head("log.run_name", "train.seed", draft.source.label, "none there: the name of the file")
     epochs = draft.get("train.max_epochs")
     if epochs is None or epochs == -1:
-        draft.put("iterations", _UNKNOWN_STEPS, "train.max_epochs", note="no end there; 1000 here")
+        draft.put("iterations", UNKNOWN_STEPS, "train.max_epochs", note="no end there; 1000 here")
     else:
         draft.put("iterations", draft.whole("train.max_epochs"), "train.max_epochs")
     draft.copy("log.save_dir", note="relative to the working directory")
@@ -127,16 +215,6 @@ def _targets(draft: Draft, family: str) -> None:
         draft.leave("model.target_modules", reason, changes=True)
 
 
-def _rollout(draft: Draft, kind: str) -> None:
-    draft.copy("train.num_inference_steps", "train.unique_sample_num_per_epoch", "train.group_size")
-    draft.put("rollout.guidance_scale", draft.real("train.guidance_scale"), "train.guidance_scale")
-    size, group = draft.whole("train.per_device_batch_size"), draft.whole("train.group_size")
-    draft.put_size("rollout.batch_size", size, "train.per_device_batch_size")
-    # DGPO and CRD compare the samples of a prompt in one batch, DPO the two of a pair.
-    rows = max(size, group) if kind in ("dgpo", "crd") else 2 * size if kind == "dpo" else size
-    draft.put_size("optim.batch_size", rows, "train.per_device_batch_size")
-
-
 def _entries(draft: Draft, key: str) -> list[dict[str, Any]]:
     """The rewards under a key that have a counterpart, as entries of ours; the others are listed."""
     found = draft.get(key)
@@ -201,7 +279,7 @@ def _warmed_up(draft: Draft, updates: int) -> None:
     """The warm-up of their average, (1 + e) / (w + e) with epochs e from 0: n / ((w - 1) U + n) at n = (e + 1) U."""
     kind, steps = draft.get("train.ema_decay_schedule"), _WARMUP_EPOCHS
     keys = ["train.ema_decay_schedule"]
-    if draft.get("train.trainer_type") in OF_TRAINERS["train.warmup_steps"]:
+    if draft.get("train.trainer_type") in KEYS["train.warmup_steps"].readers:
         steps = draft.whole("train.warmup_steps", least=0)
         keys.append("train.warmup_steps")
     if kind == "constant" or (kind == "power" and steps == 0):
@@ -212,14 +290,6 @@ def _warmed_up(draft: Draft, updates: int) -> None:
     else:
         reason = f"the average that is evaluated and saved warms up by (1 + n) / (10 + n) updates here, {kind} there"
         draft.leave("train.ema_decay_schedule", reason, changes=True)
-
-
-def _evaluation(draft: Draft) -> None:
-    draft.put("eval.every", draft.whole("eval.eval_freq", least=0), "eval.eval_freq")
-    draft.copy("eval.num_inference_steps", "eval.guidance_scale")
-    draft.copy("eval.per_device_batch_size", note="per process")
-    other = draft.get("eval.resolution") != draft.get("train.resolution")
-    draft.unread("evaluations are at the model's size", "eval.resolution", changes=other)
 
 
 TOOL = Tool(

@@ -52,7 +52,15 @@ def _updates(draft: Draft, trained: int) -> int:
         updates, keys = draft.whole("train.gradient_step_per_epoch"), ["train.gradient_step_per_epoch"]
         keys += [key for key in ("train.gradient_accumulation_steps", "num_processes") if draft.given(key)]
     else:
-        total, part, how = _work(draft)
+        # Batches of an epoch in their training, as a fraction and in words: of samples, with dpo of pairs.
+        prompts, size = draft.whole("train.unique_sample_num_per_epoch"), draft.whole("train.per_device_batch_size")
+        gpus = draft.gpus()
+        if draft.get("train.trainer_type") == "dpo":
+            pairs = draft.quotient(prompts, gpus, "pairs of a process", "prompts / GPUs")
+            total, part, how = -(-pairs // size), 1, "batches of pairs"
+        else:
+            group = draft.whole("train.group_size")
+            total, part, how = prompts * group, gpus * size, "prompts x group / (GPUs x b)"
         part *= draft.whole("train.gradient_accumulation_steps")
         how = f"{how} x trained steps / accumulation"
         updates = draft.quotient(total * trained, part, "optim.updates_per_iteration", how)
@@ -130,7 +138,7 @@ def _advantages(draft: Draft, *, clip: bool) -> None:
         draft.put("algorithm.advantages.std", "group", "train.advantage_aggregation")
         draft.unread("gdpo does not read it", "train.global_std")
     else:
-        std = "global" if draft.switch("train.global_std") else "group"
+        std = draft.choice("train.global_std", {True: "global", False: "group"})
         draft.put("algorithm.advantages.std", std, "train.global_std")
     draft.put("algorithm.advantages.eps", 1e-6, note="in their code, as the least std; added to it here")
     if clip:
@@ -141,7 +149,13 @@ def _on_samples(draft: Draft, kind: str, family: str, updates: int) -> None:
     """Write a method on finished samples and its options."""
     note = "centred within a prompt here, over a batch of all prompts there" if kind == "crd" else ""
     draft.put("algorithm.name", METHODS[kind], "train.trainer_type", note=note)
-    _solver(draft)
+    draft.put("algorithm.solver", "ode", "scheduler.dynamics_type")
+    noise = draft.get("scheduler.dynamics_type")
+    if noise != "ODE":
+        reason = f"{noise} adds noise to the rollout there; the method takes a solver without noise here"
+        draft.leave("scheduler.dynamics_type", reason, changes=True)
+    keys = ("scheduler.noise_level", "scheduler.num_sde_steps", "scheduler.sde_steps")
+    draft.unread("the rollout is without noise, all steps alike", *keys)
     if draft.given("train.num_inner_epochs"):
         draft.copy("train.num_inner_epochs")
     if kind != "dgpo":  # which trains without guidance
@@ -162,26 +176,6 @@ def _terms(draft: Draft) -> int:
     if count in (None, 0) or (type(count) is int and count < 0):
         return max(1, int(draft.whole("train.num_inference_steps") * (high - low)))
     return draft.whole("train.num_train_timesteps")
-
-
-def _work(draft: Draft) -> tuple[int, int, str]:
-    """Batches of an epoch in their training, as a fraction and in words: of samples, with dpo of pairs."""
-    prompts, part = draft.whole("train.unique_sample_num_per_epoch"), draft.whole("train.per_device_batch_size")
-    gpus = draft.gpus()
-    if draft.get("train.trainer_type") == "dpo":
-        pairs = draft.quotient(prompts, gpus, "pairs of a process", "prompts / GPUs")
-        return -(-pairs // part), 1, "batches of pairs"
-    return prompts * draft.whole("train.group_size"), gpus * part, "prompts x group / (GPUs x b)"
-
-
-def _solver(draft: Draft) -> None:
-    draft.put("algorithm.solver", "ode", "scheduler.dynamics_type")
-    kind = draft.get("scheduler.dynamics_type")
-    if kind != "ODE":
-        reason = f"{kind} adds noise to the rollout there; the method takes a solver without noise here"
-        draft.leave("scheduler.dynamics_type", reason, changes=True)
-    keys = ("scheduler.noise_level", "scheduler.num_sde_steps", "scheduler.sde_steps")
-    draft.unread("the rollout is without noise, all steps alike", *keys)
 
 
 def _span(draft: Draft) -> tuple[float, float]:

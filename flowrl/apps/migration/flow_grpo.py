@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowrl.apps.migration.engine import DTYPES, Draft
+from flowrl.apps.migration.engine import DTYPES, UNKNOWN_STEPS, Draft
 from flowrl.apps.migration.flow_grpo_file import BY_HAND, KEYS, read
 from flowrl.apps.migration.table import Tool
 
@@ -42,7 +42,6 @@ _REWARDS_OF_NFT: dict[str, tuple[dict[str, Any], str]] = {
 _SOLVERS = {"dpm2": "dpm2_midpoint", "dpm1": "dpm1", **dict.fromkeys(("flow", "dance", "ddim"), "ode")}
 _OLD = {0: "none", 1: "ramp", 2: "late"}
 _MODES = {name: name for name in ("all", "positive_only", "negative_only", "one_only", "binary")}
-_UNKNOWN_STEPS = 1000
 _ON_SAMPLES = ("online_dpo", "raft", "diffusion_nft")
 """Methods that train on finished samples."""
 _RANKING = ("online_dpo", "raft")
@@ -57,12 +56,23 @@ def rules(draft: Draft) -> None:
     method = _method(draft, family)
     _run(draft)
     _model(draft, family)
-    _data(draft)
+    kind, folder = draft.get("prompt_fn"), draft.text("dataset")
+    if kind not in ("general_ocr", "geneval"):
+        raise draft.fault("prompt_fn", "only general_ocr and geneval read files of prompts")
+    edits = any(part in draft.text("pretrained.model").lower() for part in ("kontext", "edit"))
+    name = "{}_metadata.jsonl" if kind == "geneval" or edits else "{}.txt"
+    draft.put_prompts(folder, [name], ("dataset", "prompt_fn"), draft.source.file.resolve().parent.parent)
     _rollout(draft, family, method)
     _algorithm(draft, family, method)
     _rewards(draft, _REWARDS | _REWARDS_OF_NFT if method == "diffusion_nft" else _REWARDS)
     _optim(draft, family, method)
-    _evaluation(draft, method)
+    draft.copy("eval_freq", "sample.eval_num_steps")
+    own = method == "flow_grpo_fast" and draft.given("sample.eval_guidance_scale")
+    key = "sample.eval_guidance_scale" if own else "sample.guidance_scale"
+    draft.put("eval.guidance_scale", draft.real(key), key)
+    if not own:
+        draft.unread("only their scripts with a window read it", "sample.eval_guidance_scale")
+    draft.copy("sample.test_batch_size", note="per process")
     if not draft.get("resume_from"):
         draft.unread("it names none", "resume_from")
 
@@ -96,7 +106,7 @@ def _run(draft: Draft) -> None:
     draft.put_head("run_name", "seed", draft.source.label, "run_name is empty: the name of the configuration")
     epochs = draft.whole("num_epochs")
     if epochs == BY_HAND:
-        draft.put("iterations", _UNKNOWN_STEPS, "num_epochs", note=f"{epochs} stands for: stopped by hand; 1000 here")
+        draft.put("iterations", UNKNOWN_STEPS, "num_epochs", note=f"{epochs} stands for: stopped by hand; 1000 here")
     else:
         draft.copy("num_epochs")
     folder = "save_dir" if draft.get("save_dir") else "logdir"
@@ -129,15 +139,6 @@ def _model(draft: Draft, family: str) -> None:
     if family in tokens:
         draft.put("model.max_sequence_length", tokens[family], note="text tokens, in their script's code")
     draft.copy("activation_checkpointing")
-
-
-def _data(draft: Draft) -> None:
-    kind, folder = draft.get("prompt_fn"), draft.text("dataset")
-    if kind not in ("general_ocr", "geneval"):
-        raise draft.fault("prompt_fn", "only general_ocr and geneval read files of prompts")
-    edits = any(part in draft.text("pretrained.model").lower() for part in ("kontext", "edit"))
-    name = "{}_metadata.jsonl" if kind == "geneval" or edits else "{}.txt"
-    draft.put_prompts(folder, [name], ("dataset", "prompt_fn"), draft.source.file.resolve().parent.parent)
 
 
 def _rollout(draft: Draft, family: str, method: str) -> None:
@@ -361,16 +362,6 @@ def _optim(draft: Draft, family: str, method: str) -> None:
         draft.put("optim.ema.first", 7, note="theirs averages where their step + 1 is a multiple of 8")
         note = "theirs averages once a batch"
         draft.put("optim.ema.repeats", many, "train.gradient_accumulation_steps", note=note)
-
-
-def _evaluation(draft: Draft, method: str) -> None:
-    draft.copy("eval_freq", "sample.eval_num_steps")
-    own = method == "flow_grpo_fast" and draft.given("sample.eval_guidance_scale")
-    key = "sample.eval_guidance_scale" if own else "sample.guidance_scale"
-    draft.put("eval.guidance_scale", draft.real(key), key)
-    if not own:
-        draft.unread("only their scripts with a window read it", "sample.eval_guidance_scale")
-    draft.copy("sample.test_batch_size", note="per process")
 
 
 TOOL = Tool(

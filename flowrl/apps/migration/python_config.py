@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.apps.migration.python_values import DICTS, FUNCTIONS, OPERATIONS, Function, Node, nests, signature
+from flowrl.apps.migration.table import REMEDY
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import read_text
 
@@ -21,7 +22,6 @@ _NESTED = 5
 """Levels of lists and dictionaries in a value."""
 _MOST = 10_000
 """Calls and rounds of loops of a file."""
-_REMEDY = "the file is read and never executed; write the value itself"
 _End = tuple[Any] | ast.Break | ast.Continue | None
 """What ends a block early: the value of a `return`, in a tuple, or a jump of the loop around it."""
 
@@ -106,7 +106,7 @@ class Reader:
             raise self._refused(node, f"it takes more than {_MOST} calls and rounds of loops")
 
     def _refused(self, node: ast.AST, reason: str) -> ConfigError:
-        return ConfigError(f"{self.file}, line {getattr(node, 'lineno', '?')}: {reason}; {_REMEDY}")
+        return ConfigError(f"{self.file}, line {getattr(node, 'lineno', '?')}: {reason}; {REMEDY}")
 
     def _block(self, statements: list[ast.stmt], names: dict[str, Any]) -> _End:
         """Do statements; what ends them early."""

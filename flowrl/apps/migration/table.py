@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.core.strict import parse_yaml, read_text
+
+REMEDY = "the file is read and never executed; write the value itself"
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
@@ -20,6 +24,8 @@ class Key:
     """The conversion; without a counterpart the reason why it has none."""
     changes: bool = False
     """Without a counterpart: whether leaving it out changes results."""
+    readers: tuple[str, ...] = ()
+    """Parts of the tool that alone read it; empty: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +63,15 @@ class Tool:
     """What FILE is, for the page."""
     rewards: Mapping[str, tuple[dict[str, Any], str]]
     """Name of a reward -> our entry of it and a remark; empty: the tool names none."""
+
+
+def read_keys(tool: str) -> dict[str, Key]:
+    """The keys of a tool, from its table in keys/, whose head says what a row is; lists are tuples here."""
+    file = Path(__file__).with_name("keys") / f"{tool}.yaml"
+    result: dict[str, Key] = {}
+    for name, found in parse_yaml(read_text(file, str(file)), str(file)).items():
+        rows, readers = (found, tuple(name.split())) if isinstance(found, dict) else ({name: found}, ())
+        for key, (default, options, *rest) in rows.items():
+            default = tuple(default) if isinstance(default, list) else default
+            result[key] = Key(default, options, *rest[:1], changes=rest[1:] == ["changes"], readers=readers)
+    return result

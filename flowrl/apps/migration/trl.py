@@ -8,66 +8,12 @@ from typing import Any
 
 from flowrl.apps.migration.command_line import read_command
 from flowrl.apps.migration.engine import DTYPES, Draft
-from flowrl.apps.migration.table import Key, Source, Tool
+from flowrl.apps.migration.table import REMEDY, Source, Tool, read_keys
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import parse_yaml, read_text
 
-_TRACKER = "give trackers (docs/watching.md)"
-_SIZES = "prompts = GPUs x b x batches; updates = b x batches / (train b x accumulation)"
-_P, _U = "rollout.prompts_per_iteration", "optim.updates_per_iteration"
 _SCRIPT = "ddpo.py"
-
-KEYS = {
-    "exp_name": Key("", "", "the recipe is named by run_name, or by the file"),
-    "run_name": Key("", "name", "empty: the name of the file"),
-    "seed": Key(0, "seed", "random streams differ"),
-    "log_with": Key(None, "", _TRACKER),
-    "tracker_kwargs": Key({}, "", _TRACKER),
-    "tracker_project_name": Key("trl", "", _TRACKER),
-    "accelerator_kwargs": Key({}, "", "flowrl runs under torchrun without accelerate"),
-    "project_kwargs": Key({}, "", "flowrl runs under torchrun without accelerate"),
-    "logdir": Key("logs", "output"),
-    "num_epochs": Key(100, "iterations"),
-    "save_freq": Key(1, "checkpoint.every"),
-    "num_checkpoint_limit": Key(5, "checkpoint.keep"),
-    "mixed_precision": Key("fp16", "model.dtype", "fp16 float16, bf16 bfloat16, no float32"),
-    "allow_tf32": Key(True, "", "arithmetic is chosen by model.dtype and model.vae_precision"),
-    "resume_from": Key("", "", "give flowrl train --resume; theirs cannot be resumed here", changes=True),
-    "sample_num_steps": Key(50, "rollout.num_inference_steps"),
-    "sample_eta": Key(1.0, "rollout.sampler.eta"),
-    "sample_guidance_scale": Key(5.0, "rollout.guidance_scale"),
-    "sample_batch_size": Key(1, f"{_P}, {_U}, rollout.batch_size", _SIZES),
-    "sample_num_batches_per_epoch": Key(2, f"{_P}, {_U}", _SIZES),
-    "train_batch_size": Key(1, f"{_U}, optim.batch_size", _SIZES),
-    "train_use_8bit_adam": Key(False, "optim.name", "true: adamw_8bit, of the same library"),
-    "train_learning_rate": Key(3e-4, "optim.learning_rate"),
-    "train_adam_beta1": Key(0.9, "optim.betas"),
-    "train_adam_beta2": Key(0.999, "optim.betas"),
-    "train_adam_weight_decay": Key(1e-4, "optim.weight_decay"),
-    "train_adam_epsilon": Key(1e-8, "optim.eps"),
-    "train_gradient_accumulation_steps": Key(1, _U, _SIZES),
-    "train_max_grad_norm": Key(1.0, "optim.max_grad_norm"),
-    "train_num_inner_epochs": Key(1, "algorithm.passes", "updates are counted for each pass"),
-    "train_cfg": Key(True, "", "training has the rollout's guidance; False with a scale above 1 is not possible"),
-    "train_adv_clip_max": Key(5.0, "algorithm.advantages.clip"),
-    "train_clip_range": Key(1e-4, "algorithm.clip_range"),
-    "train_timestep_fraction": Key(1.0, "algorithm.timestep_fraction"),
-    "per_prompt_stat_tracking": Key(False, "algorithm.advantages", "True: with history, eps 1e-6; False: none, 1e-8"),
-    "per_prompt_stat_tracking_buffer_size": Key(16, "algorithm.advantages.history.buffer_size"),
-    "per_prompt_stat_tracking_min_count": Key(16, "algorithm.advantages.history.min_count"),
-    "async_reward_computation": Key(False, "", "rewards overlap with sampling by themselves"),
-    "max_workers": Key(2, "", "rewards overlap with sampling by themselves"),
-    "negative_prompts": Key("", "model.negative_prompt"),
-    "push_to_hub": Key(False, "", "flowrl export writes the result; upload it by hand"),
-    "pretrained_model": Key("runwayml/stable-diffusion-v1-5", "model.path", "of the example script"),
-    "pretrained_revision": Key("main", "model.revision", "of the example script"),
-    "hf_hub_model_id": Key("ddpo-finetuned-stable-diffusion", "", "flowrl export writes the result"),
-    "hf_hub_aesthetic_model_id": Key(
-        "trl-lib/ddpo-aesthetic-predictor", "", "the reward aesthetic has its own weights"
-    ),
-    "hf_hub_aesthetic_model_filename": Key("aesthetic-model.pth", "", "the reward aesthetic has its own weights"),
-    "use_lora": Key(True, "model.lora", "rank 4, alpha 4; False: null, all weights"),
-}
+KEYS = read_keys("trl")
 _ALIGNPROP = ("log_image_freq", "truncated_backprop_rand", "truncated_backprop_timestep")
 
 
@@ -112,7 +58,7 @@ def _call(file: Path, text: str) -> dict[str, Any]:
         except (ValueError, TypeError, RecursionError, MemoryError):
             raise ConfigError(
                 f"{file}, line {word.value.lineno}: {word.arg or '**'}={ast.unparse(word.value)[:60]} is no plain "
-                "value; the file is read and never executed; write the value itself"
+                f"value; {REMEDY}"
             ) from None
     return values
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+PICKLES = {".bin", ".ckpt", ".pt", ".pth"}
+"""Endings of files that are not read."""
+
 
 def lora_file(path: Path) -> Path:
     """The weights of a saved LoRA: the file itself; in a folder diffusers' name, or PEFT's where it alone is there."""

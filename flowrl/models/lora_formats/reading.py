@@ -69,14 +69,6 @@ class LoraContents:
     source: str = "no alpha in the file means alpha = rank"
     """Where s comes from, in words."""
 
-    @property
-    def alphas(self) -> dict[str, float]:
-        """Module -> alpha, by its own kind of scale."""
-        return {
-            name: scale * (math.sqrt(self.ranks[name]) if self.stabilised else self.ranks[name])
-            for name, scale in self.scales.items()
-        }
-
     def folded(self) -> dict[str, Tensor]:
         """The tensors with s in each B, so that s is 1 for every reader; float32 where that changes a value.
 

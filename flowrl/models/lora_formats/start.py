@@ -18,16 +18,13 @@ from torch import Tensor, nn
 from flowrl.core.errors import ModelError, Remedy
 from flowrl.models.base import LoraSettings
 from flowrl.models.lora_formats.families import family_of
-from flowrl.models.lora_formats.files import lora_file, lora_places
+from flowrl.models.lora_formats.files import PICKLES, lora_file, lora_places
 from flowrl.models.lora_formats.naming import Members, linear_layers, names_of
 from flowrl.models.lora_formats.reading import HALF, LoraContents, names_and_header, read_contents
 from flowrl.models.lora_formats.refused import refuse_header, refuse_keys
 from flowrl.models.weights.precision import ADAPTER
 
-_PICKLES = {".bin", ".ckpt", ".pt", ".pth"}
 _EXPERTS = ("high_noise", "low_noise")
-
-
 _Pair = tuple[Tensor, Tensor]
 """A module of a file: A [r, in] and B [out, r]."""
 
@@ -60,7 +57,7 @@ def start_from(path: str, networks: dict[str, nn.Module], lora: LoraSettings) ->
 def _files(path: str, networks: dict[str, nn.Module]) -> list[Path]:
     """One file a network."""
     place, count = Path(path), len(networks)
-    if place.suffix in _PICKLES or ((place / "adapter_model.bin").is_file() and not lora_file(place).is_file()):
+    if place.suffix in PICKLES or ((place / "adapter_model.bin").is_file() and not lora_file(place).is_file()):
         raise ModelError(f"model.init_lora={path!r}: pickles are not read; convert it to .safetensors")
     if not place.exists():
         raise ModelError(f"model.init_lora={path!r}: there is no {lora_file(place)}")
@@ -129,10 +126,11 @@ class _Reader:
         contents = read_contents(file, label, self.component)
         placed = self._placed(self._updates(contents.tensors))
         self._require_settings(contents, placed)
-        result: dict[str, Tensor] = {}
-        for name, (down, up) in placed.items():
-            result[f"{name}.lora_A.weight"], result[f"{name}.lora_B.weight"] = down, up
-        return result
+        return {
+            f"{name}.lora_{half}.weight": part
+            for name, pair in placed.items()
+            for half, part in zip("AB", pair, strict=True)
+        }
 
     def _updates(self, tensors: dict[str, Tensor]) -> dict[str, _Pair]:
         halves: dict[str, dict[bool, Tensor]] = {}
