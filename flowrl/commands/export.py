@@ -88,7 +88,7 @@ def command(
 def _export(run: Path, layout: Format, out: Path) -> Path:
     """The weights and their card in the folder `out`; the file or folder to load."""
     from flowrl.apps.publish.card import try_card
-    from flowrl.run.export import export
+    from flowrl.apps.publish.export import export
 
     result = export(run, layout, out)
     try_card(run, out, layout)

@@ -99,7 +99,7 @@ def command(
         from flowrl.core.files import out_folder
         from flowrl.display.phases import phase
         from flowrl.run import judged
-        from flowrl.run.export import frame_rate, learned_noise
+        from flowrl.run.trained import frame_rate, learned_noise
 
         require_finite(guidance)
         if not -(2**63) <= seed < 2**64 - count:

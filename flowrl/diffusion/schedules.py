@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -108,13 +107,3 @@ def flow_match_euler(num_steps: int, shift: float, *, num_train_timesteps: int =
 def shifted_linspace(num_steps: int, shift: float) -> Tensor:
     """Grid of DanceGRPO and MixGRPO: linspace(1, 0, K + 1), shifted, [K + 1]."""
     return shift_sigmas(torch.linspace(1.0, 0.0, num_steps + 1, dtype=torch.float64), shift).float()
-
-
-def dynamic_shift(tokens: int, *, base: tuple[int, float] = (256, 0.5), top: tuple[int, float] = (4096, 1.15)) -> float:
-    """FLUX-type shift exp(mu) for an image of `tokens` tokens, mu linear between the two points.
-
-    >>> round(math.log(dynamic_shift(1024)), 3)
-    0.63
-    """
-    slope = (top[1] - base[1]) / (top[0] - base[0])
-    return math.exp(base[1] + slope * (tokens - base[0]))

@@ -16,9 +16,9 @@ from flowrl.models.pipelines.paths import loading, null_components, require_fold
 from flowrl.models.weights.roles import lora_file
 from flowrl.rollout.learned_noise import LearnedNoise
 from flowrl.run import single_file
-from flowrl.run.export import learned_noise, load_run_pipeline
 from flowrl.run.foreign_lora import LoraFile, attach
 from flowrl.run.origin import origin
+from flowrl.run.trained import learned_noise, load_run_pipeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -694,7 +694,7 @@ def test_guidance_of_the_reference_is_refused_where_the_checkpoint_takes_none(re
     ],
 )
 def test_a_damaged_configuration_of_a_run_is_named_by_what_reads_it(tmp_path, content, words):
-    from flowrl.run.export import load_run_pipeline
+    from flowrl.run.trained import load_run_pipeline
 
     (tmp_path / "config.yaml").write_bytes(content)
     for read in (lambda folder: run_tree(folder, "rollout.num_inference_steps"), load_run_pipeline):

@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 
 from flowrl.apps.gallery.runs import load_run
 from flowrl.apps.gallery.watched import Watched
+from flowrl.apps.publish.export import export
 from flowrl.commands import eval as evaluation
 from flowrl.commands.train import AFTER
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError
 from flowrl.run import checkpoint, handover
-from flowrl.run.export import export, load_run_pipeline
+from flowrl.run.trained import load_run_pipeline
 from tests.e2e.conftest import ROOT, digest, finish, start, train
 
 # Brightness is trained on, and its opposite is watched.

@@ -18,7 +18,7 @@ from flowrl.commands.train import AFTER
 from flowrl.core.errors import ConfigError
 from flowrl.media import media
 from flowrl.models import generic
-from flowrl.run.export import frame_rate
+from flowrl.run.trained import frame_rate
 from tests import tiny_pipelines as tiny
 from tests.e2e.conftest import train
 from tests.e2e.test_bad_input import command

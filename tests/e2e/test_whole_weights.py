@@ -16,8 +16,8 @@ from flowrl.core.errors import Diverged, ModelError
 from flowrl.media.eight_bits import eight_bit
 from flowrl.run import judged
 from tests import tiny_sd3 as tiny
+from tests.apps.publish.test_export import write_run
 from tests.e2e.test_bad_input import command
-from tests.run.test_export import write_run
 
 Command = Callable[..., tuple[int, str]]
 PARTS = {

@@ -310,8 +310,8 @@ def types(remedy: Remedy, option: str, dtype: str) -> None:
 
 def saved(remedy: Remedy, name: str) -> None:
     """A LoRA whose tensors have no names in kohya's layout."""
+    from flowrl.apps.publish.original_names import renamed
     from flowrl.models.lora_formats.families import BY_PIPELINE
-    from flowrl.models.lora_formats.writing import renamed
 
     if remedy.flag:  # the formats that rename nothing
         assert remedy.flag in ("--format merged", "--format diffusers")
@@ -322,7 +322,7 @@ def saved(remedy: Remedy, name: str) -> None:
 
 
 def fused(remedy: Remedy) -> None:
-    from flowrl.models.lora_formats.writing import fuse
+    from flowrl.apps.publish.original_names import fuse
 
     if remedy.flag:
         assert remedy.flag == "--format merged"
@@ -496,9 +496,9 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
         lambda remedy: compiled(remedy, lambda: compile_fails("TorchDynamoException")),
     ),
     ("models/memory/compiled.py:compile_blocks", lambda remedy: compiled(remedy, compile_nothing)),
-    ("models/lora_formats/writing.py:renamed 1", lambda remedy: saved(remedy, "")),
-    ("models/lora_formats/writing.py:renamed 2 3", lambda remedy: saved(remedy, "nowhere.to_q")),
-    ("models/lora_formats/writing.py:fuse", fused),
+    ("apps/publish/original_names.py:renamed 1", lambda remedy: saved(remedy, "")),
+    ("apps/publish/original_names.py:renamed 2 3", lambda remedy: saved(remedy, "nowhere.to_q")),
+    ("apps/publish/original_names.py:fuse", fused),
     ("rollout/preview.py:Preview.__init__ 1", lambda remedy: preview(remedy, ONE)),
     ("rollout/preview.py:Preview.__init__ 2", lambda remedy: preview(remedy, EXPERTS)),
     ("rollout/preview.py:_require 1 2", lambda remedy: previewed(remedy, "int8", missing=True)),

@@ -38,7 +38,7 @@ LEFT = {
     "another method, model or checkpoint, whose options are others": """
         diffusion/flash.py:flash_schedule models/_schedulers.py:schedule_of models/_schedulers.py:vp_grid
         data/preferences.py:PreferenceSet._fitting models/base.py:ModelAdapter.encode_images
-        models/sdxl.py:TwoClips.__init__ run/export.py:export run/export.py:_family
+        models/sdxl.py:TwoClips.__init__ apps/publish/export.py:export apps/publish/export.py:_family
     """,
     "a reward does not know its place in the configuration": """
         scoring/build.py:require_modality scoring/entries.py:RewardPlan.build scoring/entries.py:RewardPlan._reward

@@ -11,8 +11,8 @@ import yaml
 
 from flowrl.core.errors import ConfigError, Moved
 from flowrl.run import handover
-from flowrl.run.export import learned_noise
 from flowrl.run.session import Session
+from flowrl.run.trained import learned_noise
 from flowrl.training.metrics import repeatable
 from tests.e2e.conftest import place as place
 from tests.e2e.conftest import train
@@ -22,7 +22,7 @@ from tests.remedies import follows
 
 
 @pytest.mark.slow
-@follows("flowrl/run/export.py:learned_noise")
+@follows("flowrl/run/trained.py:learned_noise")
 def test_torn_noise_distributions_are_written_again_by_the_command(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

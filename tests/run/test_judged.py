@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
+from flowrl.apps.publish.export import export
 from flowrl.commands.sample import command as sample
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.run import judged
-from flowrl.run.export import export
 from flowrl.run.foreign_lora import LoraFile, attach
 from tests import tiny_pipelines
 from tests import tiny_sd3 as tiny
-from tests.run.test_export import trained, wrapped, write_run
+from tests.apps.publish.test_export import trained, wrapped, write_run
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 FILE = "pytorch_lora_weights.safetensors"

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.testing import assert_close
 
+from flowrl.apps.publish.export import export
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.models.base import LoraSettings
-from flowrl.run.export import export
 from flowrl.run.foreign_lora import LoraFile, attach
 from tests import tiny_sd3 as tiny
-from tests.run.test_export import wrapped, write_run
+from tests.apps.publish.test_export import wrapped, write_run
 
 KINDS: list[Any] = ["rslora", "dora", "lokr"]
 

@@ -21,15 +21,15 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from flowrl.apps.publish import card
 from flowrl.apps.publish.card_loading import Base
+from flowrl.apps.publish.export import export
 from flowrl.apps.publish.plain_text import Named, escaped
 from flowrl.commands.export import command
 from flowrl.models import sd3
 from flowrl.rollout.learned_noise import LearnedNoise
 from flowrl.run import judged
-from flowrl.run.export import export
 from tests import tiny_sd3 as tiny
 from tests.apps import folders
-from tests.run.test_export import write_run
+from tests.apps.publish.test_export import write_run
 
 NASTY = "![x](http://evil) <script>alert(1)</script> | a\n# head `code` ---"
 SUMMARY: dict[str, Any] = {

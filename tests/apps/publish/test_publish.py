@@ -16,7 +16,7 @@ from flowrl.commands.export import command
 from flowrl.core.errors import ConfigError, UploadError
 from tests import tiny_sd3 as tiny
 from tests.apps.publish.test_card import finish
-from tests.run.test_export import write_run
+from tests.apps.publish.test_export import write_run
 
 
 class FakeHub:

@@ -14,11 +14,11 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from flowrl.apps.publish.original_names import Layout, renamed
 from flowrl.core.errors import ModelError
 from flowrl.models.base import LoraSettings
 from flowrl.models.lora_formats.families import Family, family_of
 from flowrl.models.lora_formats.start import start_from
-from flowrl.models.lora_formats.writing import Layout, renamed
 from flowrl.models.weights.precision import ADAPTER
 
 CONFIGS = Path(__file__).resolve().parents[3] / "assets" / "model_configs"

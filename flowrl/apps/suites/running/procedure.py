@@ -22,10 +22,10 @@ from flowrl.core.files import out_folder
 from flowrl.core.versions import versions
 from flowrl.display.phases import phase
 from flowrl.evaluation.suite import Item, load_suite
-from flowrl.run.export import frame_rate
 from flowrl.run.folder import RunFolder, commit
 from flowrl.run.judged import Judged, load, require_model
 from flowrl.run.launch import command_line
+from flowrl.run.trained import frame_rate
 from flowrl.scoring.build import require_modality
 from flowrl.training.world import World, join
 

@@ -19,15 +19,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
+from flowrl.apps.publish.export import export
+from flowrl.apps.publish.original_names import renamed
 from flowrl.commands.export import command
 from flowrl.core.errors import ConfigError, ModelError, WriteError
 from flowrl.core.files import fsync_all
 from flowrl.models.base import LoraSettings
 from flowrl.models.lora_formats.families import BY_PIPELINE
-from flowrl.models.lora_formats.writing import renamed
 from flowrl.models.sd3 import LORA_TARGETS, Sd3
 from flowrl.models.weights.roles import Weights, read_lora
-from flowrl.run.export import export, load_run_pipeline
+from flowrl.run.trained import load_run_pipeline
 from tests import tiny_sd3 as tiny
 
 FILE = "pytorch_lora_weights.safetensors"
@@ -313,7 +314,7 @@ def test_a_truncated_adapter_is_named_and_nothing_is_written(base, run, tmp_path
 def test_a_full_disk_is_told(run, tmp_path):
     (tmp_path / "out").mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flowrl.run.export.shutil.copy", full)
+        patch.setattr("flowrl.apps.publish.export.shutil.copy", full)
         with pytest.raises(WriteError, match=r"out could not be written \(No space left on device\)"):
             export(run, "diffusers", tmp_path / "out")
 
@@ -340,7 +341,7 @@ def test_a_killed_export_leaves_nothing_that_looks_whole_and_the_same_command_go
         seen.append([entry.name for entry in out.iterdir()])
         fsync_all(folder)
 
-    monkeypatch.setattr("flowrl.run.export.fsync_all", watched)
+    monkeypatch.setattr("flowrl.apps.publish.export.fsync_all", watched)
     (out / ".unfinished").mkdir(parents=True)
     (out / ".unfinished" / "half.safetensors").write_bytes(b"half")
     export(run, layout, out)
@@ -350,7 +351,7 @@ def test_a_killed_export_leaves_nothing_that_looks_whole_and_the_same_command_go
 
 
 def test_what_another_put_there_while_a_model_was_loaded_is_left_alone(run, tmp_path, monkeypatch):
-    from flowrl.run import export as module
+    from flowrl.apps.publish import export as module
 
     convert = module.renamed
 
