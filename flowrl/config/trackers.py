@@ -34,29 +34,27 @@ class Kind:
     images: Images = "list"
     replaces: bool = False
     """Whether values that are sent again for an iteration take the place of the earlier ones."""
+    fills: str = ""
+    """An option that accelerate's class fills itself."""
+    digits: int = 0
+    """Length of the id that flowrl chooses for the tracker's run; 0: the tracker chooses it, or has none."""
+    learned: str = ""
+    """Dotted attribute with the id that a started tracker has chosen."""
 
 
 KINDS = {
-    "tensorboard": Kind("torch.utils.tensorboard:SummaryWriter", project=False, images="batch", replaces=True),
-    "wandb": Kind("wandb:init"),
-    "swanlab": Kind("swanlab:init"),
+    "tensorboard": Kind(
+        "torch.utils.tensorboard:SummaryWriter", project=False, images="batch", replaces=True, fills="log_dir"
+    ),
+    "wandb": Kind("wandb:init", digits=8),
+    "swanlab": Kind("swanlab:init", digits=21),
     "trackio": Kind("trackio:init"),
-    "mlflow": Kind(images="file"),
-    "comet_ml": Kind("comet_ml:start"),
-    "aim": Kind("aim:Run", project=False, install="'aim<4'", images="single"),
+    "mlflow": Kind(images="file", learned="info.run_id"),
+    "comet_ml": Kind("comet_ml:start", fills="project_name", digits=32),
+    "aim": Kind("aim:Run", project=False, install="'aim<4'", images="single", fills="repo", learned="hash"),
     "dvclive": Kind("dvclive:Live", project=False),
-    "clearml": Kind("clearml:Task.init", images="single"),
+    "clearml": Kind("clearml:Task.init", images="single", learned="id"),
 }
-_OURS = {
-    "tensorboard": ("log_dir",),
-    "wandb": ("project",),
-    "swanlab": ("project",),
-    "trackio": ("project",),
-    "mlflow": ("experiment_name",),
-    "comet_ml": ("project_name",),
-    "aim": ("repo",),
-}
-"""Options that accelerate's class fills itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +153,8 @@ def _classes() -> dict[str, type[GeneralTracker]]:
 def _check_options(entry: Entry) -> None:
     """Refuse an option that the tracker's init does not take; one that takes any keyword is not asked."""
     valid = _options(entry)
-    if valid is None:
-        return
     for name, value in entry.options.items():
-        if name not in valid:
+        if valid is not None and name not in valid:
             raise ConfigError(
                 f"{entry.key}.{name} = {value!r}: {entry.name} has no such option; {registry.suggest(name, valid)}"
                 f"there are: {', '.join(valid)}"
@@ -179,6 +175,5 @@ def _options(entry: Entry) -> list[str] | None:
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         return None
     first = [] if kind.target is not None else list(own.parameters)[:1]  # the project, or the run's name
-    left_out = {"self", "cls", *_OURS.get(entry.name, ()), *first}
-    names = [each.name for each in parameters if each.name not in left_out]
-    return (["project"] if kind.project else []) + names
+    left_out = {"self", "cls", "project", kind.fills, *first}
+    return ["project"] * kind.project + [each.name for each in parameters if each.name not in left_out]

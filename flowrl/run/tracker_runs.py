@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import string
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from flowrl.config.trackers import Entry
 from flowrl.core.strict import Options
 from flowrl.media import media
-from flowrl.run import wandb_files
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
 
 FOLDER = "trackers"
 """Folder of a run folder with the files of trackers that write to the disk."""
+IMAGES = "eval/images"
+"""Name of an evaluation's images."""
 PROJECT = "flowrl"
 """Project of a tracker's run, unless the entry has `project`."""
 _LARGEST_PX = 512
@@ -31,6 +32,19 @@ _WANDB = {"console": "off", "finish_timeout": 100.0}
 """Settings of wandb: the terminal is flowrl's, and the end of a run does not wait for an upload for ever."""
 
 
+@dataclass
+class Mark:
+    """What is known of a tracker's run between two calls of the program."""
+
+    title: str
+    run: str | None = None
+    begun: bool = False
+    sent: int = -1
+    """The last iteration that was sent; 0 is the base's evaluation."""
+    sending: int = -1
+    """The last iteration of those under way; equal to `sent` unless the program was killed in between."""
+
+
 @runtime_checkable
 class TakesImages(Protocol):
     """A tracker with images."""
@@ -38,59 +52,29 @@ class TakesImages(Protocol):
     def log_images(self, values: Any, step: int | None = None, **options: Any) -> None: ...
 
 
-@runtime_checkable
-class TakesFiles(Protocol):
-    """A tracker with files."""
-
-    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None: ...
-
-
-def new_id(name: str) -> str | None:
-    """A tracker run's id that flowrl chooses before its start; None: the tracker chooses it, or has none."""
-    if name == "wandb":
-        return secrets.token_hex(4)
-    if name == "swanlab":
-        return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(21))
-    return secrets.token_hex(16) if name == "comet_ml" else None
-
-
-def learned_id(name: str, tracker: Any) -> str | None:
-    """The id that a tracker has given its run at the start; None: it has none."""
-    learn: dict[str, Callable[[Any], Any]] = {
-        "mlflow": lambda run: run.info.run_id,
-        "aim": lambda run: run.hash,
-        "clearml": lambda task: task.id,
-    }
-    return str(learn[name](tracker)) if name in learn else None
-
-
-def make(
-    entry: Entry, folder: Path, title: str, run: str | None, *, resumed: bool, last: int, configuration: Options
-) -> GeneralTracker:
+def make(entry: Entry, folder: Path, mark: Mark, configuration: Options) -> GeneralTracker:
     """accelerate's tracker of an entry, not started yet; the entry's options take precedence over flowrl's.
 
     Args:
         entry: the tracker with its options.
         folder: folder for files of trackers.
-        title: name of the run when the tracker's run began.
-        run: id of the tracker's run; None: it has none, or none yet.
-        resumed: whether the tracker's run has begun in an earlier call.
-        last: the last iteration that stands in it.
+        mark: what is known of the tracker's run.
         configuration: of the training, flat; trackio replaces what it has stored with that of a resumed run's start.
     """
-    name, options = entry.name, dict(entry.options)
-    project = str(options.pop("project", PROJECT)) if entry.kind.project else title
+    name, title, run, options = entry.name, mark.title, mark.run, dict(entry.options)
+    # TensorBoard's is a folder in that folder.
+    first = str(options.pop("project", PROJECT)) if entry.kind.project else {"tensorboard": name}.get(name, title)
     ours: dict[str, Options] = {
-        "tensorboard": {"purge_step": last + 1} if resumed else {},
+        "tensorboard": {"purge_step": mark.sent + 1} if mark.begun else {},
         "wandb": {"id": run, "resume": "allow", "name": title, "dir": str(_wandb_dir(entry, folder))},
         "swanlab": {"id": run, "resume": "allow", "experiment_name": title, "logdir": str(folder / name)},
-        "trackio": {"name": title, "resume": "allow"} | ({"config": dict(configuration)} if resumed else {}),
+        "trackio": {"name": title, "resume": "allow"} | ({"config": dict(configuration)} if mark.begun else {}),
         "mlflow": {"run_name": title} | ({"run_id": run} if run else {}),
         "comet_ml": {"experiment_key": run},
         "aim": {"run_hash": run} if run else {},
         "dvclive": {
             "dir": str(folder / name),
-            "resume": resumed,
+            "resume": mark.begun,
             "dvcyaml": str(folder / name / "dvc.yaml"),  # else it writes one into the working folder
         },
         "clearml": {"task_name": title} | ({"continue_last_task": run} if run else {}),
@@ -101,19 +85,16 @@ def make(
         options["settings"] = settings | dict(options.get("settings", {}))
     folder.mkdir(parents=True, exist_ok=True)
     make_one: Any = entry.tracker  # the classes' arguments differ
-    if name == "tensorboard":  # a folder in that folder
-        return make_one(name, str(folder), **options)
-    if make_one.requires_logging_directory:
-        return make_one(project, str(folder), **options)
-    return make_one(project, **options)
+    return make_one(first, *([str(folder)] if make_one.requires_logging_directory else ()), **options)
 
 
 def standing(entry: Entry, folder: Path, run: str | None) -> int | None:
     """The last iteration that stands in a tracker's run, by its own files; None: it has none that flowrl reads."""
     if entry.name != "wandb" or run is None:
         return None
-    found = wandb_files.steps(_wandb_dir(entry, folder), run)
-    return None if found is None else max(found, default=-1)
+    files = _wandb_dir(entry, folder).glob(f"wandb/*run-*-{run}/run-{run}.wandb")
+    last = [max((row["_step"] for row in wandb_rows(file)), default=-1) for file in files]
+    return max(last, default=None)
 
 
 def _wandb_dir(entry: Entry, folder: Path) -> Path:
@@ -121,31 +102,22 @@ def _wandb_dir(entry: Entry, folder: Path) -> Path:
     return Path(str(entry.options.get("dir") or os.environ.get("WANDB_DIR") or folder))
 
 
-def log_values(entry: Entry, tracker: GeneralTracker, values: Mapping[str, float], step: int) -> None:
-    """Send the numbers of an iteration, after its images."""
-    # wandb keeps a row open for more of its step otherwise.
-    tracker.log(dict(values), step=step, **({"commit": True} if entry.name == "wandb" else {}))
-
-
-def log_images(entry: Entry, tracker: GeneralTracker, name: str, files: Sequence[Path], step: int) -> None:
+def log_images(entry: Entry, tracker: Any, files: Sequence[Path], step: int) -> None:
     """Send images of an evaluation, to a tracker that takes them."""
     import numpy as np
 
     how = entry.kind.images
     if how == "file":
-        if isinstance(tracker, TakesFiles):
-            for file in files:
-                tracker.log_artifact(str(file), f"{name}/{step:06d}")
-        return
-    if not isinstance(tracker, TakesImages) or not files:
-        return
-    arrays = [np.asarray(_image(file)) for file in files]
-    if how == "batch":
-        tracker.log_images({name: np.stack(arrays)}, step=step, dataformats="NHWC")
-    elif how == "single":
-        tracker.log_images({f"{name}/{number}": array for number, array in enumerate(arrays)}, step=step)
-    else:
-        tracker.log_images({name: arrays}, step=step)
+        for file in files:
+            tracker.log_artifact(str(file), f"{IMAGES}/{step:06d}")
+    elif files and isinstance(tracker, TakesImages):
+        arrays = [np.asarray(_image(file)) for file in files]
+        if how == "batch":
+            tracker.log_images({IMAGES: np.stack(arrays)}, step=step, dataformats="NHWC")
+        elif how == "single":
+            tracker.log_images({f"{IMAGES}/{number}": array for number, array in enumerate(arrays)}, step=step)
+        else:
+            tracker.log_images({IMAGES: arrays}, step=step)
 
 
 def _image(file: Path) -> Image:
@@ -194,3 +166,43 @@ def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"):
             result[f"{prefix}{key}"] = value
     return result
+
+
+# ---- wandb's own files: its writer keeps rows in memory for some seconds, which a killed run loses
+
+
+_BLOCK = 32768
+_HEAD = 7
+"""Bytes before the first record, and before each record: checksum, length (2 bytes), kind."""
+_FULL, _LAST = 1, 4
+"""Kinds of a record that is complete, and of the last part of one (the others: 2 first, 3 middle)."""
+
+
+def records(file: Path) -> Iterator[bytes]:
+    """The records of a `.wandb` file, a log of LevelDB's format; a torn end is left out."""
+    data, place, parts = file.read_bytes(), _HEAD, list[bytes]()
+    while place + _HEAD <= len(data):
+        if _BLOCK - place % _BLOCK < _HEAD:  # a record does not begin in the last bytes of a block
+            place += _BLOCK - place % _BLOCK
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + _HEAD])
+        part = data[place + _HEAD : place + _HEAD + length]
+        if kind == 0 or len(part) < length:
+            return
+        place += _HEAD + length
+        parts = [part] if kind < 3 else [*parts, part]
+        if kind in (_FULL, _LAST):
+            yield b"".join(parts)
+
+
+def wandb_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows in a `.wandb` file; `_step` is the iteration."""
+    from wandb.proto import wandb_internal_pb2
+
+    message: Any = vars(wandb_internal_pb2)["Record"]  # protobuf makes the class when it is imported
+    for data in records(file):
+        record = message.FromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            row = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+            yield row | {"_step": int(record.history.step.num)}

@@ -7,12 +7,14 @@ A tracker that fails is named once; the training does not wait for one, but for 
 
 from __future__ import annotations
 
+import operator
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from flowrl.evaluation.results import Evaluation
 from flowrl.media import media
 from flowrl.run import tracker_runs
 from flowrl.run.folder import RunFolder
+from flowrl.run.tracker_runs import Mark
 
 FILE = "trackers.json"
 IMAGES = 8
@@ -40,26 +43,13 @@ _ROWS = 100
 """Rows that are sent between two notes of the progress."""
 
 
-@dataclass
-class Mark:
-    """What is known of a tracker's run between two calls of the program."""
-
-    title: str
-    run: str | None = None
-    begun: bool = False
-    sent: int = -1
-    """The last iteration that was sent; 0 is the base's evaluation."""
-    sending: int = -1
-    """The last iteration of those under way; equal to `sent` unless the program was killed in between."""
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """What a tracker is sent of an iteration."""
 
     iteration: int
     values: Mapping[str, float]
-    images: Mapping[str, Sequence[Path]] = field(default_factory=dict)
+    images: Sequence[Path] = ()
 
 
 class Marks:
@@ -73,8 +63,9 @@ class Marks:
             told = read_object(file, "delete it: the trackers then begin new runs, with all rows of this one")
             self._known = {name: Mark(**mark) for name, mark in told.items()}
 
-    def of(self, name: str) -> Mark:
-        return self._known.setdefault(name, Mark(self.folder.path.name, tracker_runs.new_id(name)))
+    def of(self, entry: Entry) -> Mark:
+        run = secrets.token_hex(16)[: entry.kind.digits] or None
+        return self._known.setdefault(entry.name, Mark(self.folder.path.name, run))
 
     def write(self) -> None:
         with self._lock, suppress(Moved):  # which ends the run by itself
@@ -86,7 +77,7 @@ class Line:
 
     def __init__(self, entry: Entry, marks: Marks, configuration: Options) -> None:
         self.entry, self.marks, self.configuration = entry, marks, configuration
-        self.mark = marks.of(entry.name)
+        self.mark = marks.of(entry)
         self.queued = self.mark.sent
         """The last iteration that was put into the queue."""
         self.failed = False
@@ -168,17 +159,13 @@ class Line:
         mark, entry = self.mark, self.entry
         self.marks.write()  # its id, before there is a run of this id
         folder = self.marks.folder.path / tracker_runs.FOLDER
-        tracker: Any = tracker_runs.make(
-            *(entry, folder, mark.title, mark.run),
-            resumed=mark.begun,
-            last=mark.sent,
-            configuration=self.configuration,
-        )
+        tracker: Any = tracker_runs.make(entry, folder, mark, self.configuration)
         tracker.start()
         self._moved = time.monotonic()
         if not mark.begun:
             tracker.store_init_configuration(dict(self.configuration))
-            mark.run = tracker_runs.learned_id(entry.name, tracker.tracker) or mark.run
+            if entry.kind.learned:
+                mark.run = str(operator.attrgetter(entry.kind.learned)(tracker.tracker))
             mark.begun = True
             self.marks.write()
         return tracker
@@ -187,10 +174,11 @@ class Line:
         self.mark.sending = steps[-1].iteration
         self.marks.write()
         for step in steps:
-            for name, files in step.images.items():
-                tracker_runs.log_images(self.entry, tracker, name, files, step.iteration)
+            tracker_runs.log_images(self.entry, tracker, step.images, step.iteration)
             if step.values:
-                tracker_runs.log_values(self.entry, tracker, step.values, step.iteration)
+                # After the images; wandb keeps a row open for more of its step otherwise.
+                commit = {"commit": True} if self.entry.name == "wandb" else {}
+                tracker.log(dict(step.values), step=step.iteration, **commit)
             self._moved = time.monotonic()
         self.mark.sent = self.mark.sending
         self.marks.write()
@@ -248,10 +236,9 @@ class Trackers:
             steps = {row["iteration"]: self._step(row) for row in self._rows}
             row = steps.get(last, Step(last, {}))
             values = {**row.values, **{f"summary/{k}": v for k, v in tracker_runs.numbers(summary).items()}}
-            images = dict(row.images)
-            tuned = self._evaluation("tuned")
+            tuned, images = self._evaluation("tuned"), row.images
             if tuned is not None and tuned.iteration == last:  # else the guard has taken an earlier one
-                values, images = values | _means(tuned), images | self._images("tuned")
+                values, images = values | _means(tuned), self._images("tuned") or images
             return [*steps.values(), Step(last, values, images)]
 
         self._put(rest)
@@ -292,13 +279,10 @@ class Trackers:
         file = self.folder.path / "eval" / f"{tag}.json"
         return Evaluation.load(file) if file.is_file() else None
 
-    def _images(self, tag: str) -> dict[str, list[Path]]:
+    def _images(self, tag: str) -> list[Path]:
         folder = self.folder.path / "eval" / tag
-        if not folder.is_dir():
-            return {}
         found = [media.find(folder / f"{prompt:05d}-0") for prompt in range(IMAGES)]
-        files = [file for file in found if file is not None]
-        return {"eval/images": files} if files else {}
+        return [file for file in found if file is not None]
 
 
 def _means(evaluation: Evaluation | None) -> dict[str, float]:

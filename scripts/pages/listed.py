@@ -27,7 +27,7 @@ def facts(kind: str, name: str) -> dict[str, object]:
 def pages() -> dict[Path, str]:
     """The file's text: a component in a line; infinite bounds as Python writes and reads them."""
     every = {kind: {name: facts(kind, name) for name in registry.names(kind)} for kind in registry.FOLDERS}
-    every["models"] = {"": {"options": list(dotted(ModelConfig))}} | every["models"]
+    every["models"] = {"": dict[str, object](options=list(dotted(ModelConfig))), **every["models"]}
     kinds = (
         f'"{kind}": {{\n'
         + ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in those.items())

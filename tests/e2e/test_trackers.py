@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flowrl.run.wandb_files import rows
+from flowrl.run.tracker_runs import wandb_rows
 from tests.e2e.conftest import digest, finish, start, train
 from tests.e2e.test_reproducible import _wait_for
 
@@ -64,7 +64,7 @@ def test_kill_9_a_rename_and_a_resumption_leave_each_iteration_once_in_tensorboa
     assert_tensorboard_has(run)
     files = sorted(run.glob("trackers/wandb/offline-run-*/run-*.wandb"))
     assert len({file.name for file in files}) == 1, "one id"
-    found = [row for file in files for row in rows(file)]
+    found = [row for file in files for row in wandb_rows(file)]
     assert [row["_step"] for row in found] == list(range(9))
     for line in (run / "metrics.jsonl").read_text().splitlines():
         told = {name: value for name, value in json.loads(line).items() if isinstance(value, int | float)}

@@ -28,7 +28,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.data.options import DataConfig
 from flowrl.evaluation.results import Evaluation
 from flowrl.media import media
-from flowrl.run import tracker_runs, trackers, wandb_files
+from flowrl.run import tracker_runs, trackers
 from flowrl.run.folder import RunFolder
 from flowrl.run.tracker_runs import numbers
 from flowrl.run.trackers import Trackers
@@ -287,8 +287,8 @@ def test_of_a_video_four_frames_are_sent_side_by_side(tmp_path, recorder, form):
     frames = torch.linspace(0, 1, 7).view(7, 1, 1, 1).expand(7, 3, 16, 24)
     sent = recorder("run")
     file = media.write(frames, tmp_path / "00000-0", form=form)
-    tracker_runs.log_images(Entry("trackers.0", "recorder"), sent, "eval", [file], 3)
-    assert sent.calls[-1] == ("images", 3, {"eval": [(16, 4 * 24, 3)]})
+    tracker_runs.log_images(Entry("trackers.0", "recorder"), sent, [file], 3)
+    assert sent.calls[-1] == ("images", 3, {"eval/images": [(16, 4 * 24, 3)]})
 
 
 @given(st.lists(st.binary(max_size=70000), max_size=6), st.integers(0, 40))
@@ -310,7 +310,7 @@ def test_records_of_a_log_are_read_back_over_blocks_and_without_a_torn_end(recor
     file = Path("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp") / f"flowrl-{threading.get_ident()}.wandb"
     file.write_bytes(log[:kept])
     try:
-        assert list(wandb_files.records(file)) == [r for r, end in zip(records, ends, strict=True) if end <= kept]
+        assert list(tracker_runs.records(file)) == [r for r, end in zip(records, ends, strict=True) if end <= kept]
     finally:
         file.unlink()
 
