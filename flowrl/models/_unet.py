@@ -227,7 +227,15 @@ class UNet(Native):
             size = self.settings["time_cond_proj_dim"]
             embedded = self.pipeline.get_guidance_scale_embedding(scales, embedding_dim=size)
             raw = self._forward(x, timestep, cond, sent(embedded.to(self.dtype), self.device))
-        return self._consistent(raw, x, timestep) if self.distilled == CONSISTENCY else raw
+        if self.distilled != CONSISTENCY:
+            return raw
+        # f = c_skip x + c_out x0_hat in float32 (arXiv 2310.04378, with the constants of LCMScheduler).
+        alpha, sigma = level_at(self.table, timestep)
+        prediction = self.process.predict(raw, x, sigma, self.path.prediction_type, alpha)
+        scaled = (self._scaling * timestep.double()).square()
+        skip, out = SIGMA_DATA**2 / (scaled + SIGMA_DATA**2), (scaled / (scaled + SIGMA_DATA**2)).sqrt()
+        shape = (-1, *[1] * (x.ndim - 1))
+        return skip.float().reshape(shape) * x.float() + out.float().reshape(shape) * prediction.x0_hat
 
     def _forward(self, x: Tensor, timestep: Tensor, cond: Condition, guidance: Tensor | None = None) -> Tensor:
         with autocast(self.device, self.dtype, self.autocasts):
@@ -239,15 +247,6 @@ class UNet(Native):
                 added_cond_kwargs=self.encoders.added(cond, self.sizes),
                 return_dict=False,
             )[0]
-
-    def _consistent(self, raw: Tensor, x: Tensor, timestep: Tensor) -> Tensor:
-        """f = c_skip x + c_out x0_hat, [B, ...] float32 (arXiv 2310.04378, with the constants of LCMScheduler)."""
-        alpha, sigma = level_at(self.table, timestep)
-        prediction = self.process.predict(raw, x, sigma, self.path.prediction_type, alpha)
-        scaled = (self._scaling * timestep.double()).square()
-        skip, out = SIGMA_DATA**2 / (scaled + SIGMA_DATA**2), (scaled / (scaled + SIGMA_DATA**2)).sqrt()
-        shape = (-1, *[1] * (x.ndim - 1))
-        return skip.float().reshape(shape) * x.float() + out.float().reshape(shape) * prediction.x0_hat
 
     def scheduler(self) -> Any:
         """DDIM with the configured grid; a distilled checkpoint keeps the pipeline's own."""

@@ -145,13 +145,14 @@ def compat(rows: Sequence[Row], items: Sequence[Item]) -> Table:
     kept = [row for row in rows if row.id not in dropped]
     last = {row.id: row for row in sorted(kept, key=lambda row: row.k)}
     # The skipped question is in no category either.
-    lines = _categories(list(last.values()), items, lambda row, item: _without_skipped(answers_of(row, item), item))
+
+    def without_skipped(row: Row, item: Item) -> list[float]:
+        pairs = zip(answers_of(row, item), item.metadata["skipped"], strict=True)
+        return [math.nan if skipped else each for each, skipped in pairs]
+
+    lines = _categories(list(last.values()), items, without_skipped)
     lines.append(prompt_line("dpg (compat)", kept, lambda row: values[row.id, row.k], 100.0, PERCENT))
     return Table(tuple(lines), "dpg (compat)")
-
-
-def _without_skipped(answers: Sequence[float], item: Item) -> list[float]:
-    return [math.nan if skipped else each for each, skipped in zip(answers, item.metadata["skipped"], strict=True)]
 
 
 def _compat_score(answers: Sequence[float], item: Item) -> float | None:

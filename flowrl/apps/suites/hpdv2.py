@@ -51,17 +51,13 @@ def items(path: Path | None) -> list[Item]:
                 f"--prompts {path}: there is no {style}.json in it; give {_FORMS}. They are here: {FACTS.where}"
             )
         # Not `prompts_of`, which takes equal prompts once: the chunks are of lines.
-        texts = _lines(file)
+        where = f"--prompts {file}"
+        given = [(place, record.get("prompt")) for place, record in read_records(file, where, "prompt")]
+        if not given or not all(isinstance(text, str) for _, text in given):
+            raise ConfigError(f"{where}: needs a list of prompts, or of records with 'prompt'")
+        texts = [text_of(text, f"{where}, {place}") for place, text in given]
         result += [Item(f"{style}-{number:05d}", text, {"style": style}, (style,)) for number, text in enumerate(texts)]
     return result
-
-
-def _lines(file: Path) -> list[str]:
-    where = f"--prompts {file}"
-    given = [(place, record.get("prompt")) for place, record in read_records(file, where, "prompt")]
-    if not given or not all(isinstance(text, str) for _, text in given):
-        raise ConfigError(f"{where}: needs a list of prompts, or of records with 'prompt'")
-    return [text_of(text, f"{where}, {place}") for place, text in given]
 
 
 def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:

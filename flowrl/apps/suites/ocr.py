@@ -46,12 +46,12 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
     table = table_of(rows, items, ())
     if not any(_OUTPUT in row.scores for row in rows):
         return table
-    exact = line("whole text read", [rows], _exact, output=_OUTPUT, bounds=(0.0, 1.0))
+
+    def whole(row: Row) -> float | None:
+        value = row.scores.get(_OUTPUT)
+        return None if value is None else float(value == 1.0)
+
+    exact = line("whole text read", [rows], whole, output=_OUTPUT, bounds=(0.0, 1.0))
     mean = line(_OUTPUT, [rows], score(_OUTPUT), output=_OUTPUT, bounds=(0.0, 1.0))
     others = [one for one in table.lines if one.name != _OUTPUT]
     return Table((mean, exact, *others), _OUTPUT)
-
-
-def _exact(row: Row) -> float | None:
-    value = row.scores.get(_OUTPUT)
-    return None if value is None else float(value == 1.0)

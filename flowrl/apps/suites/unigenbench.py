@@ -88,7 +88,8 @@ def items(path: Path | None) -> list[Item]:
         if not number.isdecimal():
             raise ConfigError(f"{where}: index={number!r} must be a whole number")
         points, descriptions = _points(dims, f"{where}, index {number}")
-        questions = [_question(point, what) for point, what in zip(points, descriptions, strict=True)]
+        named = [f"{point} ({ABOUT[point]})" if point in ABOUT else point for point in points]
+        questions = [f"{point}: {what}" for point, what in zip(named, descriptions, strict=True)]
         tags = tuple(dict.fromkeys(dimension(point) for point in points))
         result.append(Item(number, text_of(text, where), {"questions": questions, "points": points}, tags))
     twice = next((item.id for item in result if sum(item.id == other.id for other in result) > 1), None)
@@ -127,11 +128,6 @@ def _points(text: str, where: str) -> tuple[list[str], list[str]]:
     if not names or len(names) != len(descriptions):
         raise ConfigError(f"{where}: {len(names)} test points have {len(descriptions)} descriptions")
     return [str(each) for each in names], [str(each) for each in descriptions]
-
-
-def _question(point: str, description: str) -> str:
-    about = f" ({ABOUT[point]})" if point in ABOUT else ""
-    return f"{point}{about}: {description}"
 
 
 def dimension(point: str) -> str:

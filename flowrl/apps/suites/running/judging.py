@@ -101,19 +101,16 @@ class RewardJudge:
                 own = [{name: _number(values[place]) for name, values in raw.items()} for place in range(len(items))]
             reason = self._errors[-1] if self._errors else ""
             said = any(value is not None for found in own for value in found.values()) or bool(heard)
-            self._require_there(number, "" if said else reason, len(items))
+            # A reward may fail on all of these images, but among several not for `PATIENCE`.
+            self._silent[number] = self._silent.get(number, 0) + len(items) if reason and not said else 0
+            if len(self.scorer.distinct) > 1 and self._silent[number] >= PATIENCE:
+                count = self._silent.pop(number)
+                raise RewardFailure(f"reward {entry.name!r} is away: it failed on {count} images in a row ({reason})")
             for place, found in enumerate(own):
                 scores[place] |= found
                 if reason and any(value is None for value in found.values()):
                     errors[place] = reason
         return [Judgement(*each) for each in zip(scores, answers, errors, strict=True)]
-
-    def _require_there(self, number: int, failed: str, images: int) -> None:
-        """Note whether a reward `failed` on all of these images, and why; among several it may not for `PATIENCE`."""
-        self._silent[number] = self._silent.get(number, 0) + images if failed else 0
-        if len(self.scorer.distinct) > 1 and self._silent[number] >= PATIENCE:
-            count, name = self._silent.pop(number), self.scorer.distinct[number].name
-            raise RewardFailure(f"reward {name!r} is away: it failed on {count} images in a row ({failed})")
 
     def _answered(self, entry: WeightedReward, images: Images, items: Sequence[Item]) -> list[list[float]]:
         """Answers to the questions of each sample, NaN where they failed."""
@@ -152,14 +149,10 @@ def judge_of(judging: Judging, task: Task) -> RewardJudge | None:
             "--export DIR for its official evaluator"
         )
     else:
-        trees = _default_entries(task, judging.settings)
+        # The suite's own judge by name, with the user's options.
+        own = {str(entry.get("prefix") or entry["name"]): dict(entry) for entry in task.suite.entries(task.items) or ()}
+        changed = reward_entries([str(entry["name"]) for entry in own.values()], judging.settings, prefixes=False)
+        trees = {name: entry | changed.get(str(entry["name"]), {}) for name, entry in own.items()}
     plans = [(f"--judge {name}", reward_plan(tree, f"--judge {name}")) for name, tree in trees.items()]
     check_plans(plans)
     return RewardJudge([plan for _, plan in plans], task.suite, task.items)
-
-
-def _default_entries(task: Task, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Name -> entry of the suite's own judge, with the user's options."""
-    entries = {str(entry.get("prefix") or entry["name"]): dict(entry) for entry in task.suite.entries(task.items) or ()}
-    changed = reward_entries([str(entry["name"]) for entry in entries.values()], settings, prefixes=False)
-    return {name: entry | changed.get(str(entry["name"]), {}) for name, entry in entries.items()}
