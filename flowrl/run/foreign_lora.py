@@ -166,7 +166,8 @@ def _load_one(pipeline: Any, file: Path, name: str, *, second: bool) -> set[str]
     from diffusers.loaders.lora_base import LoraBaseMixin
     from diffusers.loaders.peft import PeftAdapterMixin
 
-    keys, where = _keys(file), dict[str, Any]()
+    loader: Any = pipeline
+    keys, where, parts = _keys(file), dict[str, Any](), loader.components
     if lokr := _is_lokr(keys):  # diffusers reads it with its header, so from the disk
         read_finite(file, f"--lora {file}")
         tensors, where = dict.fromkeys(keys), {"weight_name": file.name, "local_files_only": True}
@@ -178,14 +179,13 @@ def _load_one(pipeline: Any, file: Path, name: str, *, second: bool) -> set[str]
 
     # diffusers' pipelines ask for 'lora' in every name, which its networks' own loader does not.
     if isinstance(pipeline, LoraBaseMixin) and not (lokr and all(_OWN_LOKR.match(key) for key in keys)):
-        loader: Any = pipeline
         converted: Any = loader.lora_state_dict(given(), **where)
         loader.load_lora_weights(
             given(), adapter_name=name, **where, **({"load_into_transformer_2": True} if second else {})
         )
         modules = _modules(converted[0] if isinstance(converted, tuple) else converted)
     else:
-        networks = {"transformer": pipeline.components["transformer_2"]} if second else pipeline.components
+        networks = {"transformer": parts["transformer_2"]} if second else parts
         for prefix, network in networks.items():
             if isinstance(network, PeftAdapterMixin) and any(key.startswith(f"{prefix}.") for key in tensors):
                 network.load_lora_adapter(given(), prefix=prefix, adapter_name=name, **where)

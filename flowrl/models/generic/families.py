@@ -85,6 +85,9 @@ _DYNAMIC_CFG = {"use_dynamic_cfg": "depends on the number of steps"}
 _DRAWN = "the image's latents are one draw of its VAE's posterior, the same at every use"
 _REFERENCES = {"images": ("image",), "image_list": True, "image_methods": ("prepare_image_latents",)}
 _FIRST_FRAME = {"images": ("image",), "needs_image": True, "frames": True}
+_QWEN: dict[str, Any] = {"guidance": "true_cfg", "patch": 2, "channel_axis": 2, "dead": _LAST_TEXT}
+_QWEN_EDIT = _QWEN | {"images": ("image",), "needs_image": True}
+_HUNYUAN_15: dict[str, Any] = {"guidance": "guider", "dead": _LAST_TEXT, "decode_singly": _NO_HEAD_AXIS}
 
 FAMILIES: dict[str, Family] = {
     "StableDiffusionPipeline": Family(),
@@ -99,7 +102,7 @@ FAMILIES: dict[str, Family] = {
     "ChromaPipeline": Family(guidance="cfg", patch=2, channel_axis=2),
     "Krea2Pipeline": Family(free_at=0.0, patch=2, channel_axis=2),
     "OvisImagePipeline": Family(patch=2, channel_axis=2),
-    "QwenImagePipeline": Family(guidance="true_cfg", patch=2, channel_axis=2, dead=_LAST_TEXT),
+    "QwenImagePipeline": Family(**_QWEN),
     # Sides in multiples of two tokens, and no maps: its latents have no grid of their own here.
     "QwenImage21Pipeline": Family(
         guidance="true_cfg",
@@ -107,25 +110,8 @@ FAMILIES: dict[str, Family] = {
         singly="in a batch the padding of the shorter prompts moves the image's positions",
         note="images with transparency are laid over white",
     ),
-    "QwenImageEditPipeline": Family(
-        guidance="true_cfg",
-        patch=2,
-        channel_axis=2,
-        dead=_LAST_TEXT,
-        images=("image",),
-        needs_image=True,
-        image_each=True,
-    ),
-    "QwenImageEditPlusPipeline": Family(
-        guidance="true_cfg",
-        patch=2,
-        channel_axis=2,
-        dead=_LAST_TEXT,
-        images=("image",),
-        needs_image=True,
-        image_list=True,
-        singly="its call refuses several",
-    ),
+    "QwenImageEditPipeline": Family(**_QWEN_EDIT, image_each=True),
+    "QwenImageEditPlusPipeline": Family(**_QWEN_EDIT, image_list=True, singly="its call refuses several"),
     "SanaPipeline": Family(call=_NO_BINNING),
     "SanaVideoPipeline": Family(call=_NO_BINNING),
     "SanaImageToVideoPipeline": Family(call=_NO_BINNING, holds=True, **_FIRST_FRAME),
@@ -141,18 +127,9 @@ FAMILIES: dict[str, Family] = {
         unfit={"image_condition_type": ("token_replace", "puts the image back after every step")},
         note="its own call starts from the noise with 0.1 % of the image, flowrl from the noise",
     ),
-    "HunyuanVideo15Pipeline": Family(
-        guidance="guider",
-        dead=_LAST_TEXT,
-        decode_singly=_NO_HEAD_AXIS,
-    ),
+    "HunyuanVideo15Pipeline": Family(**_HUNYUAN_15),
     "HunyuanVideo15ImageToVideoPipeline": Family(
-        guidance="guider",
-        dead=_LAST_TEXT,
-        decode_singly=_NO_HEAD_AXIS,
-        **_FIRST_FRAME,
-        image_methods=("prepare_cond_latents_and_mask",),
-        sized_by_image=True,
+        **_HUNYUAN_15, **_FIRST_FRAME, image_methods=("prepare_cond_latents_and_mask",), sized_by_image=True
     ),
     "LTXPipeline": Family(patch=1, channel_axis=2),
     "LTXImageToVideoPipeline": Family(patch=1, channel_axis=2, holds=True, **_FIRST_FRAME, note=_DRAWN),

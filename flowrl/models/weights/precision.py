@@ -73,16 +73,20 @@ def join_products(layers: Iterable[Any]) -> None:
     Their classes are replaced by subclasses, so names of parameters, files and peft's own methods stay. LoRA on
     convolutions, DoRA and LoKr keep peft's forward, which computes in float32 and casts back.
     """
-    from peft.tuners.lora.layer import LoraLayer
-
     for layer in layers:
         base = layer.get_base_layer()
-        plain = isinstance(layer, LoraLayer) and ADAPTER not in layer.lora_variant  # scale B A and nothing else
-        if isinstance(base, nn.Linear) and plain:
+        if isinstance(base, nn.Linear) and _is_plain(layer):
             layer.__class__ = _joined(type(layer))
             # Layers with weights in few bits may return a view, which must not be written to.
             layer.adds_in_place = type(base) is nn.Linear and base.weight.is_floating_point()
             layer.adds_in_place &= type(base.weight) is nn.Parameter
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether the update of a layer is scale B A and nothing else."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    return isinstance(layer, LoraLayer) and ADAPTER not in layer.lora_variant
 
 
 class _Joined:
