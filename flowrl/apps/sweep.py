@@ -69,7 +69,9 @@ def cells(recipes: Sequence[str], methods: Sequence[str], seeds: Sequence[int], 
     Raises:
         ConfigError: a fault in a configuration, an option that the sweep sets, or two runs of one name.
     """
+    from flowrl.config.extends import load_layers
     from flowrl.config.load import load_config, resolve
+    from flowrl.core.strict import overridden
 
     _refuse_set(words, methods)
     result: list[Cell] = []
@@ -84,7 +86,7 @@ def cells(recipes: Sequence[str], methods: Sequence[str], seeds: Sequence[int], 
                 resolve(load_config(recipe, first.changes))
             except Fault as error:
                 raise ConfigError.about(error, f"{recipe}{'' if own else f' with {method}'}: ") from error
-            config = fingerprint(_values(recipe, words))
+            config = fingerprint(overridden(load_layers(recipe).tree, words))
             result += [replace(first, run=f"{name}-s{seed}", seed=seed, config=config) for seed in seeds]
     names = [cell.run for cell in result]
     doubled = next((cell for cell in result if names.count(cell.run) > 1), None)
@@ -106,13 +108,6 @@ def _refuse_set(words: Sequence[str], methods: Sequence[str]) -> None:
                 f"{word}: --methods sets the method, and its options are not those of another; write a recipe with it "
                 "(extends: ...) and name both recipes"
             )
-
-
-def _values(recipe: str, words: Sequence[str]) -> dict[str, Any]:
-    from flowrl.config.extends import load_layers
-    from flowrl.core.strict import overridden
-
-    return overridden(load_layers(recipe).tree, words)
 
 
 def recorded(folder: Path, asked: Sequence[Cell]) -> list[Cell]:

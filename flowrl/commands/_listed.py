@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,8 @@ def show(facts: Mapping[str, Any]) -> None:
     for one in facts["options"]:
         print(f"  {one['name']}: {one['default']}")
         note = ". ".join(filter(None, (one["type"], one["about"])))
-        for line in _wrapped(note):
+        for line in textwrap.wrap(note, 94, break_on_hyphens=False):
             print(f"      {line}")
-
-
-def _wrapped(text: str) -> Sequence[str]:
-    import textwrap
-
-    return textwrap.wrap(text, 94, break_on_hyphens=False)
 
 
 # ---- recipes

@@ -46,7 +46,7 @@ def option_texts(cls: type, default: Any = None, prefix: str = "") -> Iterator[O
     """
     texts, hints = field_texts(cls), typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
-        value = _default(item) if default is None else _values(default)[item.name]
+        value = _default(item) if default is None else operator.attrgetter(item.name)(default)
         hint, inner = hints.get(item.name, item.type), _nested(hints.get(item.name))
         shown = REQUIRED if value is dataclasses.MISSING else _yaml(value, nested=inner is not None)
         depth = prefix.count(".")
@@ -54,11 +54,6 @@ def option_texts(cls: type, default: Any = None, prefix: str = "") -> Iterator[O
         if inner is not None:
             made = value if dataclasses.is_dataclass(value) and not isinstance(value, type) else None
             yield from option_texts(inner if made is None else type(made), made, f"{prefix}{item.name}.")
-
-
-def _values(instance: Any) -> dict[str, Any]:
-    """Field name -> value of a dataclass instance, not deeper."""
-    return {item.name: operator.attrgetter(item.name)(instance) for item in dataclasses.fields(instance)}
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:
@@ -109,10 +104,6 @@ def in_words(hint: Any) -> str:
         return f"list of {in_words(inner[0])}"
     if dict in (hint, origin) or (isinstance(hint, type) and dataclasses.is_dataclass(hint)):
         return "mapping"
-    return _named(typing.cast(object, hint))
-
-
-def _named(hint: object) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint)
 
 

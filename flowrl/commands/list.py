@@ -55,18 +55,16 @@ def command(kind: Kind, name: Name = None, as_json: Json = False) -> None:
         return
     titles, rows = _rows(kind)
     if as_json:
+        keys = [title.replace(" ", "_") for title in titles]
+        objects = [dict(zip(keys, row, strict=True)) for row in rows]
         # Of recipes with numbers as numbers, where the table has texts.
-        print(json.dumps(_listed.recipes() if kind == "recipes" else [_object(titles, row) for row in rows], indent=1))
+        print(json.dumps(_listed.recipes() if kind == "recipes" else objects, indent=1))
         return
     _print(titles, rows)
     for each in registry.plugins(kind):
         wrong = registry.collision(kind, each)
         if wrong is not None:
             print(f"note: {wrong}")
-
-
-def _object(titles: tuple[str, ...], row: tuple[str, ...]) -> dict[str, str]:
-    return dict(zip((title.replace(" ", "_") for title in titles), row, strict=True))
 
 
 def _rows(kind: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

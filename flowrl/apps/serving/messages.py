@@ -105,7 +105,8 @@ def parse_request(body: bytes, limits: Limits, rewards: Collection[str]) -> Requ
     except WireError as error:
         raise Refusal(400, "schema", str(error)) from None
     if set(message) != _REQUEST_KEYS:
-        raise Refusal(400, "form", f"the body must have the keys {sorted(_REQUEST_KEYS)}, not {_shown(message)}")
+        shown = sorted(str(key)[:40] for key in message)[:10]
+        raise Refusal(400, "form", f"the body must have the keys {sorted(_REQUEST_KEYS)}, not {shown}")
     request_id, name, records = message["request_id"], message["reward"], message["items"]
     if not _is_id(request_id):
         raise Refusal(400, "form", f"request_id must be a string of 1 to {_ID_LENGTH} characters")
@@ -164,10 +165,6 @@ def _item(record: Any, where: str, limits: Limits) -> Item:
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, str) and 1 <= len(value) <= _ID_LENGTH
-
-
-def _shown(message: dict[str, Any]) -> list[str]:
-    return sorted(str(key)[:40] for key in message)[:10]
 
 
 def _no_constant(name: str) -> NoReturn:

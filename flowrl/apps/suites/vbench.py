@@ -130,7 +130,9 @@ def items(path: Path | None) -> list[Item]:
 def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
     """Each dimension, then the weighted scores of those that were judged; of another judge its mean by dimension."""
     if not any(name.startswith(OFFICIAL) for row in rows for name in row.scores):
-        return _of_another_judge(rows, items)
+        main, groups = chosen_output(rows, "vbench"), by_tag(rows, items, list(DIMENSIONS))
+        lines = [line(f"{main}: {name}", [own], score(main), output=main) for name, own in groups.items()]
+        return Table((line(main, [rows], score(main), output=main), *lines), main)
     groups = _judged(rows, items)
     parts = {name: _normalised(name, own) for name, own in groups.items()}
     return _table(
@@ -206,13 +208,6 @@ def _normalised(name: str, rows: Sequence[Row]) -> Part:
         return math.nan if own is None else _scaled(name, own)
 
     return replace(part(rows, value, DIMENSIONS[name][2]), name=name)
-
-
-def _of_another_judge(rows: Sequence[Row], items: Sequence[Item]) -> Table:
-    main = chosen_output(rows, "vbench")
-    groups = by_tag(rows, items, list(DIMENSIONS))
-    lines = [line(f"{main}: {name}", [own], score(main), output=main) for name, own in groups.items()]
-    return Table((line(main, [rows], score(main), output=main), *lines), main)
 
 
 # ---- the official tools
