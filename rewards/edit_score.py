@@ -32,7 +32,7 @@ from pydantic import Field
 from torch import Tensor
 
 from flowrl.core.paths import PATH
-from flowrl.core.strict import require_positive
+from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.media.media import open_image
 from flowrl.reward import Images, Reward, RewardError
 
@@ -86,9 +86,8 @@ class Config(Backend):
     def __post_init__(self) -> None:
         if self.num_pass < 1:
             raise ValueError(f"num_pass={self.num_pass} must be at least 1")
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature} must not be negative")
-        require_positive(max_tokens=self.max_tokens)
+        require_not_negative(vars(self), "temperature")
+        require_positive(vars(self), "max_tokens")
 
 
 def combine(success: float, kept: float, naturalness: float, artefacts: float) -> dict[str, float]:

@@ -98,7 +98,7 @@ class Config(Backend):
     """Longest answer."""
 
     def __post_init__(self) -> None:
-        require_positive(max_tokens=self.max_tokens)
+        require_positive(vars(self), "max_tokens")
 
 
 def question(version: str, caption: str) -> str:

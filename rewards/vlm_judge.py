@@ -66,7 +66,7 @@ class Config(Backend):
     """Longest answer of a rubric of scale `score`."""
 
     def __post_init__(self) -> None:
-        require_positive(max_tokens=self.max_tokens)
+        require_positive(vars(self), "max_tokens")
 
 
 def win_rates(first_wins: Tensor) -> Tensor:

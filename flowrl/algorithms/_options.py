@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from flowrl.core.errors import OptionError, Remedy
-from flowrl.core.strict import require_positive
+from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.credit.advantages import AdvantageConfig, RuleConfig
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.diffusion.process import Process, VPProcess
@@ -122,8 +122,7 @@ class KLConfig:
     `variance` on noise-prediction models."""
 
     def __post_init__(self) -> None:
-        if self.coef < 0:
-            raise ValueError(f"coef={self.coef} must not be negative")
+        require_not_negative(vars(self), "coef")
 
     def on(self, process: Process, sampler: Sampler) -> KLDivisor:
         """The divisor in use."""
@@ -230,7 +229,7 @@ class TimesOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(passes=self.passes)
+        require_positive(vars(self), "passes")
 
     def terms(self, num_steps: int) -> int:
         return self.default_terms if self.times is None else self.times.terms(num_steps)
@@ -254,8 +253,7 @@ class SolverOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.solver_noise < 0:
-            raise ValueError(f"solver_noise={self.solver_noise} must not be negative")
+        require_not_negative(vars(self), "solver_noise")
         if self.solver_noise > 0 and not SOLVERS[self.solver].stochastic:
             raise OptionError(
                 f"solver_noise={self.solver_noise}: only the solver 'sa' adds noise, not {self.solver!r}",
@@ -318,4 +316,4 @@ class NoiseOptions(Options):
                 f"solver={self.solver} adds noise, so z would not decide the image",
                 remedies=[Remedy({"solver": "ode"})],
             )
-        require_positive(passes=self.passes)
+        require_positive(vars(self), "passes")

@@ -51,7 +51,7 @@ class Config(ReferenceOptions, CreditOptions, SolverOptions, TimesOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(beta=self.beta, clip_range=self.clip_range)
+        require_positive(vars(self), "beta", "clip_range")
 
 
 class Dgpo(SampleMethod[Config]):

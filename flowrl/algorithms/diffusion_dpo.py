@@ -45,7 +45,7 @@ class PairOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(beta=self.beta)
+        require_positive(vars(self), "beta")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ class Config(PullOptions, TimesOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(beta=self.beta)
+        require_positive(vars(self), "beta")
         if not 0 < self.liked_share < 1:
             raise ValueError(f"liked_share={self.liked_share} must be in (0, 1): both classes are drawn")
 

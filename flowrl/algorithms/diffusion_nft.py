@@ -73,7 +73,7 @@ class Config(CreditOptions, SolverOptions, TimesOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(mix=self.mix)
+        require_positive(vars(self), "mix")
         if self.advantages.clip is None:
             raise OptionError(
                 "advantages.clip=null: optimality is the advantage within its bound",

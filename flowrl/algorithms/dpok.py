@@ -24,7 +24,7 @@ from flowrl.algorithms._options import StepOptions
 from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
 from flowrl.algorithms.flow_grpo import ClipOptions, ratio_metrics, single_advantage
 from flowrl.core.errors import OptionError, Remedy
-from flowrl.core.strict import require_positive
+from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.critic import ValueConfig, ValueNetwork
@@ -44,8 +44,7 @@ class CriticConfig(ValueConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size={self.batch_size} must be positive")
+        require_positive(vars(self), "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +56,7 @@ class AnchorKL:
     (eps_hat - eps_hat_ref)^2, as released."""
 
     def __post_init__(self) -> None:
-        if self.coef < 0:
-            raise ValueError(f"coef={self.coef} must not be negative")
+        require_not_negative(vars(self), "coef")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +85,7 @@ class Config(ClipOptions, StepOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(
-            buffer=self.buffer,
-            batch=self.batch,
-            policy_steps=self.policy_steps,
-            reward_weight=self.reward_weight,
-        )
+        require_positive(vars(self), "buffer", "batch", "policy_steps", "reward_weight")
 
     @property
     def roles(self) -> tuple[str, ...]:

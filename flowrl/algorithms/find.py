@@ -23,7 +23,7 @@ from flowrl.algorithms._credit import plain_rewards
 from flowrl.algorithms._options import CreditOptions, NoiseOptions
 from flowrl.algorithms.base import Networks, NoiseMethod
 from flowrl.core.errors import OptionError, Remedy
-from flowrl.core.strict import require_positive
+from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import AdvantageConfig, Advantages, RuleConfig
 from flowrl.credit.critic import ValueConfig
@@ -75,10 +75,8 @@ class Config(NoiseOptions, CreditOptions):
             )
         if not 0 < self.least_std <= 1:
             raise ValueError(f"least_std={self.least_std} must be in (0, 1]: every std begins at 1")
-        require_positive(reward_scale=self.reward_scale, clip_range=self.clip_range)
-        require_positive(refresh=self.refresh)
-        if not self.prior_coef >= 0:
-            raise ValueError(f"prior_coef={self.prior_coef} must not be negative")
+        require_positive(vars(self), "reward_scale", "clip_range", "refresh")
+        require_not_negative(vars(self), "prior_coef")
 
     def credit_rule(self) -> RuleConfig | None:
         """V compares a sample with no other of its prompt, so one is enough for it."""

@@ -44,7 +44,7 @@ class Config(PullOptions, CreditOptions, SolverOptions, TimesOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(clip_range=self.clip_range)
+        require_positive(vars(self), "clip_range")
 
 
 class Fpo(SampleMethod[Config]):

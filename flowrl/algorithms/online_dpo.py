@@ -27,7 +27,7 @@ from flowrl.algorithms._matching import PullOptions, pulling
 from flowrl.algorithms._options import CreditOptions, SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.algorithms.diffusion_dpo import PairOptions, pair_loss
-from flowrl.core.strict import require_positive
+from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, RuleConfig, aggregate
 from flowrl.credit.selection import best_and_worst
@@ -60,9 +60,8 @@ class Config(PairOptions, PullOptions, CreditOptions, SolverOptions, TimesOption
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(ref_update=self.ref_update)
-        if self.least_gap < 0:
-            raise ValueError(f"least_gap={self.least_gap} must not be negative")
+        require_positive(vars(self), "ref_update")
+        require_not_negative(vars(self), "least_gap")
 
 
 class OnlineDpo(SampleMethod[Config]):

@@ -37,7 +37,7 @@ class Config(CreditOptions, SolverOptions, TimesOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(strength=self.strength)
+        require_positive(vars(self), "strength")
 
 
 class Ram(SampleMethod[Config]):

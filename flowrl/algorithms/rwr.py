@@ -70,7 +70,7 @@ class Config(ImitationOptions, PullOptions, SolverOptions, TimesOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(temperature=self.temperature)
+        require_positive(vars(self), "temperature")
 
 
 def weighted_loss(kl: AnchorConfig, outputs: Outputs) -> LossOutput:

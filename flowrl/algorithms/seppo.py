@@ -61,7 +61,7 @@ class Config(PairOptions, PullOptions, TimesOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(every=self.every, keep=self.keep)
+        require_positive(vars(self), "every", "keep")
         if SOLVERS[self.solver].stochastic:
             raise OptionError(
                 f"solver={self.solver} adds noise, and the earlier self draws without",

@@ -87,15 +87,11 @@ def _laws(component: str, words: list[str]) -> bool:
 def _model(resolved: Resolved) -> str:
     """Place of the model, and what its JSON files say if they are on this machine."""
     from flowrl.commands._model_check import place_of
+    from flowrl.commands.plan import outline
     from flowrl.config.checks import check_model
-    from flowrl.models.pipelines.skeletons import UnknownModel
-    from flowrl.planning.memory import skeleton
 
-    place = place_of(resolved.model.config)
-    try:
-        notes = check_model(resolved, skeleton(resolved))
-    except UnknownModel as error:
-        return f"{place}; adapter {resolved.model.name}; {error}"
+    place, (adapter, reason) = place_of(resolved.model.config), outline(resolved)
+    notes = [reason] if adapter is None else check_model(resolved, adapter)
     return "; ".join([place, f"adapter {resolved.model.name}", *notes])
 
 

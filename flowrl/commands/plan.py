@@ -42,7 +42,7 @@ def command(config: Config, overrides: Overrides = None) -> None:
     data = data_here(resolved)
     _heading(console, "Configuration, every default written out")
     console.print(yaml.safe_dump(resolved.tree(), sort_keys=False, allow_unicode=True), markup=False, highlight=False)
-    adapter, reason = _skeleton(resolved)
+    adapter, reason = outline(resolved)
     for note in check_model(resolved, adapter):
         console.print(f"note: {note}", markup=False)
     plan = step_plan(resolved, adapter)
@@ -104,7 +104,7 @@ def _heading(console: Console, text: str) -> None:
     console.rule(f"[bold]{text}", align="left")
 
 
-def _skeleton(resolved: Resolved) -> tuple[Any, str]:
+def outline(resolved: Resolved) -> tuple[Any, str]:
     """(adapter without weights, "") or (None, reason)."""
     from flowrl.models.pipelines.skeletons import UnknownModel
     from flowrl.planning.memory import skeleton
@@ -255,28 +255,21 @@ def _trained_steps(resolved: Resolved, plan: StepPlan) -> int:
 
 
 def _steps_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
-    if plan.tree is not None:
-        return _tree_table(resolved, adapter, plan)
-    sigmas, times = plan.schedule.sigmas.tolist(), plan.schedule.timesteps.tolist()
-    experts = [[part] if (part := adapter.part_at(time)) else [] for time in times[: len(plan)]]
-    table = _table("step", "sigma", "next sigma", "timestep", "kind", "std", *(["expert"] if any(experts) else []))
-    for k, std in enumerate(transition_std(resolved, adapter, plan)):
-        kind = "sde, trained" if k in plan.train else "sde" if plan.stochastic[k] else plan.solver[k]
-        place = f"{sigmas[k]:.5f}", f"{sigmas[k + 1]:.5f}", f"{times[k]:.2f}"
-        table.add_row(str(k), *place, kind, f"{std:.5f}", *experts[k])
-    return table
-
-
-def _tree_table(resolved: Resolved, adapter: Any, plan: StepPlan) -> Table:
-    """Steps of a tree: its nodes, the splits, and the number of trained edges."""
+    """The steps; of a tree its nodes, the splits, and the number of trained edges."""
     from flowrl.planning.tree_work import tree_work
 
-    table = _table("step", "sigma", "next sigma", "timestep", "kind", "nodes", "edges trained", "std")
-    stds, work = transition_std(resolved, adapter, plan), tree_work(resolved, plan)
     sigmas, times = plan.schedule.sigmas.tolist(), plan.schedule.timesteps.tolist()
-    for k, std in enumerate(stds):
+    work = None if plan.tree is None else tree_work(resolved, plan)
+    experts = [[part] if work is None and (part := adapter.part_at(time)) else [] for time in times[: len(plan)]]
+    counts = ["nodes", "edges trained"] if work else []
+    last = ["expert"] if any(experts) else []
+    table = _table("step", "sigma", "next sigma", "timestep", "kind", *counts, "std", *last)
+    for k, std in enumerate(transition_std(resolved, adapter, plan)):
+        kind = ["sde, trained" if k in plan.train else "sde" if plan.stochastic[k] else plan.solver[k]]
+        if work is not None:
+            kind = [tree_step(plan, k), str(work.nodes[k]), f"{work.edges[k]:g}"]
         place = f"{sigmas[k]:.5f}", f"{sigmas[plan.end(k)]:.5f}", f"{times[k]:.2f}"
-        table.add_row(str(k), *place, tree_step(plan, k), str(work.nodes[k]), f"{work.edges[k]:g}", f"{std:.5f}")
+        table.add_row(str(k), *place, *kind, f"{std:.5f}", *experts[k])
     return table
 
 

@@ -77,18 +77,13 @@ def component(kind: str, options: Options, where: str, default: str | None = Non
     if not own or module.__name__.startswith("flowrl."):
         return Component(result, module, config)
     made = Component(result if path is None else Path(result).stem, module, config, path)
-    _require_kind(kind, made, where)
-    return made
-
-
-def _require_kind(kind: str, made: Component, where: str) -> None:
-    """Refuse a user's component that is not of its kind, or whose Config is not."""
-    place, name = registry.BASES[kind]
-    base = vars(importlib.import_module(place))[name]
-    if kind == "algorithms" and not isinstance(made.config, base.Config):
+    place, of = registry.BASES[kind]
+    base = vars(importlib.import_module(place))[of]
+    if kind == "algorithms" and not isinstance(config, base.Config):
         raise ConfigError(f"{where}: Config of {made.name} must extend flowrl.Method.Config, which has the checks")
     if not isinstance(built := made.build(), base):
-        raise ConfigError(f"{where}: build(config) of {made.name} gives a {type(built).__name__}, not a flowrl.{name}")
+        raise ConfigError(f"{where}: build(config) of {made.name} gives a {type(built).__name__}, not a flowrl.{of}")
+    return made
 
 
 def model_component(options: Options, *, offline: bool = False) -> Component:

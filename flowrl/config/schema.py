@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from flowrl.config.trackers import entries
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.paths import OUTPUT, PROMPTS, ComponentOf
-from flowrl.core.strict import Options, require_positive
+from flowrl.core.strict import Options, require_not_negative, require_positive
 from flowrl.data.options import DataConfig
 from flowrl.rollout.options import RolloutConfig
 from flowrl.statistics.paired import TIE_SHARE
@@ -57,14 +57,8 @@ class EvalConfig:
     for the filmstrip of the report, never scored. Empty: none."""
 
     def __post_init__(self) -> None:
-        require_positive(
-            num_inference_steps=self.num_inference_steps,
-            samples_per_prompt=self.samples_per_prompt,
-            batch_size=self.batch_size,
-            periodic_prompts=self.periodic_prompts,
-        )
-        if self.every < 0:
-            raise ValueError(f"every={self.every} must not be negative")
+        require_positive(vars(self), "num_inference_steps", "samples_per_prompt", "batch_size", "periodic_prompts")
+        require_not_negative(vars(self), "every")
         if not 0 <= self.tie < math.inf:
             raise ValueError(f"tie={self.tie} must be a number from 0; 0 counts equal scores alone as ties")
         if self.save_images is not None and self.save_images < 0:
@@ -93,13 +87,7 @@ class GuardConfig:
     """Largest `matching/norm_ratio` of an iteration, where the method logs it; null: not looked at."""
 
     def __post_init__(self) -> None:
-        require_positive(
-            patience=self.patience,
-            diversity=self.diversity,
-            degeneracy=self.degeneracy,
-            kl_budget=self.kl_budget,
-            norm_ratio=self.norm_ratio,
-        )
+        require_positive(vars(self), "patience", "diversity", "degeneracy", "kl_budget", "norm_ratio")
         if self.diversity is not None and self.diversity >= 1:
             raise ValueError(f"diversity={self.diversity} must be below 1: it is a share of the base's")
 
@@ -124,7 +112,7 @@ class CheckpointConfig:
     """Number of checkpoints that are kept, the newest ones."""
 
     def __post_init__(self) -> None:
-        require_positive(every=self.every, keep=self.keep)
+        require_positive(vars(self), "every", "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +155,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", self.name) or self.name in (".", ".."):
             raise ValueError(f"name={self.name!r} may hold letters, digits, '.', '_' and '-': it names the run folder")
-        if self.iterations < 0:
-            raise ValueError(f"iterations={self.iterations} must not be negative")
+        require_not_negative(vars(self), "iterations")
         geometry(self)
         if self.trackers:
             entries(self.trackers)

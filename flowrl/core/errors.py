@@ -67,7 +67,8 @@ class Remedy:
             return f"give {self.flag}"
         if self.command:
             return f"run {self.command}"
-        return " ".join(shlex.quote(f"{key}={_word(value)}") for key, value in self.settings.items())
+        words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.settings.items()}
+        return " ".join(shlex.quote(f"{key}={word}") for key, word in words.items())
 
     def below(self, place: str) -> Remedy:
         """The same with `place.` before the keys of a component; keys that begin with a section stay."""
@@ -79,11 +80,6 @@ class Remedy:
 def _whole(key: str, place: str) -> str:
     section, dot, _ = key.partition(".")
     return key if not key or not place or (dot and section in SECTIONS) else f"{place}.{key}"
-
-
-def _word(value: Any) -> str:
-    """A value as an override writes it."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 class Advised(Exception):

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -156,15 +156,26 @@ class UnknownKey(ConfigError):
         return UnknownKey(self.place, self.value, self.valid, meant, self.note + note)
 
 
-def require_positive(**values: float | None) -> None:
+def require_positive(options: Mapping[str, Any], *names: str) -> None:
     """Refuse options that are not above 0, NaN included; null is allowed.
+
+    Args:
+        options: name -> value, as of `vars(config)`.
+        names: those that are looked at.
 
     Raises:
         ValueError: with the option's name.
     """
-    for name, value in values.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}={value} must be positive")
+    for name in names:
+        if options[name] is not None and not options[name] > 0:
+            raise ValueError(f"{name}={options[name]} must be positive")
+
+
+def require_not_negative(options: Mapping[str, Any], *names: str) -> None:
+    """As `require_positive`, with 0 allowed."""
+    for name in names:
+        if options[name] is not None and not options[name] >= 0:
+            raise ValueError(f"{name}={options[name]} must not be negative")
 
 
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}

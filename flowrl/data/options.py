@@ -76,7 +76,7 @@ class PairsConfig:
     """Mirroring of half of the pairs, at random; false: where captions say left or right, or images hold text."""
 
     def __post_init__(self) -> None:
-        require_positive(per_iteration=self.per_iteration, max_eval=self.max_eval)
+        require_positive(vars(self), "per_iteration", "max_eval")
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"caption_dropout={self.caption_dropout} is a share: give 0 to 1")
 
@@ -115,7 +115,7 @@ class DataConfig:
     Null: the folder `.text_cache` in `output` if they are more than 1 GiB, else memory (docs/files.md)."""
 
     def __post_init__(self) -> None:
-        require_positive(max_prompts=self.max_prompts, max_eval_prompts=self.max_eval_prompts)
+        require_positive(vars(self), "max_prompts", "max_eval_prompts")
         if self.text_cache == "":
             raise ValueError("text_cache='' is no folder; give a path, or memory")
         if self.text_cache is not None and not self.caches_text:

@@ -121,7 +121,7 @@ class Model:
         Raises:
             ValueError: no prompt, no step, an empty batch, or a guidance scale that is no finite number.
         """
-        require_positive(num_inference_steps=num_inference_steps, batch_size=batch_size)
+        require_positive(locals(), "num_inference_steps", "batch_size")
         if not math.isfinite(guidance_scale):
             raise ValueError(f"guidance_scale={guidance_scale} must be a finite number; 1 is none")
         if not isinstance(prompts, str | Prompt) and not len(prompts):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from flowrl.core.paths import ComponentOf
-from flowrl.core.strict import Options, require_positive
+from flowrl.core.strict import Options, require_not_negative, require_positive
 
 PreviewKind = Literal["policy", "merged", "bfloat16", "int8", "float8", "compiled"]
 SelectRule = Literal["best_worst", "variance", "random"]
@@ -32,14 +32,10 @@ class ExplorationConfig:
     """Prompts of the first iteration whose whole pool is drawn in full for that check; 0: no check."""
 
     def __post_init__(self) -> None:
-        counts = {"pool": self.pool, "num_inference_steps": self.num_inference_steps, "batch_size": self.batch_size}
-        for name, value in counts.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be positive")
+        require_positive(vars(self), "pool", "num_inference_steps", "batch_size")
         if not 0 <= self.least_hit_rate <= 1:
             raise ValueError(f"least_hit_rate={self.least_hit_rate} must lie in [0, 1]")
-        if self.check_prompts < 0:
-            raise ValueError(f"check_prompts={self.check_prompts} must not be negative")
+        require_not_negative(vars(self), "check_prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +59,4 @@ class RolloutConfig:
     """A cheap preview of more samples, of which some are drawn in full (flowrl/rollout/exploration.py); null: none."""
 
     def __post_init__(self) -> None:
-        require_positive(
-            num_inference_steps=self.num_inference_steps,
-            prompts_per_iteration=self.prompts_per_iteration,
-            group_size=self.group_size,
-            batch_size=self.batch_size,
-        )
+        require_positive(vars(self), "num_inference_steps", "prompts_per_iteration", "group_size", "batch_size")

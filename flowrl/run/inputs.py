@@ -43,9 +43,13 @@ def collect(resolved: Resolved) -> list[Input]:
     They are the code of the user's own components with its neighbouring imports, prompts, and small files that rewards'
     options name.
     """
-    result = []
-    for key, module in _components(resolved):
-        result += [_input(key, "code", file) for file in code_files(module)]
+    modules = [("model.name", resolved.model.module)]
+    for key, part in (("algorithm", resolved.algorithm), ("rollout.sampler", resolved.sampler)):
+        modules += [(f"{key}.{named}", part.module) for named in part.reference]
+    for key, plan in _rewards(resolved):
+        modules.append((f"{key}.{'name' if plan.entry.path is None else 'path'}", plan.module))
+    own = [(key, module) for key, module in modules if not f"{module.__name__}.".startswith("flowrl.")]
+    result = [_input(key, "code", file) for key, module in own for file in code_files(module)]
     data = resolved.run.data
     for key, source in (("prompts", data.prompts), ("eval_prompts", data.eval_prompts)):
         file = None if source is None else embedded_prompts(source) or Path(source)
@@ -62,16 +66,6 @@ def collect(resolved: Resolved) -> list[Input]:
 def _rewards(resolved: Resolved) -> Iterator[tuple[str, Any]]:
     yield from ((f"rewards.{i}", plan) for i, plan in enumerate(resolved.rewards))
     yield from ((f"eval.rewards.{i}", plan) for i, plan in enumerate(resolved.eval_rewards))
-
-
-def _components(resolved: Resolved) -> Iterator[tuple[str, ModuleType]]:
-    """(key, module) of the components from outside flowrl."""
-    result = [("model.name", resolved.model.module)]
-    for key, part in (("algorithm", resolved.algorithm), ("rollout.sampler", resolved.sampler)):
-        result += [(f"{key}.{named}", part.module) for named in part.reference]
-    for key, plan in _rewards(resolved):
-        result.append((f"{key}.{'name' if plan.entry.path is None else 'path'}", plan.module))
-    yield from ((key, module) for key, module in result if not f"{module.__name__}.".startswith("flowrl."))
 
 
 def _paths_in(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -7,7 +7,7 @@ such a file, and often neither are text encoders and VAE: they come from a folde
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,12 @@ def _load(file: Path, source: str, kind: str, shapes: dict[str, torch.Tensor], d
     for name, (library, class_name) in _networks(path).items():
         if library is None:
             parts[name] = None
-        elif path.is_dir() and not _held(name, class_name, shapes):
-            # diffusers takes few of these from the folder by itself.
-            made: Any = getattr(diffusers if library == "diffusers" else transformers, class_name)
-            parts[name] = made.from_pretrained(path / name, dtype=dtype)
+        elif path.is_dir():
+            part = next((part for part in ("CLIP", "T5") if class_name.startswith(part)), name)
+            if not any(key.startswith(_HELD.get(part, ())) for key in shapes):  # the file does not hold it
+                # diffusers takes few of these from the folder by itself.
+                made: Any = getattr(diffusers if library == "diffusers" else transformers, class_name)
+                parts[name] = made.from_pretrained(path / name, dtype=dtype)
     pipeline: Any = getattr(diffusers, kind)
     return pipeline.from_single_file(str(file), config=str(path), dtype=dtype, local_files_only=HF_HUB_OFFLINE, **parts)
 
@@ -78,12 +80,6 @@ def _networks(folder: Path) -> dict[str, tuple[str | None, str]]:
         for name, (library, class_name) in listed.items()
         if not name.startswith(("transformer", "unet")) and not any(word in (class_name or "") for word in others)
     }
-
-
-def _held(name: str, class_name: str, keys: Collection[str]) -> bool:
-    """Whether a file with these keys holds a text encoder or VAE."""
-    part = next((part for part in ("CLIP", "T5") if class_name.startswith(part)), name)
-    return any(key.startswith(_HELD.get(part, ())) for key in keys)
 
 
 def _shapes(file: Path) -> dict[str, torch.Tensor]:

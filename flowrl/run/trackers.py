@@ -258,8 +258,10 @@ class Trackers:
         if not waiting:
             return
         try:
-            first = [self._base()] if any(line.queued < 0 for line in waiting) else []
-            steps = {step.iteration: step for step in (*first, *make())}
+            steps = {step.iteration: step for step in make()}
+            if any(line.queued < 0 for line in waiting):  # the base's evaluation is iteration 0
+                base = Step(0, _means(self._evaluation("base")), self._images("base"))
+                steps = {0: base} | steps
             for line in waiting:
                 line.put([step for step in steps.values() if step.values or step.images])
         except Exception as error:  # such as a damaged file of an evaluation
@@ -270,10 +272,6 @@ class Trackers:
         iteration = int(row["iteration"])
         values = {name: value for name, value in tracker_runs.numbers(row).items() if name != "iteration"}
         return Step(iteration, values, self._images(f"iteration-{iteration:06d}"))
-
-    def _base(self) -> Step:
-        """The base's evaluation, as iteration 0."""
-        return Step(0, _means(self._evaluation("base")), self._images("base"))
 
     def _evaluation(self, tag: str) -> Evaluation | None:
         file = self.folder.path / "eval" / f"{tag}.json"

@@ -43,12 +43,6 @@ class EdgeTraining(Training[EdgeMethod]):
     takes_sampler = True
 
     def check(self, setting: Setting) -> None:
-        self._check_guidance(setting)
-        self._check_steps(setting)
-        super().check(setting)
-        self._check_trees(setting)
-
-    def _check_guidance(self, setting: Setting) -> None:
         wanted, given = self.method.guidance_scale, setting.rollout.guidance_scale
         if wanted is not None and wanted != given:
             raise ConfigError(
@@ -56,6 +50,9 @@ class EdgeTraining(Training[EdgeMethod]):
                 "with log-probs needs the same",
                 remedies=[Remedy({"algorithm.guidance_scale": None})],
             )
+        self._check_steps(setting)
+        super().check(setting)
+        self._check_trees(setting)
 
     def _check_steps(self, setting: Setting) -> None:
         steps, trained = setting.rollout.num_inference_steps, self.method.sde_steps

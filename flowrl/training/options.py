@@ -41,7 +41,7 @@ class EmaConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
             raise ValueError(f"decay={self.decay} must be in [0, 1)")
-        require_positive(every=self.every, first=self.first, repeats=self.repeats)
+        require_positive(vars(self), "every", "first", "repeats")
         if len(self.warmup_terms) != 2 or not 0 <= self.warmup_terms[0] <= self.warmup_terms[1]:
             raise ValueError(f"warmup_terms={self.warmup_terms} must be two numbers a <= b from 0 on")
 
@@ -91,13 +91,7 @@ class OptimConfig:
     """Averaged weights, used for evaluation and the saved result; null: no average."""
 
     def __post_init__(self) -> None:
-        require_positive(
-            learning_rate=self.learning_rate,
-            eps=self.eps,
-            max_grad_norm=self.max_grad_norm,
-            updates_per_iteration=self.updates_per_iteration,
-            batch_size=self.batch_size,
-        )
+        require_positive(vars(self), "learning_rate", "eps", "max_grad_norm", "updates_per_iteration", "batch_size")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
         if self.weight_decay < 0 or self.warmup_updates < 0:

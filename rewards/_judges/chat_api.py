@@ -29,6 +29,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.core.errors import Remedy
+from flowrl.core.strict import require_not_negative
 from flowrl.core.subprocesses import require_patience
 from flowrl.reward import RewardError, unscored
 
@@ -73,9 +74,7 @@ class Http:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         require_patience("deadline_s", self.deadline_s)
-        for name in ("retries", "price_prompt", "price_completion"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        require_not_negative(vars(self), "retries", "price_prompt", "price_completion")
         if not 2 <= self.top_logprobs <= 20:
             raise ValueError(f"top_logprobs={self.top_logprobs} must be between 2 and 20")
 

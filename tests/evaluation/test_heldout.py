@@ -168,7 +168,7 @@ def test_a_share_that_means_nothing_is_refused(read, data, words):
     ],
 )
 def test_a_plan_shows_what_is_trained_and_evaluated(read, monkeypatch, capsys, share, words):
-    monkeypatch.setattr("flowrl.commands.plan._skeleton", lambda resolved: (None, "not measured here"))
+    monkeypatch.setattr("flowrl.commands.plan.outline", lambda resolved: (None, "not measured here"))
     read(eval_share=share)
     code, printed = command(monkeypatch, capsys, "plan", "run.yaml")
     assert code == 0, printed

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowrl.algorithms.base import EdgeMethod
-from flowrl.commands.plan import _samples_text, _tree_table, geometry, step_plan
+from flowrl.commands.plan import _samples_text, _steps_table, geometry, step_plan
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
 from flowrl.diffusion.tree_shapes import Branching
@@ -154,7 +154,7 @@ def test_memory_and_compute_are_those_of_the_tree():
 
 def cells(run_: Resolved, column: str) -> list[str]:
     adapter = skeleton(run_)
-    table = _tree_table(run_, adapter, step_plan(run_, adapter))
+    table = _steps_table(run_, adapter, step_plan(run_, adapter))
     return next([str(cell) for cell in c.cells] for c in table.columns if c.header == column)
 
 

@@ -68,7 +68,7 @@ CASES = [
      "'algorithm.spatial={backbone: fixed, keep_mean: true, ratio: sample}'"),
     ("credit/selection.py:SelectConfig.__post_init__ 1 2 3", "flow_grpo",
      "'algorithm.advantages.select={name: best_worst, keep: 3}'"),
-    ("training/edge_batches.py:EdgeTraining._check_guidance", "flow_grpo", "algorithm.guidance_scale=2.0"),
+    ("training/edge_batches.py:EdgeTraining.check", "flow_grpo", "algorithm.guidance_scale=2.0"),
     ("training/edge_batches.py:_with_noise", "flow_grpo", "'rollout.sampler={name: ode}'"),
     ("training/noise_batches.py:NoiseTraining.check", "find", "rollout.shared_noise=true"),
     ("training/noise_batches.py:NoiseTraining.check 2", "find", "'rollout.sampler={name: flow_sde}'"),

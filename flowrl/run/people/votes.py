@@ -172,13 +172,10 @@ class VoteBook:
         return self._lines
 
     def _write_pairs(self) -> None:
-        records = [pair for vote in self.votes.values() if (pair := _pair(vote)) is not None]
-        write_atomically(self.folder / PAIRS, "".join(json.dumps(record) + "\n" for record in records))
-
-
-def _pair(vote: Vote) -> dict[str, str] | None:
-    """Its record of preference data; None where neither image was preferred."""
-    if vote.choice not in ("first", "second"):
-        return None
-    chosen, rejected = (vote.first, vote.second) if vote.choice == "first" else (vote.second, vote.first)
-    return {"prompt": vote.prompt, "chosen": chosen, "rejected": rejected, "voter": vote.voter, "group": vote.group}
+        text = ""
+        for vote in self.votes.values():
+            if vote.choice in ("first", "second"):
+                images = (vote.first, vote.second) if vote.choice == "first" else (vote.second, vote.first)
+                record = {"prompt": vote.prompt, "chosen": images[0], "rejected": images[1]}
+                text += json.dumps(record | {"voter": vote.voter, "group": vote.group}) + "\n"
+        write_atomically(self.folder / PAIRS, text)
