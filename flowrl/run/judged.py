@@ -12,6 +12,7 @@ import torch
 
 from flowrl.core.errors import ConfigError, ModelError, Remedy
 from flowrl.core.files import file_sha256, known_object
+from flowrl.models.pipelines.loading import without_bars
 from flowrl.models.pipelines.paths import loading, null_components, require_folder, resolve_path
 from flowrl.models.weights.roles import lora_file
 from flowrl.rollout.learned_noise import LearnedNoise
@@ -64,7 +65,7 @@ def load(
         ConfigError: options that do not belong together, or a run without trained weights.
         ModelError: a model or LoRA that cannot be loaded, or does not fit; the message has the remedy.
     """
-    _quiet()
+    without_bars()
     added = [LoraFile.parse(word) for word in loras]
     folder, facts = Path(target), dict[str, Any]()
     is_run, is_file = (folder / "config.yaml").is_file(), folder.suffix == ".safetensors"
@@ -108,15 +109,6 @@ def require_model(target: str) -> None:
     if path.is_dir() and not (path / "config.yaml").is_file():
         _require_pipeline(path)
         require_folder(target)
-
-
-def _quiet() -> None:
-    """Leave out the bars of the libraries: they would drown what the command prints."""
-    import diffusers
-    import transformers
-
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
 
 
 def _dtype() -> torch.dtype:

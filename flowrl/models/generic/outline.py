@@ -8,7 +8,7 @@ that are not in the folder. The network and the VAE are on the meta device and t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from flowrl.models.generic.encoding import LONG
 from flowrl.models.generic.entrance import PROBE_STEPS
 from flowrl.models.generic.full_masks import FullMasks
 from flowrl.models.generic.images import CONTENT, LAYOUT
+from flowrl.models.generic.reentry import replaced
 from flowrl.models.generic.stand_ins import Encoded, Pixels, Seen, StandIn, tokenizer
 from flowrl.models.pipelines.loading import meta_pipeline
 
@@ -76,13 +77,10 @@ class Outline(Generic):
             encoder = encoders.get(name.replace("tokenizer", "text_encoder"))
             if name.startswith("tokenizer") and encoder is not None:
                 made[name] = tokenizer(self._folder / name, encoder.config)
-        pipeline.__dict__.update(made)
-        if "tokenizer_max_length" in vars(pipeline) and "tokenizer" in made:
-            pipeline.tokenizer_max_length = made["tokenizer"].model_max_length
-        try:
+        with replaced(pipeline, made):
+            if "tokenizer_max_length" in vars(pipeline) and "tokenizer" in made:
+                pipeline.tokenizer_max_length = made["tokenizer"].model_max_length
             yield
-        finally:
-            pipeline.__dict__.update(before)
 
     def schedule(self, num_inference_steps: int) -> Schedule:
         with self._standing_in(self.pipeline), _seeing(self.pipeline):
@@ -135,17 +133,11 @@ class Outline(Generic):
             raise Unmeasurable(f"{self.kind} on tensors without values: {type(error).__name__}: {reason}") from error
 
 
-@contextmanager
-def _seeing(pipeline: Any) -> Iterator[None]:
+def _seeing(pipeline: Any) -> AbstractContextManager[None]:
     """The pipeline with stand-ins for what encodes images."""
     parts = vars(pipeline)
     names = ("vae",) if parts.get("image_encoder") is None else ("vae", "image_encoder", "image_processor")
-    before = {name: parts[name] for name in names if name in parts}
-    pipeline.__dict__.update({name: _SEEING[name](part) for name, part in before.items()})
-    try:
-        yield
-    finally:
-        pipeline.__dict__.update(before)
+    return replaced(pipeline, {name: _SEEING[name](parts[name]) for name in names if name in parts})
 
 
 @contextmanager

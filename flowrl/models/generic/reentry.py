@@ -249,7 +249,7 @@ class Reentry:
             record = visit.returned.setdefault(name, [])
             parts[name] = self._answer(name, record, (answers or {}).get(name))
         with ExitStack() as stack:
-            stack.enter_context(_replaced(self.pipeline, parts))
+            stack.enter_context(replaced(self.pipeline, parts))
             for name, network in self.networks.items():
                 hook = None
                 if stop_at_network:
@@ -290,7 +290,7 @@ class Reentry:
             for name, part in self.pipeline.components.items()
             if callable(getattr(part, "step", None)) and callable(getattr(part, "set_timesteps", None))
         }
-        with _replaced(self.pipeline, {**schedulers, "prepare_latents": prepare}):
+        with replaced(self.pipeline, {**schedulers, "prepare_latents": prepare}):
             output = self._call(self.pipeline, **options)
         return OwnCall(calls, schedulers["scheduler"].timesteps, output)
 
@@ -363,7 +363,7 @@ def _hashable(value: Any) -> bool:
 
 
 @contextmanager
-def _replaced(pipeline: Any, parts: dict[str, Any]) -> Iterator[None]:
+def replaced(pipeline: Any, parts: dict[str, Any]) -> Iterator[None]:
     """Attributes of the instance, changed for a while; past its __setattr__, which would rewrite its configuration."""
     before = {name: pipeline.__dict__[name] for name in parts if name in pipeline.__dict__}
     pipeline.__dict__.update(parts)

@@ -19,14 +19,21 @@ from flowrl.models.memory.savings import check_available, quantization
 from flowrl.models.pipelines.paths import lacks, loading, null_components, pipeline_index, require_folder, resolve_path
 
 
-@imports()
-def quiet_diffusers(name: str) -> Any:
-    """A class of diffusers. Loading takes seconds: the libraries' own bars would drown the run's messages."""
+def without_bars() -> None:
+    """Leave out the libraries' own bars, which would drown the messages of flowrl."""
     import diffusers
     import transformers
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+
+
+@imports()
+def quiet_diffusers(name: str) -> Any:
+    """A class of diffusers; loading takes seconds, and shows no bars."""
+    import diffusers
+
+    without_bars()
     return _class(diffusers, name)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from flowrl.core import assets
 from flowrl.core.errors import ModelError, Remedy
 from flowrl.core.paths import lost, lost_in
+from flowrl.models.lora_formats.files import PICKLES
 
 
 def asset_folder(name: str) -> Path | None:
@@ -28,7 +29,7 @@ def resolve_path(path: str) -> str:
     if asset is not None:
         return str(asset)
     local = Path(path).expanduser()
-    if local.suffix in {".ckpt", ".pt", ".bin", ".pth"}:
+    if local.suffix in PICKLES:
         raise ModelError(f"model.path={path!r}: pickle checkpoints are not read; convert it to .safetensors")
     if local.exists():
         return str(local)
