@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowrl.config.extends import KEY, load_layers
-from flowrl.config.locate import Origin, folder_of, located
+from flowrl.config.locate import Origin, located
 from flowrl.config.places import placed
 from flowrl.config.schema import RunConfig, to_tree
 from flowrl.core import registry
@@ -46,9 +46,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None, *, folder:
         stand_ins(file.parent, tree)
         _require_names(placed(tree, lambda: validate(RunConfig, tree, "")))
         keys = tuple(word.partition("=")[0] for word in words)
-        holders = {key: folder_of(holder) for key, holder in layers.holders.items() if holder != file}
+        holders = {key: holder.parent for key, holder in layers.holders.items() if holder != file}
         # The marks of components' paths stand in their Config, so from here on components are imported.
-        tree = located(RunConfig, tree, Origin(folder or folder_of(file), keys, holders))
+        tree = located(RunConfig, tree, Origin(folder or file.parent, keys, holders))
         run = validate(RunConfig, tree, "")
         if len(layers.files) > 1:
             placed(to_tree(run), lambda: _check_known(run))

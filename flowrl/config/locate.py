@@ -48,15 +48,6 @@ def inside(key: str, place: str) -> bool:
     return key == place or key.startswith(f"{place}.")
 
 
-def folder_of(file: Path) -> Path:
-    """The folder that relative paths of a configuration's file start from.
-
-    Older run folders, which have no inputs.json, hold paths relative to the working directory.
-    """
-    made, recorded = ((file.parent / name).is_file() for name in ("provenance.json", "inputs.json"))
-    return Path.cwd() if file.name == "config.yaml" and made and not recorded else file.parent
-
-
 def located(cls: type, tree: Options, origin: Origin, where: str = "") -> Options:
     """A copy of the plain data of a dataclass with absolute paths in its marked options.
 

@@ -78,7 +78,7 @@ def say(text: str, *values: object) -> None:
 
 
 def read(run: Path) -> Record | None:
-    """The record of a run folder; None if it has none, as an older one.
+    """The record of a run folder; None if it has none.
 
     Raises:
         ConfigError: the file is damaged.

@@ -17,9 +17,7 @@ from typing import Any
 
 import yaml
 
-from flowrl.config.locate import Origin, located
 from flowrl.config.resolved import Resolved
-from flowrl.config.schema import RunConfig
 from flowrl.core.errors import ConfigError, Moved, Remedy
 from flowrl.core.files import (
     damaged,
@@ -199,9 +197,7 @@ class RunFolder:
         record, agreed = contents.read(self.path) if started else None, list[str]()
         accept.require_acceptable(tree)
         if file.is_file() and started:
-            # Older run folders have paths relative to the working directory.
-            old = yaml.safe_load(file.read_text(encoding="utf-8"))
-            old, same = located(RunConfig, old, Origin(Path.cwd())), copy.deepcopy(tree)
+            old, same = yaml.safe_load(file.read_text(encoding="utf-8")), copy.deepcopy(tree)
             # Without a split the share has no effect.
             may_change = MAY_CHANGE if splits(resolved) else (*MAY_CHANGE, "data.eval_share")
             inputs.alike(old, same, record, now)

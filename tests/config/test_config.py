@@ -197,7 +197,6 @@ def test_an_option_of_a_run_folder_that_is_not_known_is_refused_as_in_any_file(r
     tree = resolve(read()).tree()
     tree["optim"]["wieght"] = 1
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
-    (tmp_path / "provenance.json").write_text("{}")
     assert "optim.wieght: unknown key (value 1)" in refusal(load_config, tmp_path)
 
 

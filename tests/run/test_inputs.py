@@ -182,15 +182,10 @@ def test_a_copy_that_was_cut_off_does_not_stand_in_for_the_file(project, monkeyp
     assert {(run / str(one.copy)).read_bytes() == (project / one.name).read_bytes() for one in record.inputs} == {True}
 
 
-def test_an_older_run_folder_goes_on_and_is_recorded_from_then_on(project):
+def test_a_run_folder_without_a_record_goes_on_and_is_recorded_from_then_on(project):
     run = started()
-    tree = yaml.safe_load((run / "config.yaml").read_text())
-    tree["rewards"][0]["path"], tree["data"]["prompts"] = "mine.py", "train.txt"
-    (run / "config.yaml").write_text(yaml.safe_dump(tree))
-    (run / "provenance.json").write_text("{}")
     (run / contents.FILE).unlink()
     (project / "train.txt").write_text("x\n")
-    assert read(config=str(run)).run.data.prompts == str(project / "train.txt")
     begin(read())
     assert contents.read(run) is not None
     (project / "train.txt").write_text("y\n")
