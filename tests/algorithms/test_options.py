@@ -6,80 +6,16 @@ import contextlib
 
 import pytest
 
-from flowrl.algorithms.base import EdgeMethod
 from flowrl.commands._option_texts import option_texts
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import validate
 from flowrl.rollout.options import RolloutConfig
-from tests.toys import algorithms
+from tests.tables import table
 
 POSITIONAL = ("dance_grpo", "flow_grpo", "flow_grpo_fast", "mix_grpo", "mix_grpo_flash")
 """The methods with a ratio by position."""
-REFUSED = [
-    ("awm", {"power": 0.0}, "power=0.0 must be in"),
-    ("awm", {"clip_range": 0.0}, "must be positive"),
-    ("awm", {"advantages": {"clip": None}}, "advantages.clip=null"),
-    ("awm", {"passes": 0}, "passes=0"),
-    ("awm", {"solver_noise": 0.4}, "only the solver 'sa' adds noise"),
-    ("awm", {"ema": {"start": 0.6}}, "start=0.6 is above limit=0.5"),
-    ("awm", {"ema": {"limit": 1.5}}, "limit=1.5 must be in"),
-    ("awm", {"ema": {"slope": -1.0}}, "must not be negative"),
-    ("crd", {"beta": 0.0}, "beta=0.0"),
-    ("crd", {"least_pull": 1.5}, "least_pull=1.5"),
-    ("crd", {"advantages": {"clip": None}}, "advantages.clip=null"),
-    ("crd", {"pools": -0.1}, "pools=-0.1"),
-    ("dance_grpo", {"timestep_fraction": 0.0}, "timestep_fraction"),
-    ("dance_grpo", {"timestep_fraction": 1.1}, "timestep_fraction"),
-    ("ddpo", {"timestep_fraction": 0.0}, "timestep_fraction"),
-    ("ddpo", {"passes": 0}, "passes=0 must be at least 1"),
-    ("ddpo", {"passes": 2, "estimator": "score"}, "passes=2: estimator=score"),
-    ("ddpo", {"clip_range": 0.0}, "clip_range"),
-    ("diffusion_nft", {"mix": 0.0}, "mix=0.0"),
-    ("diffusion_nft", {"advantages": {"clip": None}}, "advantages.clip=null"),
-    ("dpok", {"buffer": 0}, "buffer=0 must be positive"),
-    ("dpok", {"policy_steps": 0}, "policy_steps=0"),
-    ("dpok", {"kl": {"coef": -1.0}}, "coef=-1"),
-    ("dpok", {"value": {"batch_size": 0}}, "batch_size=0"),
-    ("dynamic_tree_rpo", {"children": 1}, "children"),
-    ("dynamic_tree_rpo", {"growth": -0.1}, "growth"),
-    ("dynamic_tree_rpo", {"clip_sensitivity": -1.0}, "clip_sensitivity"),
-    ("dynamic_tree_rpo", {"tuning": {"coef": 0.0}}, "must be positive"),
-    ("find", {"solver": "sa"}, "solver=sa adds noise"),
-    ("find", {"clip_range": 0.0}, "clip_range=0.0"),
-    ("find", {"least_std": 0.0}, "least_std=0.0"),
-    ("find", {"prior_coef": -1.0}, "prior_coef=-1.0"),
-    ("find", {"keep_moment": True, "train_std": False}, "keep_moment=true needs train_std=true"),
-    ("find", {"advantages": {"std": "global"}}, "rule of baseline=group"),
-    ("flow_dppo", {"threshold": -1.0}, "threshold=-1"),
-    ("flow_grpo", {"clip_range": 0.0}, r"clip_range=0\.0"),
-    ("flow_grpo", {"sde_steps": []}, "at least one step"),
-    ("flow_grpo", {"sde_steps": [-1]}, "counted from 0"),
-    ("flow_grpo", {"sde_steps": [2, 0, 2]}, r"names a step twice; try '.*sde_steps=\[0, 2\]'"),
-    ("flow_grpo", {"kl": {"coef": -1.0}}, r"coef=-1\.0 must not be negative"),
-    ("flow_grpo", {"spatial": {"backbone": ""}}, "backbone is empty"),
-    ("flow_grpo", {"spatial": {"backbones": "fixed"}}, r"spatial\.backbones.*did you mean 'backbone'"),
-    ("flow_grpo", {"spatial": {"ratio": "pixel"}}, r"spatial\.ratio.*'pixel'"),
-    ("flow_grpo", {"spatial": {"ratio": "sample", "keep_mean": True}}, "nothing would change"),
-    ("flow_grpo_fast", {"window_size": -1}, "window_size=-1"),
-    ("flow_grpo_fast", {"low": -1}, "low=-1"),
-    ("flow_grpo_fast", {"window_size": 3, "low": 2, "high": 4}, "does not fit"),
-    ("flow_grpo_fast", {"clip_range": 0.0}, "clip_range=0"),
-    ("fpo", {"clip_range": 0.0}, r"clip_range=0\.0 must be positive"),
-    ("mix_grpo_flash", {"ratio_kept": 0.0}, "ratio_kept"),
-    ("mix_grpo_flash", {"ratio_kept": 1.5}, "ratio_kept"),
-    ("mix_grpo_flash", {"shift": 0.0}, "shift"),
-    ("raft", {"refresh": -1}, "null never refreshes"),
-    ("raft", {"advantages": {}}, "unknown key"),
-    ("ram", {"strength": 0.0}, r"strength=0\.0"),
-    ("ram", {"kl": {}}, "unknown key"),
-    ("rwr", {"refresh": -1}, "null never refreshes"),
-    ("rwr", {"advantages": {}}, "unknown key"),
-    ("sage_grpo", {"trust": {"every": 0}}, "every=0"),
-    ("sage_grpo", {"trust": {"coef": 1e-3}}, "coef=0.001"),
-    ("sage_grpo", {"trust": {"factor": 1.0}}, "factor=1.0"),
-    *((name, {"spatial": {}}, "unknown key") for name in algorithms(EdgeMethod) if name not in POSITIONAL),
-]
+REFUSED = table(__file__, "refused")
 TOO_SHORT = [
     ("dance_grpo", {"timestep_fraction": 0.1}, 6, r"must be at least 0\.2"),
     ("ddpo", {"timestep_fraction": 0.1}, 6, r"must be at least 0\.167"),

@@ -22,6 +22,7 @@ from flowrl.run.origin import origin
 from tests import native, tiny_sd3
 from tests import tiny_pipelines as tiny
 from tests.e2e.test_bad_input import command
+from tests.tables import table
 
 # family, tiny pipeline, options of the adapter: each of them shows in the pipeline's own call.
 RUNS: list[tuple[str, str, dict[str, Any]]] = [
@@ -131,31 +132,7 @@ def test_a_video_is_written_as_mp4_at_a_rate_of_the_options(draw):
 
 @pytest.mark.parametrize(
     ("case", "words", "reason"),
-    [
-        ("qwen_image_edit", ["a"], "QwenImageEditPipeline needs 1 image(s) with each prompt"),
-        ("flux", ["a", "--image", "red.png"], "1 image(s) with a prompt, but FluxPipeline takes none"),
-        ("flux", ["a", "--image", "gone.png"], "--image 'gone.png' cannot be read as an image"),
-        ("flux", ["gone.jsonl"], "prompts='gone.jsonl': there is no such file"),
-        ("flux", ["set.xlsx"], "prompts='set.xlsx': prompts are not read from a .xlsx file; give a .txt"),
-        ("flux", ["a", "--image", "cut.png"], "--image 'cut.png' cannot be read as an image"),
-        ("flux", ["a", "--steps", "0"], "--steps"),
-        ("flux", ["a", "--set", "num_inference_steps=0"], "num_inference_steps=0: must be a whole number, at least 1"),
-        ("wan", ["a", "--set", "num_frames=0"], "num_frames=0: must be a whole number, at least 1"),
-        ("wan", ["a", "--set", "num_frames=4.5"], "num_frames=4.5: must be a whole number, at least 1"),
-        ("wan", ["a", "--fps", "1e-9"], "--fps=1e-09: files hold 0.01 to 1000 frames a second"),
-        ("flux", ["a", "--fps", "0"], "--fps=0.0: a frame rate must be above 0, in frames a second"),
-        (
-            "flux",
-            ["a", "--fps", "8"],
-            "--fps 8: it is for videos, and FluxPipeline makes images, which are written as PNG; leave out --fps 8",
-        ),
-        ("flux", ["a", "--guidance", "inf"], "--guidance inf: must be a finite number"),
-        ("flux", ["a", "--set", "heigth=8"], "heigth: FluxPipeline takes no such argument; did you mean 'height'?"),
-        ("flux", ["a", "--set", "prompt=b"], "--set prompt: the command sets it by itself"),
-        ("wan", ["a", "--set", "width=20"], "WanPipeline: `height` and `width` have to be divisible by 16"),
-        ("wan", ["a", "--set", "height=1024"], "height=1024: the denoiser has positions for 512 pixels"),
-        ("flux_kontext", ["own.jsonl", "--image", "red.png"], "whose records name their own images"),
-    ],
+    table(__file__, "refused_pictures"),
 )
 def test_pictures_that_do_not_fit_are_refused_with_the_reason(draw, case, words, reason):
     Path("set.xlsx").write_text("a prompt\n")

@@ -11,6 +11,7 @@ from flowrl.commands.plan import geometry, step_plan
 from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
 from flowrl.core.errors import ConfigError
+from tests.tables import table
 
 TREE = {
     "name": "run",
@@ -51,41 +52,7 @@ def test_slots_are_filled_as_the_method_says(read, method, size, drawn):
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
-    [
-        # a method without what it learns from, and the other way round
-        (["data={prompts: a.txt}"], ["data.pairs.path is required", "diffusion_dpo learns from given images"]),
-        (
-            ["algorithm.name=flow_grpo", "rewards=[{name: jpeg}]"],
-            ["data.pairs.path='", "pairs.jsonl': ", "flow_grpo draws its samples", "diffusion_dpo"],
-        ),
-        (["algorithm.name=online_dpo", "data={prompts: a.txt}"], ["rewards is empty"]),
-        (["data={}"], ["prompts is required", "pairs"]),
-        (["data.prompts=a.txt"], ["prompts='", "a.txt': captions", "captions of the pairs are the prompts"]),
-        (["rewards=[{name: jpeg}]"], ["rewards", "in eval.rewards they are looked at"]),
-        # options without a meaning
-        (["rollout.group_size=4"], ["rollout.group_size=4", "data.pairs.per_iteration"]),
-        (["rollout.prompts_per_iteration=4"], ["rollout.prompts_per_iteration=4", "filled from the pairs"]),
-        (["rollout.exploration={pool: 30}"], ["rollout.exploration"]),
-        (["rollout.sampler={name: flow_sde}"], ["rollout.sampler", "scores no transition"]),
-        (["algorithm.solver=ode"], ["algorithm.solver: unknown key"]),
-        (["algorithm.advantages={std: group}"], ["algorithm.advantages: unknown key"]),
-        (["eval.rewards=[{name: jpeg}]"], ["eval.rewards", "no prompts in data.eval_prompts"]),
-        (["eval.best_guidance=[1, 2]"], ["eval.best_guidance", "no reward to compare by"]),
-        (["algorithm.name=sft", "data.pairs.eval=other"], ["data.pairs.eval", "sft compares no images"]),
-        # numbers
-        (["data.pairs.per_iteration=9"], ["updates_per_iteration=2", "the 9 pairs", "=1, or ", "=3, or ", "=9"]),
-        (["data.pairs.per_iteration=0"], ["per_iteration=0"]),
-        (["data.pairs.caption_dropout=1.5"], ["caption_dropout=1.5"]),
-        (["data.pairs.crop=left"], ["data.pairs.crop"]),
-        (["data.pairs.records={chosn: a}"], ["data.pairs.records.chosn", "chosen"]),
-        (["data={pairs: {flip: false}}"], ["data.pairs.path: is required"]),
-        (["optim.batch_size=1"], ["optim.batch_size=1", "all samples of a prompt", "try optim.batch_size=2"]),
-        (["algorithm.name=seppo", "optim.batch_size=7"], ["at all their times", "8 rows"]),
-        (["algorithm.beta=0"], ["beta=0"]),
-        (["algorithm={name: diffusion_kto, liked_share: 1.0}"], ["liked_share=1.0", "both classes"]),
-        (["algorithm={name: seppo, solver: sa}"], ["solver=sa"]),
-        (["algorithm={name: seppo, every: 0}"], ["every=0"]),
-    ],
+    table(__file__, "refused_pairs"),
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_what_does_not_go_together_is_refused_with_the_remedy(read, overrides, words):

@@ -15,6 +15,7 @@ from flowrl.core import registry
 from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suite import load_suite
 from tests import tiny_suites
+from tests.tables import table
 
 NAMES = registry.names("suites")
 ENDS = {"wise": (0.0, 2.0)}
@@ -65,42 +66,7 @@ def test_a_suite_that_reads_its_prompts_is_given_some(tmp_path):
         flowrl.check(wise, prompts=str(tmp_path / "nowhere"))
 
 
-BROKEN = [
-    ("facts", 'licence="yours"', 'licence=" "', "licence is empty"),
-    ("facts", 'source="yours"', 'source="https://a.b"', "names the host 'https:'"),
-    ("facts", "level=LEVEL", 'level="new"', "level='new'"),
-    ("facts", "images_per_prompt=2", "images_per_prompt=0", "is below 1"),
-    ("prompts", '    refuse_path(path, "mine")\n', "", "takes the prompts"),
-    ("prompts", "num_prompts=12", "num_prompts=13", "12 prompts, and num_prompts=13"),
-    ("items", 'f"{color}-{shape}"', "color", "two have one id"),
-    ("items", 'f"{color}-{shape}"', 'f"{color}/{shape}"', "the id 'red/circle'"),
-    ("items", 'f"a {color} {shape}"', '" "', "red-circle has the text ' '"),
-    ("items", "{}, (color,)", '{"pair": (color,)}, (color,)', "has the metadata"),
-    ("items", "(color,)) for", "(0,)) for", r"has the tags \(0,\)"),
-    ("read again", "pairs = [", "import random; pairs = [", "another list"),
-    ("judges", 'reward=({"name": "shapes"},)', "reward=None", "nobody judges it"),
-    ("judges", '{"name": "shapes"}', '{"name": "shapes", "colour": 1}', "unknown key"),
-    ("judges", "num_prompts=12", "num_prompts=12, videos=True", "judges images"),
-    ("table", 'line("overall"', 'line("red"', "the lines"),
-    ("table", '(tuple(lines), "overall")', '(tuple(lines), "all")', "the headline 'all' is no line"),
-    ("table", "bounds = (0.0, 1.0)", "bounds = (0.0, 0.1)", r"outside of 0\.\.0\.1"),
-    ("table", "Table(tuple(lines)", "Table(tuple(replace(x, low=9.0) for x in lines)", "outside of 9.."),
-    ("table", "Table(tuple(lines)", "Table(tuple(replace(x, n_images={1}) for x in lines)", "not JSON serializable"),
-    ("table", "score(output), output=output, bounds=bounds))", "lambda row: None))", "overall is nan"),
-    ("parts", "Table(tuple(lines)", "Table(tuple(replace(x, mean=x.mean + 1e-3) for x in lines)", "its parts have"),
-    ("parts", "Table(tuple(lines)", "Table(tuple(replace(x, parts=()) for x in lines)", "no line has any"),
-    ("parts", "groups.values()), score(output)", "groups.values()), score(output), weights=(1, 1, 0)", "weights"),
-    ("order of rows", '"overall", list(groups.values())', '"overall", [rows[:3]]', "another mean of overall"),
-    ("range", "bounds = (0.0, 1.0)", "bounds = (0.0, 2.0)", "red is 1 at the top, and not 2"),
-    ("range", "bounds = (0.0, 1.0)", "bounds = (-1.0, 1.0)", "red is 0 at the bottom, and not -1"),
-    ("missing score", "score(output)", "lambda row: row.scores[output] or 0.0", "without one of equal scores"),
-    ("missing score", "Table(tuple(lines)", "Table(tuple(replace(x, n_scored=x.n_images) for x in lines)", "n_scored"),
-    ("answers", "", "\n\ndef from_answers(answers, item):\n    return {'a': 1.0}\n", "has no questions"),
-    ("answers", "{}, (color,)", '{"questions": ["a"]}, (color,)', "for answers that are missing"),
-    ("official folder", "", "\n\ndef layout(item, k):\n    return '/' + item.id\n", "the place /red-circle"),
-    ("official folder", "", "\n\ndef layout(item, k):\n    return item.tags[0]\n", "share a place"),
-    ("official folder", "", "\n\ndef read_results(path, items):\n    return {}\n", "a folder that is never written"),
-]
+BROKEN = table(__file__, "broken_suites")
 
 
 @pytest.mark.parametrize(("law", "old", "new", "words"), BROKEN)

@@ -24,6 +24,7 @@ from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Evaluations, Policy
 from flowrl.rollout.trajectories import Asked
 from flowrl.samplers import dance_sde, ddim, flow_sde
+from tests.tables import table
 from tests.toys import SHAPE, Session, ToyAdapter, replay_of, roll_out, rollout_of
 
 SCALE: dict[str, Any] = {"clip_range": 1e-3}
@@ -351,36 +352,7 @@ def test_shares_hold_whole_trees_and_every_credited_edge_once(name, updates):
 
 @pytest.mark.parametrize(
     ("algorithm", "words"),
-    [
-        ("branch_grpo, splits: [5]", "of 6 steps 0..4 can split"),
-        ("branch_grpo, splits: [0, 1, 2, 3]", "group_size=24: .*16 here; try .*rollout.group_size=32"),
-        ("branch_grpo, splits: [0, 0]", "none twice"),
-        ("branch_grpo, splits: [0, 1], prune: extremes", "keep=4 best and worst of 4 leaves"),
-        ("branch_grpo, splits: [0], advantages: {name: median}", "'group' or 'per_reward'"),
-        ("branch_grpo, splits: [0], depth: {start: 5}", r"depth\.start=5: of 6 steps 0\.\.4 are trained"),
-        ("branch_grpo, splits: [0], depth: {stop: -1}", r"depth\.stop=-1"),
-        ("branch_grpo, splits: [0, 2], depth: {start: 3, stop: 1}", "ends before it begins: give depth.stop at least"),
-        ("branch_grpo, splits: [0, 2], depth: {direction: earlier}", "step 2 to step 2 does not move: give depth.stop"),
-        ("branch_grpo, splits: [0], spread: .inf", "spread=inf must be a number of at least 0, or null"),
-        (
-            "branch_grpo, splits: [0, 2], prune: parent_top1, mix: {strategy: frozen, size: 3}",
-            "prune=parent_top1: after the last split, step 2, no step is trained in any iteration",
-        ),
-        ("branch_grpo, splits: [0, 4], prune: extremes, keep: 1", "after the last split, step 4"),
-        ("tp_grpo, turning: .inf", "turning=inf"),
-        ("tree_grpo, window: 6", "window=6 of 6 steps"),
-        ("tree_grpo, decay: 0", "decay=0"),
-        ("tempflow_grpo, steps: [5]", "can branch whose stochastic step ends"),
-        ("g2rpo, strides: [1, 1]", "none twice"),
-        ("g2rpo, steps: [4], strides: [1, 2]", "would take the same steps"),
-        ("flow_grpo_fast, branch: 5", "try rollout.group_size=25"),
-        ("flow_grpo_fast, branch: 1", "at least 2"),
-        ("flow_grpo_fast, branch: 4, spatial: {}", "branch=4 with spatial"),
-        (
-            "flow_grpo_fast, branch: 4, advantages: {name: group, select: {name: best_worst, keep: 2}}",
-            "branch=4 with advantages.select",
-        ),
-    ],
+    table(__file__, "refused_trees"),
 )
 def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(algorithm, words):
     changes = [f"algorithm={{name: {algorithm}, clip_range: 1e-3}}", "rollout.group_size=24"]

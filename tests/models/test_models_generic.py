@@ -27,6 +27,7 @@ from tests import tiny_pipelines as tiny
 from tests.contracts.test_models import noise_like
 from tests.native import drawn, lora
 from tests.native import entered as adapter
+from tests.tables import table
 
 CALL = {"max_sequence_length": tiny.TOKENS}
 
@@ -103,28 +104,7 @@ def test_an_unknown_class_whose_samples_see_each_others_timestep_is_predicted_st
 
 @pytest.mark.parametrize(
     ("name", "call", "message"),
-    [
-        ("wan", {"num_frame": 9}, r"call\.num_frame: WanPipeline takes no such argument; did you mean 'num_frames'"),
-        (
-            "wan",
-            {"num_frames": 8},
-            r"model\.call\.num_frames=8 must be one more than a multiple of 4, .*; try model.call.num_frames=9",
-        ),
-        (
-            "wan",
-            {"num_frames": 0},
-            r"model\.call\.num_frames=0 must be one more than a multiple of 4, .*; try model.call.num_frames=1",
-        ),
-        (
-            "ltx",
-            {"num_frames": 8},
-            r"model\.call\.num_frames=8 must be one more than a multiple of 4, .*; try model.call.num_frames=9",
-        ),
-        ("wan", {"height": 16}, r"model\.call\.height is not to be set: model\.height decides it"),
-        ("wan", {"guidance_scale": 3}, r"rollout\.guidance_scale decides it"),
-        ("wan", {"prompt_embeds": None}, "takes no such argument"),
-        ("sd3", {"skip_guidance_layers": [0]}, "skip_guidance_layers: .* depends on the step's number"),
-    ],
+    table(__file__, "refused_arguments"),
 )
 def test_a_wrong_argument_of_the_call_is_named(name, call, message):
     with pytest.raises(ModelError, match=message):

@@ -31,6 +31,7 @@ from flowrl.rollout.trajectories import Asked
 from flowrl.samplers import flow_sde
 from tests import native
 from tests import tiny_pipelines as tiny
+from tests.tables import table
 from tests.tiny_sd3 import ROOT
 
 KINDS = [name if kind.fast else pytest.param(name, marks=pytest.mark.slow) for name, kind in native.KINDS.items()]
@@ -343,8 +344,8 @@ class Real:
     folder: str
     options: dict[str, Any]
     parameters: dict[str, int]
-    latents: tuple[int, ...]
-    condition: dict[str, tuple[int, ...]]
+    latents: list[int]
+    condition: dict[str, list[int]]
     adapted: int
     """Tensors of its LoRA."""
     dead: int = 0
@@ -355,127 +356,7 @@ class Real:
     """The second of twenty sigmas."""
 
 
-SIZE = {"height": 512, "width": 512}
-REAL = {
-    "sd3": Real(
-        "sd35-medium",
-        SIZE | {"max_sequence_length": 128},
-        {
-            "transformer": 2_243_171_520,
-            "vae": 83_819_683,
-            "text_encoder": 123_650_304,
-            "text_encoder_2": 694_659_840,
-            "text_encoder_3": 4_762_310_656,
-        },
-        (16, 64, 64),
-        {"prompt_embeds": (205, 4096), "pooled": (2048,)},
-        adapted=2 * 191,
-        dead=1,
-        sigmas=[1, 0.96013, 0.91335, 0.85769, 0.79037, 0.70728, 0.60215, 0.46488, 0.27805, 0.00893, 0],
-        # Counted on the real weights by public code (its SOURCE.md).
-        values=2_469_663_936,
-    ),
-    "sd3 large": Real(
-        "sd35-large",
-        {"max_sequence_length": 256, "load_t5": False},
-        {
-            "transformer": 8_056_627_520,
-            "vae": 83_819_683,
-            "text_encoder": 123_650_304,
-            "text_encoder_2": 694_659_840,
-        },
-        (16, 128, 128),
-        {"prompt_embeds": (333, 4096), "pooled": (2048,)},
-        adapted=2 * 303,
-        dead=1,
-        # total_size of the repository's weight index, two bytes a value.
-        values=16_292_561_536 // 2,
-    ),
-    "flux": Real(
-        "flux1-dev",
-        SIZE,
-        {
-            "transformer": 11_901_408_320,
-            "vae": 83_819_683,
-            "text_encoder": 123_060_480,
-            "text_encoder_2": 4_762_310_656,
-        },
-        (1024, 64),
-        {"prompt_embeds": (512, 4096), "pooled": (768,)},
-        adapted=2 * (19 * 12 + 38 * 3),
-        sigmas=[1, 0.90374, 0.7897, 0.65249, 0.48422, 0.273, 0],
-    ),
-    "qwen_image": Real(
-        "qwen-image",
-        SIZE,
-        {"transformer": 20_430_401_088, "vae": 126_892_531, "text_encoder": 8_292_166_656},
-        (1024, 64),
-        {"prompt_embeds": (512, 3584)},
-        adapted=2 * 60 * 12,
-        dead=4,
-    ),
-    "wan": Real(
-        "wan21-t2v-1.3b",
-        {"height": 240, "width": 416, "num_frames": 33},
-        {"transformer": 1_418_996_800, "vae": 126_892_531, "text_encoder": 5_680_910_336},
-        (16, 9, 30, 52),
-        {"prompt_embeds": (512, 4096)},
-        adapted=2 * 30 * 8,
-    ),
-    "wan 14b": Real(
-        "wan21-t2v-14b",
-        {"height": 480, "width": 832},
-        {"transformer": 14_288_491_584, "vae": 126_892_531, "text_encoder": 5_680_910_336},
-        (16, 21, 60, 104),
-        {"prompt_embeds": (512, 4096)},
-        adapted=2 * 40 * 8,
-    ),
-    "wan 2.2 a14b": Real(
-        "wan22-t2v-a14b",
-        {"height": 480, "width": 832},
-        {
-            "transformer": 14_288_491_584,
-            "transformer_2": 14_288_491_584,
-            "vae": 126_892_531,
-            "text_encoder": 5_680_910_336,
-        },
-        (16, 21, 60, 104),
-        {"prompt_embeds": (512, 4096)},
-        adapted=2 * 2 * 40 * 8,
-    ),
-    "wan 2.2 ti2v": Real(
-        "wan22-ti2v-5b",
-        {"height": 704, "width": 1280, "num_frames": 121},
-        {"transformer": 4_999_787_712, "vae": 704_688_668, "text_encoder": 5_680_910_336},
-        (48, 31, 44, 80),
-        {"prompt_embeds": (512, 4096)},
-        adapted=2 * 30 * 8,
-    ),
-    "generic hunyuan": Real(
-        "hunyuan-video-1.5-720p-t2v",
-        {"height": 352, "width": 624, "call": {"num_frames": 81}},
-        {
-            "transformer": 8_326_608_160,
-            "vae": 1_260_634_115,
-            "text_encoder": 7_070_619_136,
-            "text_encoder_2": 219_314_944,
-        },
-        (32, 21, 22, 39),
-        {"0.0": (256, 3584), "0.1": (256,), "0.2": (256, 1472), "0.3": (256,)},
-        adapted=880,
-        dead=2,
-        second=9 * 0.95 / (1 + 8 * 0.95),  # at shift 9
-    ),
-    "generic ltx": Real(
-        "ltx-video",
-        {"height": 480, "width": 704, "call": {"num_frames": 97}},
-        {"transformer": 1_923_385_472, "vae": 419_193_649, "text_encoder": 4_762_310_656},
-        (13 * 15 * 22, 128),
-        {"0.0": (128, 4096), "0.1": (128,)},
-        adapted=448,
-        second=0.9919,
-    ),
-}
+REAL = {name: Real(**given) for name, given in table(__file__, "real_models").items()}
 """Family and what tells its models apart -> the model."""
 
 
@@ -486,8 +367,8 @@ def test_the_real_shape_is_the_published_one(name):
     model = module.skeleton(config, ROOT / "assets" / "model_configs" / real.folder)
     parts = {name: part for name, part in model.pipeline.components.items() if isinstance(part, torch.nn.Module)}
     assert {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()} == real.parameters
-    assert model.latent_shape() == real.latents
-    assert model.condition_shapes() == real.condition
+    assert list(model.latent_shape()) == real.latents
+    assert {part: list(shape) for part, shape in model.condition_shapes().items()} == real.condition
     assert len(model.dead_lora_modules()) == real.dead
     assert set(model.dead_lora_modules()) <= {name for name, _ in model.network.named_modules()}
     assert {(p.device.type, p.dtype) for p in model.network.parameters()} == {("meta", torch.bfloat16)}

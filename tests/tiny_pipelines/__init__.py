@@ -1,6 +1,7 @@
-"""Tiny random pipelines of the very classes, one entry of a table each, made in memory in a fraction of a second.
+"""Tiny random pipelines of the very classes, made in memory in a fraction of a second.
 
-Denoisers and VAEs are diffusers' own at toy sizes; stubs.py has the stand-ins for large text encoders.
+recipes.yaml has the sizes of each one and cases.yaml how it is called. Denoisers and VAEs are diffusers' own;
+stubs.py has the stand-ins for large text encoders.
 """
 
 from tests.tiny_pipelines.cases import CASES, IMAGED, PROMPTS, SOUNDING, Case, make, stepped

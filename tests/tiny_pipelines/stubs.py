@@ -1,4 +1,4 @@
-"""Parts of several pipelines: text encoders, word tokenizer, image VAE, schedulers; and a pipeline from its parts.
+"""Parts that recipes.yaml names: text encoders with their tokenizers, processors, the usual image VAE, schedulers.
 
 CLIP and T5 encoders are transformers' own; `Encoder` replaces larger language models, with a word tokenizer that pads
 and truncates as theirs do.
@@ -6,8 +6,8 @@ and truncates as theirs do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import importlib
+import operator
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from scripts.pretraining import text as tiny_text
 
 TOKENS = 8
+"""Length of prompts in recipes.yaml and cases.yaml."""
 
 
 class Output(dict):
@@ -158,92 +159,77 @@ def clip(*, projection: bool = False, positions: int = 12) -> tuple[Any, Any]:
     return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config), tokenizer
 
 
-def language(width: int, kind: type[Encoder] = Encoder, side: str = "right") -> tuple[Any, Any]:
+def language(width: int, *, sees: bool = False, side: str = "right") -> tuple[Any, Any]:
     """The stand-in for a language model, and its tokenizer."""
-    return kind(width), words(side)
+    return (Seeing if sees else Encoder)(width), words(side)
 
 
-def texts(*pairs: tuple[Any, Any]) -> dict[str, Any]:
-    """Components of text encoders with their tokenizers, numbered as pipelines number them."""
-    ends = ["", *(f"_{number}" for number in range(2, 1 + len(pairs)))]
-    return {
-        f"{kind}{end}": part
-        for end, pair in zip(ends, pairs, strict=True)
-        for kind, part in zip(("text_encoder", "tokenizer"), pair, strict=True)
-    }
+def seeing() -> tuple[Any, Any]:
+    """The same with a token for the image, and for the ends of the template's parts."""
+    tokenizer = words(special=("<image>", "<|end_header_id|>"))
+    encoder = Seeing(16)
+    encoder.config.image_token_index = tokenizer.convert_tokens_to_ids("<image>")
+    encoder.config.pad_token_id = tokenizer.pad_token_id
+    return encoder, tokenizer
+
+
+def looking(pipeline: str) -> Looking:
+    """The processor of Qwen's pipelines, with images about 16 x 16; their own give an image up to a megapixel."""
+
+    def sizes(area: float, ratio: float) -> tuple[Any, ...]:
+        width, height = (max(round(4 * side), 1) * 4 for side in (ratio**0.5, ratio**-0.5))
+        return (width, height) if pipeline.endswith("plus") else (width, height, None)
+
+    importlib.import_module(f"diffusers.pipelines.qwenimage.{pipeline}").calculate_dimensions = sizes
+    return Looking()
+
+
+def vision(kind: str) -> Any:
+    """The vision tower of that name in transformers."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(image_size=8, patch_size=4, **sizes)
+    return getattr(transformers, f"{kind}Model")(config)
 
 
 def of(name: str, **options: Any) -> Any:
-    """An object of a class of diffusers."""
+    """An object of a class of diffusers, or of transformers."""
     import diffusers
+    import transformers
 
-    return getattr(diffusers, name)(**options)
-
-
-def vae() -> Any:
-    return of("AutoencoderKL", **_VAE)
+    place = diffusers if hasattr(diffusers, name.split(".")[0]) else transformers
+    return operator.attrgetter(name)(place)(**options)
 
 
-_VAE: dict[str, Any] = {
-    "down_block_types": ("DownEncoderBlock2D",) * 2,
-    "up_block_types": ("UpDecoderBlock2D",) * 2,
-    "block_out_channels": (8, 8),
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "norm_num_groups": 4,
-    "sample_size": 16,
-    "mid_block_add_attention": False,
-    "scaling_factor": 0.7,
-    "shift_factor": 0.1,
-}
+def vae(blocks: int = 2) -> Any:
+    return of(
+        "AutoencoderKL",
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(8,) * blocks,
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=16,
+        mid_block_add_attention=False,
+        scaling_factor=0.7,
+        shift_factor=0.1,
+    )
 
 
-def vae_of_four() -> Any:
-    """The same with four blocks, so an image is eight times as large as its latents."""
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    return of("AutoencoderKL", **_VAE | blocks | {"block_out_channels": (8,) * 4})
+def all_frames(kind: str, **options: Any) -> Any:
+    """A video VAE that takes all frames at once."""
+    made = of(kind, **options)
+    made.use_framewise_encoding = made.use_framewise_decoding = False
+    return made
 
 
 def flow(**options: Any) -> Any:
     return of("FlowMatchEulerDiscreteScheduler", **{"shift": 3.0} | options)
 
 
-def ddim() -> Any:
-    sd = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
-    return of("DDIMScheduler", **sd, clip_sample=False, set_alpha_to_one=False)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A pipeline by the names of its classes in diffusers and the options of its networks."""
-
-    pipeline: str
-    text: Callable[[], dict[str, Any]]
-    """Text encoders and tokenizers by component."""
-    network: str
-    options: dict[str, Any]
-    """Options of the denoiser."""
-    vae: Callable[[], Any] = vae
-    scheduler: Callable[[], Any] = flow
-    parts: Callable[[], dict[str, Any]] = dict
-    """Further components and arguments."""
-    experts: int = 1
-    """Number of denoisers."""
-    order: str = "parts text vae network"
-    """Order in which the random weights are drawn."""
-    attributes: dict[str, Any] = field(default_factory=dict)
-    """Attributes of the finished pipeline."""
-
-    def __call__(self) -> Any:
-        made: dict[str, Any] = {}
-        for kind in self.order.split():
-            if kind == "network":
-                first = "unet" if "UNet" in self.network else "transformer"
-                for name in (first, f"{first}_2")[: self.experts]:
-                    made[name] = of(self.network, **self.options)
-            else:
-                made |= {"vae": self.vae()} if kind == "vae" else self.parts() if kind == "parts" else self.text()
-        result = of(self.pipeline, scheduler=self.scheduler(), **made)
-        for name, value in self.attributes.items():
-            setattr(result, name, value)
-        return result
+def euler_unipc() -> Any:
+    """Order 1 without corrector is the Euler step, so that the pipeline's own call can be compared."""
+    options = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    return of("UniPCMultistepScheduler", **options, solver_order=1, disable_corrector=list(range(100)))

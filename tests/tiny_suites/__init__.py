@@ -1,12 +1,12 @@
 """Every suite as a tiny one: prompts of its form, results of its official evaluator, and a judge that needs no weights.
 
-A module for each suite with
+A file of a few prompts as `--prompts` takes it, lists/NAME.*, or a module for the suite with
 
-    prompts(folder) -> Path      a file or folder as `--prompts` takes it, of a few prompts; for suites that read them
+    prompts(folder) -> Path      that file, or a folder; for suites that read their prompts
     results(folder, places) -> Path    results of the official evaluator; `places` are the samples as (item, k, relative
                                  place in the exported folder); for suites that read them
 
-A suite that makes its prompts and reads no results needs no module.
+A suite that makes its prompts and reads no results needs neither.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import csv
 import hashlib
 import importlib
 import io
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -38,9 +39,17 @@ def prompts(name: str, suite: Suite, folder: Path) -> Path | None:
     """What `--prompts` is given in the tests."""
     if suite.facts.prompts != "read":
         return None
+    if any(FOLDER.glob(f"lists/{name}.*")):
+        return listed(name, folder)
     own = tiny(name)
-    assert own is not None, f"write {FOLDER / name}.py, see {__doc__}"
+    assert own is not None, f"write {FOLDER / 'lists' / name}, see {__doc__}"
     return own.prompts(folder)
+
+
+def listed(name: str, folder: Path) -> Path:
+    """A copy of the suite's file in lists/."""
+    (file,) = FOLDER.glob(f"lists/{name}.*")
+    return Path(shutil.copy(file, folder))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -14,6 +14,7 @@ from flowrl.apps.migration.engine import Draft
 from flowrl.core.errors import ConfigError
 from flowrl.diffusion.schedules import shift_sigmas
 from tests.apps.migration import drafts
+from tests.tables import table
 
 GRPO = "sd3_5"
 
@@ -34,27 +35,7 @@ def test_the_average_warms_up_by_epochs_as_theirs_does(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "old", "new", "key", "reason"),
-    [
-        (GRPO, "kl_beta: 0", "kl_beta: 0.1", "train.kl_beta", "a KL of velocities"),
-        (GRPO, "clip_range: 1.0e-4", "clip_range: [-1.0e-4, 2.0e-4]", "train.clip_range", "symmetric"),
-        (GRPO, "num_sde_steps: 1", "num_sde_steps: 2", "scheduler.num_sde_steps", "2 of .1, 2, 3. anywhere"),
-        (GRPO, "sde_steps: [1, 2, 3]", "sde_steps: [1, 2, 9]", "scheduler.sde_steps", "last step is never trained"),
-        (GRPO, "eval: {resolution: 512", "eval: {resolution: 1024", "eval.resolution", "at the model's size"),
-        (GRPO, "reward_model: CLIP", "reward_model: PickScore_Rank", "rewards.0", "no reward of flowrl scores"),
-        ("nft", "dynamics_type: ODE", "dynamics_type: Flow-SDE", "scheduler.dynamics_type", "adds noise"),
-        ("nft", "ema_update_interval: 1", "ema_update_interval: 4", "train.ema_update_interval", "every iteration"),
-        ("nft", "model_type: sd3-5", "model_type: flux1", "train.timestep_range", "other nodes"),
-        ("nft", "timestep_range: 0.5", "timestep_range: [0.1, 0.5]", "train.timestep_range", "0 is taken for 0.1"),
-        ("nft", "nft_beta: 1.0", "nft_beta: 1.0\n  nft_betta: 1", "train.nft_betta", "did you mean 'train.nft_beta'"),
-        ("dgpo", "clip_kl: false", "clip_kl: true", "train.clip_kl", "false here"),
-        ("dgpo", "use_shared_noise: true", "use_shared_noise: false", "train.use_shared_noise", "true here"),
-        ("dgpo", "step_per_epoch: 1", "step_per_epoch: 2", "train.ema_ref_max_decay", "each of its 2"),
-        ("crd", "weight_temp: -1.0", "weight_temp: 0", "train.weight_temp", "two pools"),
-        ("crd", "use_old_for_loss: true", "use_old_for_loss: false", "train.use_old_for_loss", "against `old`"),
-        ("dpo", "logit_mean: 0.0", "logit_mean: 0.5", "train.logit_mean", "has 0 here"),
-        ("awm", "name: default, learning", "foreach: true, learning", "optimizers.0.foreach", "no such key"),
-        ("awm", "eval: {}}", "eval: {num: 2}}", "data.datasets.0.eval", "no such key"),
-    ],
+    table(__file__, "flow_factory_listed"),
 )
 def test_what_has_no_counterpart_is_listed(kind, old, new, key, reason, tmp_path):
     draft = converted(kind, tmp_path, (old, new))
@@ -76,29 +57,7 @@ def test_a_lora_all_steps_and_the_guard(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "old", "new", "reason"),
-    [
-        (GRPO, "trainer_type: grpo", "trainer_type: dppo", "it must be one of 'grpo', 'grpo-guard', 'nft'"),
-        (GRPO, "model_type: sd3-5", "model_type: ltx2_t2v", "no adapter"),
-        (GRPO, "group_size: 16", "group_size: 16\n  group_size: 8", "group_size"),
-        (GRPO, "dynamics_type: Flow-SDE", "dynamics_type: ODE", "must be one of 'Flow-SDE'"),
-        (GRPO, "gradient_step_per_epoch: 2", "gradient_accumulation_steps: 7", "no whole number"),
-        (GRPO, "num_processes: 8", "num_processes: auto", "num_processes='auto'"),
-        (GRPO, "train:\n", "training:\n", "with the section train"),
-        (GRPO, "adam_betas: [0.9, 0.999]", "adam_betas: [a, 0.9]", "two numbers"),
-        (GRPO, "group_size: 16", "group_size: .nan", "must be a number"),
-        (GRPO, "reward_model: CLIP", "reward_model: [CLIP]", "reward_model must be the name of one"),
-        (GRPO, "rewards:\n", "rewards: 5\neval_rewards:\n", "rewards=5: it must be a reward, or a list of them"),
-        (GRPO, "dataset_dir: ", "dataset_dir: ~, sampler_type: ", "data.dataset_dir=None: it must be text"),
-        (GRPO, "group_size: 16", "group_size: 16\n  enable_gradient_checkpointing: 'false'", "one of True, False"),
-        ("crd", "old_model_decay: 0-0.25-0.005-0.999", "old_model_decay: quick", "steps-start-slope-limit"),
-        ("crd", "old_model_decay: 0-0.25-0.005-0.999", "old_model_decay: nan-0-0-1", "steps-start-slope-limit"),
-        ("crd", "old_model_decay: 0-0.25-0.005-0.999", "old_model_decay: true", "steps-start-slope-limit"),
-        ("awm", "awm_weighting: ghuber", "awm_weighting: t**3", r"must be one of 'Uniform', 't'"),
-        ("nft", "timestep_range: 0.5", "timestep_range: [0.5, 0.1]", r"must be in \[0, 1\]"),
-        ("nft", "timestep_range: 0.5", "timestep_range: 0.01", "leaves no node of 14 steps"),
-        ("dpo", "unique_sample_num_per_epoch: 24", "unique_sample_num_per_epoch: 20", "no whole number"),
-        ("dpo", "weighting_scheme: logit_normal", "weighting_scheme: discrete", "'logit_normal', 'uniform'"),
-    ],
+    table(__file__, "flow_factory_refused"),
 )
 def test_bad_input_is_named(kind, old, new, reason, tmp_path):
     with pytest.raises(ConfigError, match=reason):

@@ -11,13 +11,12 @@ from flowrl.apps.suites._points import PERCENT, mean_of_parts
 from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suite import Part
 from tests.apps.suites.written import means, official, rows_of, scored
-from tests.tiny_suites import geneval2 as tiny_geneval2
-from tests.tiny_suites import table
+from tests.tiny_suites import listed, table
 from tests.tiny_suites import unigenbench as tiny_unigenbench
 
 
 def test_soft_tifa_takes_both_means_of_an_image_skills_over_atoms_and_atom_numbers_by_gm(tmp_path):
-    items = geneval2.items(tiny_geneval2.prompts(tmp_path))
+    items = geneval2.items(listed("geneval2", tmp_path))
     assert items[0].metadata["questions"][0] == {"text": "How many cats are in the image?", "answer": "two"}
     answers = {("00000", 0): [0.25, 1.0, 1.0], ("00001", 0): [0.5, 0.125]}
     judged = geneval2.aggregate(rows_of(items, answers, geneval2.from_answers), items)
@@ -32,7 +31,7 @@ def test_soft_tifa_takes_both_means_of_an_image_skills_over_atoms_and_atom_numbe
 
 
 def test_a_failed_atom_masks_its_image_and_its_skill_has_the_others(tmp_path):
-    items = geneval2.items(tiny_geneval2.prompts(tmp_path))
+    items = geneval2.items(listed("geneval2", tmp_path))
     answers = {("00000", 0): [0.25, None, 1.0], ("00001", 0): [0.5, 0.5]}
     judged = geneval2.aggregate(rows_of(items, answers, geneval2.from_answers), items)
     found = means(judged)
@@ -43,7 +42,7 @@ def test_a_failed_atom_masks_its_image_and_its_skill_has_the_others(tmp_path):
 
 
 def test_another_judge_has_a_table_without_skills(tmp_path):
-    items = geneval2.items(tiny_geneval2.prompts(tmp_path))
+    items = geneval2.items(listed("geneval2", tmp_path))
     assert list(means(geneval2.aggregate(scored(items, [(0.5,)] * 2, "jpeg"), items))) == ["3 atoms", "4 atoms", "jpeg"]
 
 

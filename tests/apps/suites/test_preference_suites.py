@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -12,9 +13,8 @@ import pytest
 from flowrl.apps.suites import drawbench, hpdv2, ocr, partiprompts
 from flowrl.core.errors import ConfigError
 from tests.apps.suites.written import means, scored
-from tests.tiny_suites import drawbench as tiny_drawbench
 from tests.tiny_suites import hpdv2 as tiny_hpdv2
-from tests.tiny_suites import partiprompts as tiny_partiprompts
+from tests.tiny_suites import listed
 
 
 def rows_of(items, values, name="pickscore"):
@@ -22,11 +22,12 @@ def rows_of(items, values, name="pickscore"):
 
 
 def test_drawbench_has_each_prompt_once_whatever_the_file(tmp_path):
-    items = drawbench.items(tiny_drawbench.prompts(tmp_path))
-    assert [item.text for item in items] == [text for text, _ in tiny_drawbench.ROWS]
-    assert [item.tags for item in items] == [(kind,) for _, kind in tiny_drawbench.ROWS]
+    items = drawbench.items(file := listed("drawbench", tmp_path))
+    with file.open() as lines:
+        rows = [(row["Prompts"], (row["Category"],)) for row in csv.DictReader(lines)]
+    assert [(item.text, item.tags) for item in items] == rows
     repeated = tmp_path / "test.txt"
-    repeated.write_text("".join(f"{text}\n" * 5 for text, _ in reversed(tiny_drawbench.ROWS)))
+    repeated.write_text("".join(f"{text}\n" * 5 for text, _ in reversed(rows)))
     again = drawbench.items(repeated)
     # The same prompts have the same noise, in another file and another order too.
     assert {item.id: item.text for item in again} == {item.id: item.text for item in items}
@@ -34,7 +35,7 @@ def test_drawbench_has_each_prompt_once_whatever_the_file(tmp_path):
 
 
 def test_drawbench_means_by_category_over_images(tmp_path):
-    items = drawbench.items(tiny_drawbench.prompts(tmp_path))
+    items = drawbench.items(listed("drawbench", tmp_path))
     table = drawbench.aggregate(rows_of(items, [(20, 22), (24, None), (10, 10), (0, 4)]), items)
     assert means(table) == pytest.approx(
         {"pickscore": 90 / 7, "pickscore: Colors": 22, "pickscore: Counting": 10, "pickscore: Text": 2}
@@ -52,7 +53,7 @@ def test_partiprompts_without_categories_has_no_lines_by_them(tmp_path):
 
 
 def test_partiprompts_has_lines_by_category_and_by_challenge(tmp_path):
-    items = partiprompts.items(tiny_partiprompts.prompts(tmp_path))
+    items = partiprompts.items(listed("partiprompts", tmp_path))
     table = partiprompts.aggregate(rows_of(items, [(1,), (2,), (3,), (6,)]), items)
     assert means(table) == pytest.approx(
         {
