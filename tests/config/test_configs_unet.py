@@ -18,37 +18,11 @@ from flowrl.models import sd
 from flowrl.models.base import LoraSettings
 from flowrl.models.weights.roles import Weights
 from flowrl.planning import memory
+from tests.tables import table
 from tests.tiny_sd3 import ROOT
 
 CONFIGS = ROOT / "assets" / "model_configs"
-VAE, CLIP_L = 83_653_863, 123_060_480
-# folder -> (adapter, parameters, prediction, latents, embeddings, LoRA modules)
-REAL: dict[str, tuple[str, dict[str, int], str, tuple, dict, int]] = {
-    "sd15": (
-        "sd",
-        {"unet": 859_520_964, "vae": VAE, "text_encoder": CLIP_L},
-        "eps",
-        (4, 64, 64),
-        {"prompt_embeds": (77, 768)},
-        16 * 8,
-    ),
-    "sd21": (
-        "sd",
-        {"unet": 865_910_724, "vae": VAE, "text_encoder": 340_387_840},
-        "v",
-        (4, 96, 96),
-        {"prompt_embeds": (77, 1024)},
-        16 * 8,
-    ),
-    "sdxl": (
-        "sdxl",
-        {"unet": 2_567_463_684, "vae": VAE, "text_encoder": CLIP_L, "text_encoder_2": 694_659_840},
-        "eps",
-        (4, 128, 128),
-        {"prompt_embeds": (77, 2048), "pooled": (1280,)},
-        70 * 8,
-    ),
-}
+REAL = table(__file__, "published_unets")
 
 
 def real(name: str) -> Any:
@@ -62,7 +36,8 @@ def test_the_real_shape_is_the_published_one(name):
     model = real(name)
     parts = {k: p for k, p in model.pipeline.components.items() if isinstance(p, torch.nn.Module)}
     assert {k: sum(p.numel() for p in part.parameters()) for k, part in parts.items()} == counts
-    assert (model.prediction_type, model.latent_shape(), model.condition_shapes()) == (prediction, latents, embeddings)
+    assert (model.prediction_type, list(model.latent_shape())) == (prediction, latents)
+    assert {part: list(shape) for part, shape in model.condition_shapes().items()} == embeddings
     assert model.distilled == ""
     grid = model.schedule(50)
     assert grid.timesteps.int().tolist() == list(range(981, 0, -20))

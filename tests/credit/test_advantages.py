@@ -16,6 +16,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.strict import validate
 from flowrl.credit.advantages import AdvantageConfig, Advantages, advantages, aggregate
 from tests.credit import rules
+from tests.tables import table
 
 NAN = float("nan")
 RULES = ["global", "group", "none"]
@@ -171,26 +172,7 @@ def test_the_defaults_are_those_of_flow_grpo():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"name": "grop"}, "advantages.name = 'grop'"),
-        ({"std": "batch"}, "advantages.std = 'batch'"),
-        ({"ddof": 2}, "advantages.ddof = 2"),
-        ({"eps": -1e-4}, "eps=-0.0001"),
-        ({"clip": 0.0}, "clip=0.0 must be positive"),
-        ({"trimmed_ratio": 1.0}, r"trimmed_ratio=1.0 must be in \[0, 1\)"),
-        ({"name": "gdpo"}, "std='global': gdpo normalises every reward within its group"),
-        ({"name": "median", "clip": None}, "clip=null"),
-        ({"name": "median", "min_deviation": 0.0}, "min_deviation=0.0 must be positive"),
-        ({"name": "median", "trimmed_ratio": 0.1}, "'median' leaves no reward out"),
-        ({"select": {"name": "best", "keep": 4}}, "select.name = 'best'"),
-        ({"select": {"keep": 5}}, "keep=4, or .*keep=6"),
-        ({"select": {"keep": 0}}, "at least 2"),
-        ({"name": "batch", "history": {"min_count": 1}}, "min_count=1 must be at least 2"),
-        ({"name": "batch", "history": {"buffer_size": 8, "min_count": 9}}, "min_count=9 is more than buffer_size=8"),
-        ({"history": {}}, "history: the rule 'group' compares within a group"),
-        ({"name": "batch", "std": "group"}, "std='group'"),
-        ({"name": "batch", "trimmed_ratio": 0.2}, r"trimmed_ratio=0\.2"),
-    ],
+    table(__file__, "refused_advantages"),
 )
 def test_an_option_out_of_range_is_refused_with_its_name(options, message):
     with pytest.raises(ConfigError, match=message):

@@ -21,6 +21,7 @@ from flowrl.data.options import PairsConfig, PreferenceOptions
 from flowrl.data.preferences import PreferenceSet, load_preferences
 from flowrl.data.stored_videos import Frames, frame_files
 from flowrl.media import media
+from tests.tables import table
 from tests.toys import ToyAdapter
 
 FRAMES = 5
@@ -113,24 +114,7 @@ def test_a_frozen_video_is_a_video_and_a_missing_frame_of_a_folder_changes_the_c
 
 @pytest.mark.parametrize(
     ("first", "second", "reason"),
-    [
-        (("a.webp", 5, 16), ("b.webp", 9, 16), "frame counts differ: .*a.webp has 5 frames, b.webp has 9; cut both"),
-        (("a.webp", 5, 16), ("b.webp", 5, 24), "frame rates differ: .*16 frames a second, b.webp has 24.*to one rate"),
-        (
-            ("a.webp", 7, 16),
-            ("b", 7, 16),
-            r"does not take: .*has 7 frames, and model.num_frames=5; set it .*frames=cut",
-        ),
-        (
-            ("a.webp", 3, 16),
-            ("b", 3, 16),
-            r"does not take: .*has 3 frames, and model.num_frames=5; .*give longer videos",
-        ),
-        (("a.webp", 5, 16), ("b.png", 1, 16), r"not a video: .*b.png is an image, .*set model.num_frames=1"),
-        (("a.webp", 5, 16), ("empty.webp", 0, 16), r"unreadable video: .*empty.webp: "),
-        (("a.webp", 5, 16), ("none", 0, 16), r"unreadable video: .*none: a folder without frames"),
-        (("a.webp", 5, 16), ("gone.webp", -1, 16), r"missing picture: .*rejected='gone.webp'"),
-    ],
+    table(__file__, "refused_pairs_of_videos"),
 )
 def test_a_pair_that_does_not_fit_is_named_with_the_remedy_before_training(tmp_path, first, second, reason):
     counts = Frames(None) if "counts" in reason else Frames(FRAMES)

@@ -18,6 +18,7 @@ from flowrl.data.prompts import Prompt
 from flowrl.data.text_cache import Texts
 from flowrl.media.media import open_image
 from tests.data.row_groups import png
+from tests.tables import table
 from tests.toys import ToyAdapter
 
 
@@ -47,27 +48,7 @@ def test_a_text_file_holds_one_prompt_a_line(put):
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [
-        ('{"prompt": "b"', "not valid JSON"),
-        ('{"text": "b"}', "has no 'prompt'; there are: text"),
-        ('{"promt": "b"}', "did you mean 'promt'"),
-        ('{"prompt": 3}', "string under 'prompt'"),
-        ('["b"]', "needs an object"),
-        ("plain words", "not valid JSON"),
-        *(
-            (f'{{"prompt": "y", {entry}}}', reason)
-            for entry, reason in (
-                ('"image": "gone.png"', "there is no image 'gone.png'"),
-                ('"images": ["a.png", "gone.png"]', "there is no image 'gone.png'"),
-                ('"image": "text.png"', "'text.png' cannot be read as an image"),
-                ('"image": "cut.png"', "'cut.png' cannot be read as an image"),
-                ('"image": "a.png", "images": ["a.png"]', "both 'image' and 'images'"),
-                ('"image": 3', "needs a path under 'image'"),
-                ('"images": "a.png"', "a list of paths under 'images'"),
-                ('"images": []', "a list of paths under 'images'"),
-            )
-        ),
-    ],
+    table(__file__, "refused_lines"),
 )
 def test_a_broken_jsonl_line_is_refused_with_its_number_in_the_file(put, pictures, line, reason):
     message = refusal(put('{"prompt": "a", "image": "a.png"}\n\n' + line + '\n{"prompt": "c"}\n', "p.jsonl"))

@@ -17,25 +17,10 @@ import torch
 import yaml
 from PIL import Image
 
+from tests.tables import table
+
 ROOT = Path(__file__).resolve().parents[2]
-BASE = {
-    "name": "run",
-    "iterations": 4,
-    "model": {"name": "sd3", "path": "tiny-sd3", "max_sequence_length": 9},
-    "data": {"prompts": "shapes:train", "eval_prompts": "shapes:heldout", "max_eval_prompts": 4},
-    "rollout": {
-        "sampler": {"name": "flow_sde", "noise_level": 0.7},
-        "num_inference_steps": 3,
-        "prompts_per_iteration": 2,
-        "group_size": 4,
-        "batch_size": 4,
-    },
-    "algorithm": {"name": "flow_grpo", "clip_range": 1e-3, "advantages": {"std": "group"}},
-    "rewards": [{"path": "brightness.py"}],
-    "optim": {"learning_rate": 1e-3, "batch_size": 4, "updates_per_iteration": 2, "ema": {"decay": 0.9}},
-    "eval": {"batch_size": 8},
-    "checkpoint": {"every": 1, "keep": 9},
-}
+BASE = table(__file__, "run")
 BRIGHTNESS = "def score(images, prompts, metadata):\n    return images.mean(dim=(1, 2, 3))\n"
 
 

@@ -25,6 +25,7 @@ from flowrl.media import media
 from flowrl.scoring.scorer import Scores
 from tests.e2e.conftest import finish, start
 from tests.e2e.test_bad_input import command
+from tests.tables import table
 
 SHAPES = "rewards=[{name: shapes, outputs: {shapes_strict: 0.5, shapes_partial: 0.5}}]"
 SMALL = ("data.max_prompts=5", "rollout.sampler=null", SHAPES)
@@ -161,23 +162,7 @@ def test_ties_and_samples_without_a_score_are_counted_and_left_out(pairs, place,
     assert header("wide")["done"]["ties"] == 3
 
 
-REFUSED: list[tuple[tuple[str, ...], str]] = [
-    ((), "--out DIR is required"),
-    (("--out", "out", "--per-prompt", "1"), "--per-prompt 1: a pair needs at least 2"),
-    (("--out", "out", "--margin", "-1"), "--margin -1.0: give a number from 0"),
-    (("--out", "out", "--margin", "nan"), "--margin nan: give a number from 0"),
-    (("--out", "out", "rollout.shared_noise=true"), "all samples of a prompt would be the same"),
-    (("--out", "out", "model.shard=true"), "try model.shard=false"),
-    (("--out", "out", "data.prompts=nowhere.txt"), "there is no such file"),
-    (("--out", "out", "data.prompts=own.jsonl"), "has 'margin', a key of the pairs"),
-    (("--out", "out", "rewards=[{path: fails.py}]"), "fails on a probe batch"),
-    (("--out", "out", "rollout.num_inference_steps=0"), "num_inference_steps=0"),
-    (("--out", "full"), "--out full: it holds something else (notes.txt)"),
-    (("--out", "foreign"), "its pairs.json is not of this command"),
-    (("--out", "run.yaml"), "--out run.yaml: it is a file; give a folder"),
-    (("--out", "out", "--check"), "--check takes a preference set"),
-    (("--out", "out", "no-equals-sign"), "key=value"),
-]
+REFUSED: list[tuple[tuple[str, ...], str]] = table(__file__, "refused_pairs")
 
 
 @pytest.mark.parametrize(("words", "reason"), REFUSED)

@@ -277,26 +277,7 @@ def test_log_probs_and_maps_by_position_go_by_tokens():
 
 @pytest.mark.parametrize(
     ("family", "option", "value", "message"),
-    [
-        *(
-            ("flux", "width", *case)
-            for case in ((18, "of 4; try .*=16"), (0, "of 4; try .*=4"), (23, "of 4; try .*=24"))
-        ),
-        ("qwen_image", "height", -4, "of 4; try .*=4"),
-        *(
-            ("sd3", "width", size, rf"of 4 in 4\.\.32; try .*={near}")
-            for size, near in ((22, 24), (0, 4), (-4, 4), (36, 32), (33, 32), (1, 4))
-        ),
-        *(
-            ("wan", "width", size, rf"of 16 in 16\.\.512; try .*={near}")
-            for size, near in ((24, 32), (-16, 16), (528, 512))
-        ),
-        ("sd", "width", 15, "of 2; try .*=16"),
-        *(
-            ("wan", "num_frames", *case)
-            for case in ((8, "of 4; try .*=9"), (2, "of 4; try .*=1"), (6, "of 4; try .*=5"))
-        ),
-    ],
+    table(__file__, "refused_sizes"),
 )
 def test_a_size_that_does_not_fit_is_refused_with_the_nearest_that_does(family, option, value, message):
     module, pipe = registry.load("models", family), tiny.make(family)

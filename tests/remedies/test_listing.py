@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.remedies import FOLLOWED
 from tests.remedies.source import FILES, ROOT, called, functions, parsed, places
+from tests.tables import table
 
 for module in sorted((ROOT / "tests").rglob("test_*.py")):  # also those that follow a remedy in a test of their own
     if module != Path(__file__) and "@follows(" in module.read_text(encoding="utf-8"):
@@ -22,34 +23,7 @@ TOLD = re.compile(
     r"(flowrl [a-z]|pip install|[a-z_]+(\.[a-z_0-9]+)+ ?=|--[a-z])"
     r"|\b(set|leave) (it|that|them|one) (to|out)\b|\bleave \S+ out\b|; (use|raise it|lower it|set) "
 )
-LEFT = {
-    "the value is the user's own: a name, a file, a text, one of the listed choices": """
-        apps/suites/running/judging.py:judge_of commands/new.py:write commands/score.py:command
-        commands/serve.py:_token config/components.py:component apps/migration/engine.py:Draft.quotient
-        apps/migration/engine.py:Draft.gpus media/mp4.py:write core/paths.py:expanded.fill
-        credit/advantages.py:_normalised credit/selection.py:SelectConfig.check_group
-        data/given_samples.py:Given.require_readable data/options.py:DataConfig.__post_init__
-        data/stored_videos.py:Frames._facts data/stored_videos.py:Frames.require
-        evaluation/previews.py:preview_prompts evaluation/previews.py:require_own evaluation/previews.py:require_learned
-        apps/suites/running/exchange.py:with_results apps/suites/_reading.py:text_of apps/suites/vbench.py:compat
-        models/pipelines/classes.py:_reader models/pipelines/classes.py:_download moving_shapes.py:split
-        run/requests.py:_wish samplers/base.py:StepDistribution.log_prob shapes.py:split shapes.py:distance
-    """,
-    "another method, model or checkpoint, whose options are others": """
-        diffusion/flash.py:flash_schedule models/_schedulers.py:schedule_of models/_schedulers.py:vp_grid
-        data/preferences.py:PreferenceSet._fitting models/base.py:ModelAdapter.encode_images
-        models/sdxl.py:TwoClips.__init__ apps/publish/export.py:export apps/publish/export.py:_family
-    """,
-    "a reward does not know its place in the configuration": """
-        scoring/build.py:require_modality scoring/entries.py:RewardPlan.build scoring/entries.py:RewardPlan._reward
-        scoring/entries.py:reward_plan scoring/entries.py:check_plans scoring/scorer.py:check_entries
-        rewards/_judges/chat_api.py:HttpJudge._first_tokens rewards/_judges/vlm.py:LocalJudge.token_ids
-        rewards/_remote/client.py:Client._require_room rewards/_vision/open_clips.py:_named
-        rewards/_vision/optical_flow.py:load_raft.magnitude rewards/aesthetic.py:build rewards/geneval.py:_check
-        rewards/hpsv2.py:find_weights rewards/questions.py:_check rewards/video_align.py:build
-        rewards/votes.py:build.score
-    """,
-}
+LEFT = table(__file__, "without_run")
 """Reason -> places that tell something to do in words alone."""
 
 

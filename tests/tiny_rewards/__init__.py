@@ -1,8 +1,8 @@
-"""Every reward as a tiny one: random weights of the same classes, written offline, a module for each reward.
+"""Every reward as a tiny one: random weights of the same classes, written offline; plain.py has those of a line or two.
 
-A module has `cases(folder, stack)`, {name of the case: reward}: `folder` takes the weights, `stack` ends what must not
-outlive the trials (patches, servers). Where the contract's own captions or records do not do, it has
-`samples(reward, folder)` too. A reward without weights or required options needs no module.
+Each of the others has a module with `cases(folder, stack)`, {name of the case: reward}: `folder` takes the weights,
+`stack` ends what must not outlive the trials (patches, servers). Where the contract's own captions or records do not
+do, it has `samples(reward, folder)` too. A reward without weights or required options needs nothing.
 """
 
 from __future__ import annotations
@@ -44,15 +44,20 @@ def cases(name: str, folder: Path, stack: ExitStack) -> list[Case]:
     Raises:
         AssertionError: its weights cannot be random ones, as there is no module here.
     """
-    if not (FOLDER / f"{name}.py").exists():
+    plain = importlib.import_module(f"{__name__}.plain")
+    if name in plain.CASES:
+        make, samples = plain.CASES[name], plain.SAMPLES.get(name)
+    elif (FOLDER / f"{name}.py").exists():
+        tiny = importlib.import_module(f"{__name__}.{name}")
+        make, samples = tiny.cases, getattr(tiny, "samples", None)
+    else:
         module = registry.load("rewards", name)
         assert not module.CARD.memory_gib, f"reward {name!r} has weights: write {FOLDER / name}.py, see {__doc__}"
-        reward = module.build(module.Config())
-        return [Case(name, reward, trial_batch(reward.card))]
-    tiny = importlib.import_module(f"{__name__}.{name}")
-    samples = getattr(tiny, "samples", lambda reward, folder: trial_batch(reward.card))
-    made = tiny.cases(folder, stack)
-    return [Case(f"{name} {case}", reward, samples(reward, folder)) for case, reward in made.items()]
+        make, samples = lambda *_: {"": module.build(module.Config())}, None
+    samples = samples or (lambda reward, folder: trial_batch(reward.card))
+    return [
+        Case(f"{name} {case}".strip(), reward, samples(reward, folder)) for case, reward in make(folder, stack).items()
+    ]
 
 
 def scored(reward: Reward, images: Images, prompts: Sequence[str] = (), metadata: Sequence[dict] | None = None) -> Any:

@@ -91,58 +91,7 @@ def test_sizes_per_gpu_need_the_number_of_gpus(tmp_path):
         converted(tmp_path, "general_ocr")
 
 
-HELPERS = """
-steps, flavour = 12, {"fast": 4, "slow": 40}
-
-def _made(kind, count=1, *, prompts=6, extra={}, steps=steps, name=missing.name):
-    config = base.get_config()
-    assert kind in ("fast", "slow") and kind not in extra
-    def half(value, by=2):
-        return value // by if by is not None else value
-    size = 8
-    while True:
-        if size < 1:
-            assert False, "no size fits"
-        if prompts * 4 % (count * size) == 0 and count * size % 4 == 0:
-            config.sample.train_batch_size = size
-            config.sample.num_batches_per_epoch = prompts * 4 // (count * size)
-            break
-        size -= 1
-    config.sample.num_steps = half(flavour[kind], by=1 if kind == "fast" else 2) + steps
-    config.reward_fn = {**extra, "ocr": 1.0}
-    return config
-
-def one(count=3):
-    shared = {"prompts": 6, "name": "x"}
-    config = _made("slow", count, **shared)
-    other = _made(kind="fast", name=f"fast_{count}", extra={"ocr": 2.0, "aesthetic": 0.5})
-    other.reward_fn["aesthetic"] = 0.25
-    config.other = (other.sample.num_steps, other.reward_fn, other.sample.train_batch_size)
-    return config
-
-def two():
-    return _made("fast")
-
-def three():
-    return _made("fast", 2, name="y", kind="slow")
-
-def four():
-    return _made("medium", name="y")
-
-def five():
-    while steps < 1:
-        pass
-
-def six():
-    config = helpers.made(1)
-    return config
-
-@cached
-def seven():
-    return 1
-
-steps = 0
-"""
+HELPERS = (Path(__file__).parent / "helpers.py.txt").read_text(encoding="ascii")
 
 
 def test_functions_of_the_file_are_followed_with_their_arguments(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import html
+import json
 import re
 import shutil
 from pathlib import Path
@@ -32,28 +33,7 @@ from tests.apps import folders
 from tests.apps.publish.test_export import write_run
 
 NASTY = "![x](http://evil) <script>alert(1)</script> | a\n# head `code` ---"
-SUMMARY: dict[str, Any] = {
-    "status": "finished",
-    "iterations": 3,
-    "seconds": 75.0,
-    "evaluated_on": "held-out prompts",
-    "held_out": {"source": "data.eval_prompts=/home/ann/held.txt", "prompts": 2, "share": None},
-    "trained_prompts": 7,
-    "primary": "brightness",
-    "lower_is_better": [],
-    "base": {
-        "brightness": {"mean": 0.25, "low": 0.2, "high": 0.3, "n": 2},
-        "clip": {"mean": 0.5, "low": 0.4, "high": 0.6},
-    },
-    "tuned": {
-        "brightness": {"mean": 0.75, "low": 0.7, "high": 0.8, "n": 2},
-        "clip": {"mean": 0.3, "low": 0.2, "high": 0.4},
-    },
-    "difference": {
-        "brightness": {"mean": 0.5, "low": 0.45, "high": 0.55, "n": 2},
-        "clip": {"mean": -0.2, "low": -0.3, "high": -0.1, "n": 2},
-    },
-}
+SUMMARY = json.loads((Path(__file__).parent / "summary.json").read_text())
 
 
 def finish(run: Path, **changes: Any) -> Path:
