@@ -11,7 +11,6 @@ from tests.remedies import follows
 from tests.remedies.following import follow_settings, loaded, numbered, provoked, recipe
 from tests.tables import table
 
-VOTES = "rewards=[{name: votes},{name: jpeg}]"
 CASES = table(__file__, "faults_of_configurations")
 
 
