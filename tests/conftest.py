@@ -4,8 +4,6 @@ And for each test a cache of its own, so that none is answered from what another
 sees, whatever run was set up before.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """torch.autocast on the CPU with the operations that CUDA's runs in float32, on tensors with values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

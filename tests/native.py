@@ -1,7 +1,5 @@
 """Shared by the tests of native adapters: adapters around tiny pipelines, those pipelines' own calls, one update."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 `flowrl train` takes them: a YAML file, overrides, `--resume`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """What the tests of the real models' recipes share."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

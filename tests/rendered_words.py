@@ -5,8 +5,6 @@ that come with PIL and matplotlib; text stands out from its ground by a contrast
 for large text), and lies wholly in the picture.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import time

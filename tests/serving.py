@@ -1,7 +1,5 @@
 """A reward server in a thread of the test, and a scripted one that answers what a test wants."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Tables of cases that stand in a YAML file beside their test: what is data, not code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a program writes to a terminal."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """The pages of docs/: links, files, and the options of the methods' pages."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from dataclasses import fields

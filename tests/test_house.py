@@ -1,7 +1,5 @@
 """The sizes that keep the house readable (docs/architecture.md, CONTRIBUTING.md)."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

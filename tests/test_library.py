@@ -1,7 +1,5 @@
 """docs/library.md: every listing of the page is executed, in a folder outside the repository."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -3,8 +3,6 @@
 Where torch, diffusers or another library offers no other way, the name stands here with its reason.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The documentation site: every page has its place, every link leads somewhere, nothing is loaded from elsewhere."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

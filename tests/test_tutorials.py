@@ -1,7 +1,5 @@
 """The tutorials: every command of every page runs, on tiny models."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A tiny Qwen2-VL with random weights and its tokenizer, built offline, for the rewards that regress on one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

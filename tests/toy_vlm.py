@@ -1,7 +1,5 @@
 """Tiny vision-language models with random weights and their processors, built offline, for the judges."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -3,8 +3,6 @@
 Two prompts never have the same embedding, and every parameter reaches the output.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """AWM: ratio, gradient, stabilisers, and what the rule of its advantages is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """CRD: centring within a prompt, pools, the pull by reward."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """DanceGRPO: subsets of steps per sample, one loss per reward, best of n."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """DDPO: all noisy steps trained on the guided prediction, clipped ratio or score function."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

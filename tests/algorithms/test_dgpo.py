@@ -1,7 +1,5 @@
 """DGPO: the group's weight, the mask, its networks."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

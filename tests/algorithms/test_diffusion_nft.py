@@ -1,7 +1,5 @@
 """DiffusionNFT as a method: its gradient on a flow and on a noise process, schedules, modes, the filter of Edit-R1."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

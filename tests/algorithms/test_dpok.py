@@ -1,7 +1,5 @@
 """DPOK: the buffer, the value network, the clamped ratio, the two forms of the KL."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from types import SimpleNamespace

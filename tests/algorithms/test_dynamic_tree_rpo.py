@@ -1,7 +1,5 @@
 """Dynamic-TreeRPO: noise by layer, clip ranges by advantage, regression to the best way."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """FIND: the learned law of the initial noise, its loss, its optimizer, and what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Flow-DPPO: what is dropped and what is left."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.testing import assert_close

@@ -1,7 +1,5 @@
 """Flow-GRPO: the first ratio, the gradient, the KL to the reference."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """Flow-GRPO-Fast: the window that moves, the published clip ranges, CPS."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """FPO: ratios of stored pairs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GRPO-Guard: the normalised ratio and the weights of the steps."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """RWR, RAFT and RAM: weights that are never negative, and regression to a moved reference."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

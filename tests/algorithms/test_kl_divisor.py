@@ -1,7 +1,5 @@
 """A KL without a divisor has that of the sampler's official code, in every method that takes one."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

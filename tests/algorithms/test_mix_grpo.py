@@ -1,7 +1,5 @@
 """MixGRPO and MixGRPO-Flash: the window that slides, the grid behind it."""
 
-from __future__ import annotations
-
 import torch
 
 from flowrl.algorithms import mix_grpo, mix_grpo_flash

@@ -1,7 +1,5 @@
 """The options of all methods: what is refused, as an error of the configuration, and what the switches add."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """SAGE-GRPO: equalised steps, the moving anchor, the controller."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The base of methods on finished samples: what a method has that writes its loss alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

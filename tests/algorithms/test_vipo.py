@@ -1,7 +1,5 @@
 """ViPO: advantages by position, from the option to the weights."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

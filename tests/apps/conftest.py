@@ -1,7 +1,5 @@
 """One browser for the tests of a module."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import Any
 

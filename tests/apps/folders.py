@@ -1,7 +1,5 @@
 """Run folders for the tests of reports, votes, diagnoses and cards, as `flowrl train` leaves them, and their pages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """A server of `flowrl watch` or `flowrl vote` in a thread of the test, and questions to it."""
 
-from __future__ import annotations
-
 import http.client
 import threading
 from collections.abc import Generator

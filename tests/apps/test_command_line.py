@@ -1,7 +1,5 @@
 """The arguments that commands give to a pipeline's call: what --set refuses, before anything is drawn."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

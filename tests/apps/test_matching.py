@@ -1,7 +1,5 @@
 """Which record of a list a file has: the right one is stated, and every list that says nothing clear is refused."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

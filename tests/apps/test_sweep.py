@@ -1,7 +1,5 @@
 """`flowrl sweep`: its cells, its record, resumption, failures, and whose folder it is."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

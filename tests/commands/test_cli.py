@@ -1,7 +1,5 @@
 """The command line starts quickly, lists what there is, and documents every command."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`flowrl eval --suite` on tiny models: tables, comparison, going on, refusals, the official evaluator's folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

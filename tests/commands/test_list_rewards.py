@@ -1,7 +1,5 @@
 """`flowrl list rewards`: the cards, without loading a weight."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowrl.commands import list as listing

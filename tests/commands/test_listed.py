@@ -1,7 +1,5 @@
 """`flowrl list KIND NAME` and `flowrl list recipes`: options with defaults and meaning, recipes by model and method."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

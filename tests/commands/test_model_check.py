@@ -1,7 +1,5 @@
 """`flowrl doctor` and `flowrl plan` on models and data that are not here: told apart, and nothing asked by a plan."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`flowrl new`: every starting file runs as it is written."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

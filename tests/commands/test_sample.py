@@ -1,7 +1,5 @@
 """`flowrl sample`: runs draw as they were evaluated; pictures beside the prompt; clips."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

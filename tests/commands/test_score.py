@@ -1,7 +1,5 @@
 """`flowrl score` on files, and the contract it tries on a reward."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """A fault of a configuration is named before torch is imported, by every command that reads one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

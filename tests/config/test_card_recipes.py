@@ -1,7 +1,5 @@
 """Recipes for one card: what they extend, what they change, and what the plan said that they need."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

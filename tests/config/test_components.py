@@ -1,7 +1,5 @@
 """Samplers and methods in files of one's own: `rollout.sampler: {path: ...}` and `algorithm: {path: ...}`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

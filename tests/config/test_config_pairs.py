@@ -1,7 +1,5 @@
 """Configurations of methods on given pictures: what they need, and what is refused before anything is loaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Wan 2.2 A14B: the words of a recipe's header train the expert that they name, and no other."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowrl.commands.plan import _steps_table, step_plan

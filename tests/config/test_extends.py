@@ -1,7 +1,5 @@
 """`extends`: what is merged, where paths start, and how circles, missing files and bad keys are named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

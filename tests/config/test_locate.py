@@ -1,7 +1,5 @@
 """What paths in a configuration are relative to: its file, and the working directory for the command line."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The prompt lists of the recipes: apart, readable by their rewards, as the papers and the script have them."""
 
-from __future__ import annotations
-
 import json
 import re
 

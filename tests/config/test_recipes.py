@@ -1,7 +1,5 @@
 """Recipes of real models, on the meta device: published values, geometry, targets, trained steps, a plan offline."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`flowrl.check`: what it takes for what, and how it answers."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Nothing here knows a pipeline: how it is called stands in its case, everything else in the table of families.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

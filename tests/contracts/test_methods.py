@@ -1,7 +1,5 @@
 """The laws of methods, over every file in flowrl/algorithms/; and that each law can fail."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The contract of adapters over every tiny pipeline: the laws, and parity with the pipeline's own call."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every file in rewards/ must satisfy; a new file is tested before its author writes a test."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

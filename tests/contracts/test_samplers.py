@@ -1,7 +1,5 @@
 """What every file in flowrl/samplers/ must satisfy; a new file is tested before its author writes a test."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import replace

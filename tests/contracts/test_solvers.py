@@ -1,7 +1,5 @@
 """What every solver must satisfy."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowrl.contracts.laws import ContractError

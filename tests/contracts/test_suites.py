@@ -1,7 +1,5 @@
 """What every suite must satisfy (tests/tiny_suites has prompts for those that read them), and what the laws find."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Times and refusals of the methods on a noise-prediction model; that they replay and train: the laws of methods."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a message says of an exception of somebody's code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

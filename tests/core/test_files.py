@@ -1,7 +1,5 @@
 """Damaged files, failing disks and folders of results: one message, never a traceback."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Components by folder, dotted path or file."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

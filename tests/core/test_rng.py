@@ -1,7 +1,5 @@
 """Noise keyed by identity: statistics, independence of the batch, distinct keys."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

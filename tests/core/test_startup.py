@@ -1,7 +1,5 @@
 """Imports without looks for cycles: in flowrl's own processes only, and put back whatever happens."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

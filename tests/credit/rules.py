@@ -1,7 +1,5 @@
 """The advantage rules on tables of rewards, with the std of the group where nothing else is said."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What every advantage rule must do, and the rules for several rewards and around the median against their formulas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

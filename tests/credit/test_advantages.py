@@ -1,7 +1,5 @@
 """The group rule against the official code, its options, and the configuration of all rules."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The value network of methods with a critic."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """DDPO's statistics: a prompt is compared with its own newest rewards, or with the batch while there are too few."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 

@@ -1,7 +1,5 @@
 """Which samples of a group are trained, and that the learner obeys."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

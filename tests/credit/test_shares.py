@@ -1,7 +1,5 @@
 """Each reward's share of the variance inside groups."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Saliency maps on the latent grid."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Credit on trees, by hand: fusion, depth-wise comparison, propagation, pruning, per-step gains."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from types import SimpleNamespace

@@ -4,8 +4,6 @@
 epoch and prints a line of JSON: records drawn, how many different ones, seconds, and the peak of resident memory.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

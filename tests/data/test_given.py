@@ -1,7 +1,5 @@
 """Given pictures on their way into a rollout: what fills a slot, how a picture is looked at, what cannot be read."""
 
-from __future__ import annotations
-
 import json
 import math
 import weakref

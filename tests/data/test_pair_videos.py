@@ -1,7 +1,5 @@
 """Preference sets of videos: mp4, WebP and folders of frames, what their headers refuse, and which frames are taken."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

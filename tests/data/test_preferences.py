@@ -1,7 +1,5 @@
 """Preference sets: what a record says, what is left out and told of, the order of a run, single labelled pictures."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

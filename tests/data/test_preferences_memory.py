@@ -1,7 +1,5 @@
 """A preference set larger than memory streams: 50,000 pairs of 64 x 64 pictures stay under 2 GB."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Prompts: the order of a run, cached embeddings, pictures."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections import Counter

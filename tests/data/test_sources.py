@@ -1,7 +1,5 @@
 """Where prompts come from: files, data sets, and the pictures in them."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import tracemalloc

@@ -1,7 +1,5 @@
 """Embeddings in files: the bits of those in memory, made by shares, once, and made again where they are damaged."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

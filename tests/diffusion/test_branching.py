@@ -1,7 +1,5 @@
 """Trees of rollouts: their shape, the noise of siblings, what the loop records, and the updates on it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

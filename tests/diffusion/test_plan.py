@@ -1,7 +1,5 @@
 """The step plan: what it refuses, what it hands out, and the edge cases it alone decides."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.testing import assert_close

@@ -1,7 +1,5 @@
 """Conversions between what a network says and (x0_hat, eps_hat, velocity)."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The SA-Solver: its formulas, its grid, and exact marginals on Gaussian data."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Sigma grids against published numbers and against diffusers' own scheduler."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Deterministic steps: against their formulas, diffusers' own DPM-Solver++, and exact solutions."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Training times: strata, axes, and that a draw belongs to its sample."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Noise-prediction grids: against diffusers' own schedulers, published numbers, and between the nodes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

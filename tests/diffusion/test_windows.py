@@ -1,7 +1,5 @@
 """Windows that move from iteration to iteration, per-sample steps, and the shortened grid behind a window."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What a display says, as a function of a run's state."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

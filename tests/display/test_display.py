@@ -1,7 +1,5 @@
 """The display in a terminal, in a pipe and as JSON, without a run."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """A small run on the embedded model: seconds long, with a reward that needs no verifier."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Look and save on demand: a run that is asked is bitwise the run that is not, and every request has an answer."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

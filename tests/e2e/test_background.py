@@ -1,7 +1,5 @@
 """Checkpoints of full weights, written in a thread while the next iteration runs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

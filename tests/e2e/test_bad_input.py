@@ -1,7 +1,5 @@
 """Bad input and bad luck: one clear message, the right exit code, and nothing saved is lost."""
 
-from __future__ import annotations
-
 import errno
 import json
 import sys

@@ -1,7 +1,5 @@
 """A run with compiled blocks: the numbers of a plain one, graphs that stay, plain files, and bitwise resume."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A disk that fails while training, and a run folder that was damaged behind it: what is safe, and how to go on."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

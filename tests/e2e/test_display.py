@@ -1,7 +1,5 @@
 """What a run shows: one folder, whose run goes on in three ways of showing it; then a terminal, and two processes."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs whose model makes NaN, or whose reward fails on the way: the reason, exit code 1, and no process that waits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The trees of a run's evaluations, on a real pipeline: resumed, in two processes, and on the report."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

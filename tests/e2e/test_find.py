@@ -1,7 +1,5 @@
 """FIND on a real pipeline: resumed runs, processes, the network that stays, and what is drawn with the result."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

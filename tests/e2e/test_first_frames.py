@@ -1,7 +1,5 @@
 """Videos from a first frame through the real loop: prompt records, training, the samples that are scored."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

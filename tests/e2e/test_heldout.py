@@ -1,7 +1,5 @@
 """Held-out prompts of a real run: never trained on, and named wherever a number is told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prompt records with pictures through the real loop."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

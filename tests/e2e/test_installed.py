@@ -1,7 +1,5 @@
 """flowrl as people have it: a wheel installed elsewhere, run in a folder whose file names are those of modules."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Every recipe of configs/lab trains on the embedded model: small, but through the real loop, and resumes bitwise."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

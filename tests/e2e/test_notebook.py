@@ -1,7 +1,5 @@
 """The notebooks: their cells in order, with few iterations, outside the checkout."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

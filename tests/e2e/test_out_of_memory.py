@@ -1,7 +1,5 @@
 """Out of memory in any phase: which one, what was planned for it, what lowers it; exit code 1 and no traceback."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

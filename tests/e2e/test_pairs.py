@@ -1,7 +1,5 @@
 """`flowrl pairs` on the embedded model: what it draws, keeps, refuses, and that it goes on where it was stopped."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

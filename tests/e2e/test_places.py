@@ -1,7 +1,5 @@
 """A run is worked with from any folder, and goes on where it was moved to."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

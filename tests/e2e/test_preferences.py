@@ -1,7 +1,5 @@
 """Learning from given pictures on a real pipeline: resumed runs, processes, broken pictures, and that it learns."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

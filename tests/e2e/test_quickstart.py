@@ -1,7 +1,5 @@
 """Slow: the quickstart learns, and the embedded model serves a plain pipeline call."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a method remembers of earlier iterations is in the checkpoint: a prompt's rewards (DDPO), transitions (DPOK)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

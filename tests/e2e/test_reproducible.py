@@ -1,7 +1,5 @@
 """Runs that are killed, stopped, resumed, repeated or shared: bitwise, or as near as floats allow."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Methods on finished samples on a real pipeline: resumed runs, processes, and the adapter that is saved."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

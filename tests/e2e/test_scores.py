@@ -1,7 +1,5 @@
 """One image, one score: in training, in an evaluation, for pairs, and of the saved file."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

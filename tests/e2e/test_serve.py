@@ -1,7 +1,5 @@
 """`flowrl serve` as a process: killed and started again in mid-run, and ended by a signal."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """FSDP2: two processes that share a network train what one process trains, save it, and go on from it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

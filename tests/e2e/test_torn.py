@@ -1,7 +1,5 @@
 """A run that was killed, or whose disk filled, while it wrote its weights: a resumed run has the uncut run's."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

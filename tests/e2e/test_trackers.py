@@ -1,7 +1,5 @@
 """Trackers beside a real run: its curves in their files, each iteration once, also after kill -9 and a rename."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Methods on trees, on a real pipeline: processes, sharding, and what does not fit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A video model through the real loop: clips are rewarded, saved, shown, drawn and scored."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

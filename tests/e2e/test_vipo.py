@@ -1,7 +1,5 @@
 """Maps and ratios by position (ViPO) through the real loop on the embedded model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

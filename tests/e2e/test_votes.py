@@ -1,7 +1,5 @@
 """A run that trains on votes: its scores, a resume, a stop, its time limit, two processes, and what it never asks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Weights that are not whole: the file and the tensor are named, with exit code 2, and no image is written of NaN."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A run whose images hardly change: its end and its evaluation count ties, and say how little they see."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tree of an evaluation: its noise and credit, its file, and what stays unchanged."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The guard on simulated evaluations: no alarm on noise, one on a loss, in the metric's direction; its memory."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

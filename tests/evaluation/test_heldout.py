@@ -1,7 +1,5 @@
 """Which prompts are held out, and what those of an evaluation are called where none are."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

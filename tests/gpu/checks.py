@@ -1,7 +1,5 @@
 """What must hold on any device; test_on_gpu.py runs it on a card, test_rehearsal.py on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

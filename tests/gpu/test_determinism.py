@@ -1,7 +1,5 @@
 """Deterministic mode on a GPU: attention's backward pass too gives the same bits twice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

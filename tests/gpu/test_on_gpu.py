@@ -1,7 +1,5 @@
 """What only a card can show: bash scripts/gpu_day/tests.sh."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The checks of test_on_gpu.py on the CPU, so that none of them fails there by a mistake of its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A reward on the GPU scores in a stream of its own while the GPU is at work, and gives the same scores."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from flowrl.rewards.clip_score import Config, build

@@ -3,8 +3,6 @@
 The outputs v of a network are free tensors here: what holds for the gradient on v holds for the weights behind it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The clipped surrogate and its gradient, for both signs of the advantage."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Losses on pairs and labels: their limits and gradients, in float64 on free outputs."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Images in 8 bits: the rounding of a saved PNG, in one tensor, and what a reward is given of it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

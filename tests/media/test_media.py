@@ -1,7 +1,5 @@
 """Pictures and clips as files: exact where they are small, playable everywhere."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 

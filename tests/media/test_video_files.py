@@ -1,7 +1,5 @@
 """Video files: frames, frame rate and number of frames come back, and what cannot be read says why."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The repeated blocks of every family, and recomputing some of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled blocks: the same numbers in every mode, few graphs, plain names, and no silent way back to eager."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from functools import partial

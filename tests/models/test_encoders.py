@@ -1,7 +1,5 @@
 """Text encoders that are loaded again after they were freed: the same embeddings, and nothing else of the model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A held first frame: clean, with timestep 0, the image by the declared rule, and in no number of the training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Classifier-free guidance with the gradient of one branch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

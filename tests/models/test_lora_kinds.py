@@ -1,7 +1,5 @@
 """The kinds of a LoRA keep the contract of the plain one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

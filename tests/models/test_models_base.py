@@ -1,7 +1,5 @@
 """Where a model comes from, and what it says where it cannot be loaded."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The adapter of a model without a name: chosen by the pipeline's class, from JSON files alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

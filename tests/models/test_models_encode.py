@@ -1,7 +1,5 @@
 """Latents of given pictures: the adapters' `encode_pictures` against the VAE's own round trip."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

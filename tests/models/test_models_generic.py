@@ -1,7 +1,5 @@
 """The generic adapter beyond parity: bad input by name, prompts of any length, grids of multistep schedulers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Reference pictures and first frames: the generic adapter is the pipeline, and no sample sees another's picture."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

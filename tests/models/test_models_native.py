@@ -4,8 +4,6 @@ That an adapter keeps the laws of `flowrl.contracts.models` (own timesteps, repl
 proven in tests/contracts/test_models.py; test_models_sd3.py and test_models_unet.py have what is their families' own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models that cannot be trained as configured: named with the remedy, for every kind of adapter, before training."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The SD3 adapter against its pipeline, its LoRA, and the shape of the real SD3.5 Medium."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The generic adapter without weights: its shapes, operations and bytes are those with them; the rest is said."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Re-entry against the pipeline's own call, as a training compares them when it loads a class that no test knows."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -1,7 +1,5 @@
 """A denoiser in half precision: its own dtype, as its pipeline runs, or torch.autocast; LoRA as one addmm."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

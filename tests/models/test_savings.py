@@ -1,7 +1,5 @@
 """Memory options: the same run with less on the device, for native and generic adapters; what cannot be is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """assets/tiny-sd and assets/tiny-wan: pipelines that load plainly and draw what their records say."""
 
-from __future__ import annotations
-
 import json
 import struct
 from functools import cache

@@ -1,7 +1,5 @@
 """The VAE at work: its type, its arithmetic and its memory format, for native and generic adapters."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -5,8 +5,6 @@ torch itself. A backward pass on such tensors asks for a card, so the update is 
 its gradients are those of an earlier microbatch already, as in all microbatches but the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

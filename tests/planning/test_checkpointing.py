@@ -1,7 +1,5 @@
 """`gradient_checkpointing: auto`: by the estimate against the device, the same on all processes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

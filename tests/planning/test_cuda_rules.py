@@ -1,7 +1,5 @@
 """CUDA's rules of mixed precision, as the plan follows them on the CPU, against torch's own on fake tensors of CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Weights in few bits on tensors without values: their bytes are those of the libraries' own layers at work."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

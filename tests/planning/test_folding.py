@@ -1,7 +1,5 @@
 """A network of many equal blocks, measured on a few of them: equal to the whole to the byte, or measured whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from unittest import mock
 

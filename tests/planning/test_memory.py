@@ -1,7 +1,5 @@
 """Counts and peaks from the meta device and fake tensors, against the real things at tiny size."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """What `flowrl plan` counts for trees, against the evaluations of a real rollout and its updates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

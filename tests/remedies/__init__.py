@@ -4,8 +4,6 @@ The modules here provoke each fault that carries a `Remedy`, and then do what it
 places that make one and fails for a place without such a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Following remedies: provoke a fault, do each of its remedies to the letter, and see that it is gone."""
 
-from __future__ import annotations
-
 import copy
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Places of the source that make a remedy."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator

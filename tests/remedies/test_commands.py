@@ -1,7 +1,5 @@
 """Remedies of the command line: a word to leave out or to give, or another command."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

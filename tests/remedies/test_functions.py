@@ -1,7 +1,5 @@
 """Remedies of one function's arguments: of models, of a machine, of what a library cannot do."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

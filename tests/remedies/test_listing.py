@@ -1,7 +1,5 @@
 """The list of all places that make a remedy, against the runs that follow them."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

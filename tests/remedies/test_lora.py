@@ -1,7 +1,5 @@
 """What a LoRA file that does not fit `model.lora` tells, done to the letter: the file is then taken."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The remedies of `flowrl convert-config`."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

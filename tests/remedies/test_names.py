@@ -1,7 +1,5 @@
 """Remedies of messages about prompts, files and names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Remedies of the rewards."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Remedies of runs: what is torn, what a divergence or a changed option asks for."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A judge of the test in place of every judge."""
 
-from __future__ import annotations
-
 import pytest
 from flowrl.rewards._judges import backends
 

@@ -1,7 +1,5 @@
 """Videos of the shapes world that nearly show what their captions ask for, and junk: what the verifier must refuse."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The shapes world in motion: captions, their split, placement and rendering."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Options that no reward may have, and weights that cannot be found: refused with the key, its value and the remedy."""
 
-from __future__ import annotations
-
 import huggingface_hub
 import pytest
 from safetensors.torch import load_file, save_file

@@ -1,7 +1,5 @@
 """Signs of dead pictures on pictures that are dead in known ways."""
 
-from __future__ import annotations
-
 import colorsys
 import math
 

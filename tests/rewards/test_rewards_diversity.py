@@ -1,7 +1,5 @@
 """The determinantal gain, -log (L^-1)_ii of L = 1 + E E^T (arXiv 2511.20647), and the reward that is made of it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Motion of clips: every measure against a straight-line computation, and no prize for standing still."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

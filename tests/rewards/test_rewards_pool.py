@@ -1,7 +1,5 @@
 """Images prepared in threads next to a GPU, and image towers in bfloat16."""
 
-from __future__ import annotations
-
 import math
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """The client of reward servers: what belongs together stays together, and nothing that fails becomes a number."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

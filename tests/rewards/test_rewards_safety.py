@@ -1,7 +1,5 @@
 """The safety classifier's plumbing on a tiny random ViT, and the veto's rules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from flowrl.rewards.safety import Config, build, unsafe_classes

@@ -1,7 +1,5 @@
 """DDPO's prompt alignment: BERTScore against a straight-line computation, what is asked, and what is masked."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import io

@@ -1,7 +1,5 @@
 """The reward of votes: Bradley-Terry within a prompt, what is masked, the time limit, a stop, and a second asking."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

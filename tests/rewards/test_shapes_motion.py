@@ -1,7 +1,5 @@
 """The verifier of moving shapes against rendered truth, near misses, junk, WebP and noise."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

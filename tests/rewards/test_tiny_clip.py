@@ -1,7 +1,5 @@
 """assets/tiny-clip: loads anywhere, agrees with the verifier, and can be fooled. And how it is trained and measured."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

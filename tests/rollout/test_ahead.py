@@ -1,7 +1,5 @@
 """Noise drawn ahead in a thread: the same bits as drawn inline, and threads that end."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Two-stage exploration (arXiv 2604.06916): the choice, its fidelity, and the cheaper copy."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Useful operations of a row: the same however the forward is made."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """A model on its own: `flowrl.load_model`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.testing import assert_close

@@ -1,7 +1,5 @@
 """The one denoising loop: what it records, and that layout does not matter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What comes after a run: nothing for a library, the report, the cause and the card for the command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

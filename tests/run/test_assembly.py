@@ -1,7 +1,5 @@
 """How a run is put together: in parts that a reader can follow, and with checks that only its processes show."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

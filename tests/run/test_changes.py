@@ -1,7 +1,5 @@
 """What a resumed run may have another value of, by itself or on purpose."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

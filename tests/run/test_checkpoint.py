@@ -1,7 +1,5 @@
 """Checkpoints: atomic, verified, kept or dropped; and text files written whole."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A run folder that is moved, deleted or replaced while its run is under way."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

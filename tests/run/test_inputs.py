@@ -1,7 +1,5 @@
 """The contents of the user's files are a part of a run: recorded, copied, and refused when they change."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

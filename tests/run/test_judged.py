@@ -1,7 +1,5 @@
 """Runs, folders, single files and LoRAs from elsewhere become pipelines that draw what their weights say."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

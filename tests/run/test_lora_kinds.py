@@ -1,7 +1,5 @@
 """DoRA and LoKr of a run: merged, as a file for `--lora`, and such files from elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

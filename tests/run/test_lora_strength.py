@@ -4,8 +4,6 @@ The right value is arithmetic on the tensors that a row writes: a weight changes
 alpha / sqrt(rank) of a rank-stabilised LoRA.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

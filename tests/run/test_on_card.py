@@ -4,8 +4,6 @@ One case for each kind of training data (flowrl/training/kinds.py) and each fami
 the wrong device or a dtype that attention refuses raises; waits of the host for the card are counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

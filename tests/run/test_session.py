@@ -1,7 +1,5 @@
 """A session is a run without its folder: the same numbers, step by step, and nothing on the disk."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

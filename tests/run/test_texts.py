@@ -1,7 +1,5 @@
 """Embeddings of a run: in files those of memory, shared by processes, found by the next run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each is skipped where its library is not installed.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import zipfile

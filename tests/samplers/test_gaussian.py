@@ -1,7 +1,5 @@
 """`StepDistribution`: sample, log-prob and KL against torch.distributions."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

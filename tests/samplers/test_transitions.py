@@ -4,8 +4,6 @@ What every sampler must satisfy is proven in tests/contracts/test_samplers.py: E
 the velocity gain, refusals of VP models. Moments of Gaussian data are propagated, nothing is drawn.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Scoring beside sampling: the same scores, tries and masks, and really at the same time."""
 
-from __future__ import annotations
-
 import math
 import threading
 from contextlib import contextmanager

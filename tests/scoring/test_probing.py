@@ -1,7 +1,5 @@
 """The probe of a run: a score that is not its sample's own ends the run before training, with both values."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

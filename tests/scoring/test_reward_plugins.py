@@ -1,7 +1,5 @@
 """Rewards that installed packages bring, and what a run refuses about rewards before it trains."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace

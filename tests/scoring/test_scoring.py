@@ -1,7 +1,5 @@
 """Composition beyond weights, the search for bad samples, the cache, and what is counted."""
 
-from __future__ import annotations
-
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor

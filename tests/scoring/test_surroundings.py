@@ -1,7 +1,5 @@
 """A reward that works in place, changes the process or leaves it: nobody else sees it, and it is named."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

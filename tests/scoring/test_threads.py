@@ -1,7 +1,5 @@
 """A time limit for rewards of this process: the same numbers, one call at a time, and no hang."""
 
-from __future__ import annotations
-
 import contextvars
 import subprocess
 import sys

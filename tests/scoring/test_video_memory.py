@@ -1,7 +1,5 @@
 """What a rollout of videos holds in host memory: 8 bits a value of each, and floats of one batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

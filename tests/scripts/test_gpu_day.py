@@ -1,7 +1,5 @@
 """scripts/gpu_day: the steps name what there is, are done once, and all of them are rehearsed on tiny-sd3."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from importlib import import_module

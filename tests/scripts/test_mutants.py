@@ -1,7 +1,5 @@
 """scripts/mutants.py on a tree of one formula and one test."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

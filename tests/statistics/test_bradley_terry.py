@@ -1,7 +1,5 @@
 """Bradley-Terry strengths: closed form, an independent optimiser, symmetries, samples without a comparison."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import optimize

@@ -1,7 +1,5 @@
 """Intervals: closed forms, the rule written out, coverage in simulation."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

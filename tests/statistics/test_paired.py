@@ -1,7 +1,5 @@
 """Paired comparisons: against scipy, symmetry, ties, and what chance gives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Training seeds of one recipe and a judge's own noise."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

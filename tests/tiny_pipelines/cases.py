@@ -1,7 +1,5 @@
 """The tiny pipelines by name, and how each is called."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Pipelines as recipes.yaml has them, made when they are called."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

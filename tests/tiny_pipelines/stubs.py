@@ -4,8 +4,6 @@ CLIP and T5 encoders are transformers' own; `Encoder` replaces larger language m
 and truncates as theirs do.
 """
 
-from __future__ import annotations
-
 import importlib
 import operator
 from functools import cache

@@ -5,8 +5,6 @@ Each of the others has a module with `cases(folder, stack)`, {name of the case: 
 do, it has `samples(reward, folder)` too. A reward without weights or required options needs nothing.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from contextlib import ExitStack

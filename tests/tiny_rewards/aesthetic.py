@@ -1,7 +1,5 @@
 """The aesthetic predictor: heads of the published architectures at random, on towers as wide as they take."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path

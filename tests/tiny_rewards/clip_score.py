@@ -1,7 +1,5 @@
 """clip_score on tiny random CLIPs of both libraries."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """diversity on colour waves, and on a tiny random CLIP or DINOv2."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any

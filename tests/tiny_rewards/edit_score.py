@@ -1,7 +1,5 @@
 """EditScore on a server, every sample an edit of one source."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """GenEval's rules on a tiny random Mask2Former and a tiny random CLIP."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """HPS v2: both releases' files, with different random weights, laid out as the published ones."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """HPSv3 on a tiny random Qwen2-VL in the published layout."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any

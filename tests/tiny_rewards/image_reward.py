@@ -1,7 +1,5 @@
 """ImageReward on a tiny random BLIP under the published names of weights."""
 
-from __future__ import annotations
-
 import json
 import string
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """What the tiny judges share: a random LLaVA, a server whose grades follow the brightness, and a scripted judge."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any

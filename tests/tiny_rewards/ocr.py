@@ -1,7 +1,5 @@
 """ocr with a reader that reads a text of the image's brightness; the real one is tried on rendered words."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path

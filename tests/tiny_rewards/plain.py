@@ -1,7 +1,5 @@
 """The tiny rewards that take a line or two, by name: their cases, and samples where the contract's own do not do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """questions: probabilities of a tiny random LLaVA's answers, and 0 or 1 with reasons of a server."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The safety classifier on a tiny random ViT of three classes."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

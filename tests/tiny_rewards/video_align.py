@@ -1,7 +1,5 @@
 """VideoAlign on a tiny random Qwen2-VL in the published layout."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """vlm_caption on a tiny random LLaVA, compared by a tiny random RoBERTa."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Votes of a thread that prefers the brighter image, on an occasion of their own for each call."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Generator, Sequence

@@ -9,8 +9,6 @@ A file of a few prompts as `--prompts` takes it, lists/NAME.*, or a module for t
 A suite that makes its prompts and reads no results needs neither.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import importlib

@@ -3,8 +3,6 @@
 python -m tests.tiny_suites.chat > url &     # serves until it is ended; the file holds the address
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

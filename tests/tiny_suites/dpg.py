@@ -1,7 +1,5 @@
 """The table of questions, and results as the official evaluator writes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

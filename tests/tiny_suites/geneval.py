@@ -1,7 +1,5 @@
 """Results as evaluate_images.py writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A folder with a list of prompts for each style."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

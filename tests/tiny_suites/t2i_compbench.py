@@ -1,7 +1,5 @@
 """Eight files of prompts, and the results of their tools."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A table as test_prompts_en.csv, and the results of its evaluator."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

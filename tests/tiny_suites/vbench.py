@@ -1,7 +1,5 @@
 """A short VBench_full_info.json, and results as the official tools write them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

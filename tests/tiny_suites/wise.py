@@ -1,7 +1,5 @@
 """The three lists of either protocol, and the results of its evaluator."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From edges to training forwards."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """A run that learns nothing warns, with the cause that its rewards show, and ever less often."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any

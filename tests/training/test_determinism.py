@@ -1,7 +1,5 @@
 """Deterministic mode: strict where gradients are made, lenient where a reward works."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any

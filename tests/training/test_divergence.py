@@ -1,7 +1,5 @@
 """A model that makes NaN or inf is found before any reward is asked, with what to lower, on all processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

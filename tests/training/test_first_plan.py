@@ -1,7 +1,5 @@
 """The plan of the first iteration, refused before the base evaluation where the model's grid does not have it."""
 
-from __future__ import annotations
-
 import pytest
 
 from flowrl.algorithms import awm, dgpo, diffusion_nft, fpo

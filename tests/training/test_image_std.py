@@ -1,7 +1,5 @@
 """The std of images inside a group, by whole sums, against its definition."""
 
-from __future__ import annotations
-
 import math
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Sums that divide once, metrics.jsonl, the progress bar, the log."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Finished samples on their way to the updates: identity, whole units, shares, old values, memory."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections import Counter

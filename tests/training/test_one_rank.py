@@ -1,7 +1,5 @@
 """FSDP2 on a mesh of one process: it gathers and splits as among many, and computes what the plain network does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The optimizer step: schedules, clipping, skipping, averaging, state."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Other optimizers than AdamW: resume, bytes, refusals."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

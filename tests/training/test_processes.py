@@ -1,7 +1,5 @@
 """Processes: how many this machine bears, who ends whom, and what a failure of one means for the others."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

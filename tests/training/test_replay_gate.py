@@ -1,7 +1,5 @@
 """The parity gate and recomputed log-probs: with gradients, as training, and one graph at a time."""
 
-from __future__ import annotations
-
 import logging
 import re
 import weakref

@@ -3,8 +3,6 @@
 Threads stand for processes.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """Texts of different lengths never share a forward, where the adapter says so: neither padding nor a mask."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from dataclasses import dataclass, replace

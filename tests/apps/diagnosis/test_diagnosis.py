@@ -1,7 +1,5 @@
 """Each finding comes from a run with its fault; a run without one has none; what a folder lacks is listed."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

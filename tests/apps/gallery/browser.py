@@ -1,7 +1,5 @@
 """A headless browser for tests of pages: Chromium through playwright; a test is skipped where either is missing."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager

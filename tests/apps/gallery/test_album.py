@@ -1,7 +1,5 @@
 """Images of every prompt in a page of limited size, and links that keep their aim."""
 
-from __future__ import annotations
-
 import json
 import re
 

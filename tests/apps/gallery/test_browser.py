@@ -1,7 +1,5 @@
 """The report in a real browser: slider, keys, links, copies, paper, a phone, and a page without its script."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """The live page in a real browser: it follows the run, and the reader keeps what they had."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Generator

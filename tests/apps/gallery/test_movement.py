@@ -1,7 +1,5 @@
 """What stands beside a win rate at every door: which pairs are ties, and how much the images change."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The filmstrip of the user's own prompts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Functions of the page's script that need no browser, in Node."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`flowrl watch`'s server: what it gives out and what it refuses, and pages that follow a run folder."""
 
-from __future__ import annotations
-
 import fcntl
 import gzip
 import io

@@ -1,7 +1,5 @@
 """Curves of long runs: the points that are drawn."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Drawings of trees: geometry, colours, pictures, and the report's section of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

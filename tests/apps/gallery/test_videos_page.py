@@ -1,7 +1,5 @@
 """Videos of the report in a real browser: both of a pair move together, and stand where no motion is wanted."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The published configurations of other tools, and drafts of recipes made of them, changed or not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Launchers of DiffusionDPO as recipes: published values against the shipped recipes of the same experiments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Configurations of Flow-Factory as recipes: what has no counterpart, bad input, and what is computed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Configurations of flow_grpo as recipes: published values against the shipped recipes of the same experiments."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

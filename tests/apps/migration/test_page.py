@@ -1,7 +1,5 @@
 """docs/migration.md, and the command."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

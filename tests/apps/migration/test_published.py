@@ -4,8 +4,6 @@ The values there are those of the sheets of the methods and of the published fil
 experiments have them too (tests of a tool).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

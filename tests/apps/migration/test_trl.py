@@ -1,7 +1,5 @@
 """Configurations of trl's DDPO as recipes: the published command line against the shipped recipe of DDPO."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Pushing: only by the word, only the exported folder, and never half-told."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What a reward server survives: nothing that fails becomes a score, and no client harms another."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

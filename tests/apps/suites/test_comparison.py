@@ -1,7 +1,5 @@
 """Paired tables of a base and a tuned model."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

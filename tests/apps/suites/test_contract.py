@@ -1,7 +1,5 @@
 """Every suite at work: drawn, judged, interrupted, exported and read back. Its laws: tests/contracts/test_suites.py."""
 
-from __future__ import annotations
-
 import json
 import math
 

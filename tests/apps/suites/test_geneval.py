@@ -1,7 +1,5 @@
 """GenEval: its prompts, its official aggregation, its evaluator's folder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """DrawBench, PartiPrompts, HPDv2 and OCR: what they read, and their tables by hand."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Lists and results of another form than a suite reads: each is refused by name; what all refuse: test_contract.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

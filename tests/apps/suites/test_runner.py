@@ -1,7 +1,5 @@
 """Noise by identity, shared work, interruption and the header of a suite's folder."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

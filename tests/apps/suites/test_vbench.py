@@ -1,7 +1,5 @@
 """VBench: its list, the official weights against a hand-made table, the tools' folder and their results."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

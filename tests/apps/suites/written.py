@@ -1,7 +1,5 @@
 """Rows as the runner writes them, for tests of tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flowrl.evaluation.suite import Item, Row, Table

@@ -1,7 +1,5 @@
 """The folder of a run that waits for votes."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

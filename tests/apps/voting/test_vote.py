@@ -1,7 +1,5 @@
 """`flowrl vote`: a scripted voter over HTTP, what the server refuses, the order of the pairs, and the numbers."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

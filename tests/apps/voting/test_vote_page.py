@@ -1,7 +1,5 @@
 """The page of `flowrl vote` in a real browser: voting by keys alone, and that everyone can use it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

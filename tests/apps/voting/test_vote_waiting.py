@@ -1,7 +1,5 @@
 """`flowrl vote` on a run that waits: whom it asks what, until when a vote counts, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

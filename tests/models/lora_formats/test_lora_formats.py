@@ -1,7 +1,5 @@
 """LoRA files by original names: read by diffusers' importers and by ours, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Processes that wait for each other's votes: both go on together, and nobody waits for people once one has left."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

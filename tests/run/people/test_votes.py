@@ -1,7 +1,5 @@
 """The store of votes: undo, several voters, a kill, a second writer, damage, and what diffusion_dpo reads of it."""
 
-from __future__ import annotations
-
 import resource
 import signal
 

@@ -1,7 +1,5 @@
 """The command `python -m scripts.bench`, and what its benches count."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

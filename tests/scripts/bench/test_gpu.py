@@ -1,7 +1,5 @@
 """`scripts.bench gpu`, `ceilings`, `attention` and `profile` on the CPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

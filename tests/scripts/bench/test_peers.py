@@ -1,7 +1,5 @@
 """`scripts.bench peers`: both sides do the same work, and the page receives the table. Who is faster is for people."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Adapters with random weights have the shapes and the parts of the real ones, and no text encoders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

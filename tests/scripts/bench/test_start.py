@@ -1,7 +1,5 @@
 """`scripts.bench start`: the parts of a start, in a process of its own."""
 
-from __future__ import annotations
-
 import pytest
 
 from scripts.bench.start import PARTS, report

@@ -1,7 +1,5 @@
 """The lab without training: what a replay decides, runs that are interrupted, the page."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """The frozen video: the page and its pictures, from cells and saved videos of two runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 

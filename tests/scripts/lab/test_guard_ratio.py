@@ -1,7 +1,5 @@
 """What `python -m scripts.lab guard-ratio` records of GRPO-Guard's claim."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

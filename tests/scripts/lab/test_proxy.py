@@ -1,7 +1,5 @@
 """configs/proxy and `python -m scripts.lab proxy`: what the recipes share, and what the page says of their cells."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

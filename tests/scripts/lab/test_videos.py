@@ -1,7 +1,5 @@
 """The lab's recipes on videos resolve, and belong together."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path

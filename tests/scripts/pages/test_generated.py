@@ -1,7 +1,5 @@
 """What is generated of the documentation is what the code gives, and is read somewhere."""
 
-from __future__ import annotations
-
 import pytest
 
 from scripts.pages import concept_pictures, reference

@@ -1,7 +1,5 @@
 """The option tables of the method pages: as the code has them, of every method, and none by hand."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

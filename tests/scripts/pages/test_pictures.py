@@ -1,7 +1,5 @@
 """The pictures of concepts show what holds, and the curves of the methods' pages are the lab's."""
 
-from __future__ import annotations
-
 import json
 
 import torch

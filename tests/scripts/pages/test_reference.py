@@ -1,7 +1,5 @@
 """docs/reference/ holds every key of a configuration."""
 
-from __future__ import annotations
-
 from flowrl.commands._option_texts import option_texts
 from flowrl.config.schema import RunConfig
 from scripts.pages import reference

@@ -1,7 +1,5 @@
 """The report of a run of the lab, with fewer videos."""
 
-from __future__ import annotations
-
 import html
 import re
 from pathlib import Path

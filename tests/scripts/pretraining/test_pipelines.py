@@ -1,7 +1,5 @@
 """What the tiny pipelines learn from, and that a seed decides the rest."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """tiny-wan: a stopped stage goes on to the same weights, and its result is a plain folder."""
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Iterator
