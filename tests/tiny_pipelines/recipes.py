@@ -18,7 +18,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _maker(loader: _Loader, name: str, node: Any) -> Maker:
-    options = loader.construct_mapping(node, deep=True)
+    options: dict[str, Any] = {str(key): value for key, value in loader.construct_mapping(node, deep=True).items()}
     own = getattr(stubs, name, None)
     # Copies, as networks keep and change the lists that they are given.
     return lambda: own(**copy.deepcopy(options)) if own else stubs.of(name, **copy.deepcopy(options))

@@ -178,7 +178,8 @@ def looking(pipeline: str) -> Looking:
         width, height = (max(round(4 * side), 1) * 4 for side in (ratio**0.5, ratio**-0.5))
         return (width, height) if pipeline.endswith("plus") else (width, height, None)
 
-    importlib.import_module(f"diffusers.pipelines.qwenimage.{pipeline}").calculate_dimensions = sizes
+    module: Any = importlib.import_module(f"diffusers.pipelines.qwenimage.{pipeline}")
+    module.calculate_dimensions = sizes
     return Looking()
 
 

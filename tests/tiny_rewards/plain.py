@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from flowrl.rewards.remote import Config as Remote
@@ -36,7 +37,7 @@ def of_server(folder: Path, stack: ExitStack) -> dict[str, Reward]:
 
 
 def of_clip(folder: Path, stack: ExitStack) -> dict[str, Reward]:
-    own = {"model": toy_clip.save(folder), "tokenizer": str(folder), "device": "cpu"}
+    own: dict[str, Any] = {"model": toy_clip.save(folder), "tokenizer": str(folder), "device": "cpu"}
     return {way: pickscore.build(pickscore.Config(**own, preprocess=way)) for way in ("exact", "fast")}
 
 
