@@ -4,16 +4,21 @@ import contextlib
 
 import pytest
 
+from flowrl.algorithms.base import EdgeMethod
 from flowrl.commands._option_texts import option_texts
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import validate
 from flowrl.rollout.options import RolloutConfig
 from tests.tables import table
+from tests.toys import algorithms
 
 POSITIONAL = ("dance_grpo", "flow_grpo", "flow_grpo_fast", "mix_grpo", "mix_grpo_flash")
 """The methods with a ratio by position."""
-REFUSED = table(__file__, "refused")
+REFUSED = [
+    *table(__file__, "refused"),
+    *((name, {"spatial": {}}, "unknown key") for name in algorithms(EdgeMethod) if name not in POSITIONAL),
+]
 TOO_SHORT = [
     ("dance_grpo", {"timestep_fraction": 0.1}, 6, r"must be at least 0\.2"),
     ("ddpo", {"timestep_fraction": 0.1}, 6, r"must be at least 0\.167"),

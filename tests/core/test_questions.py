@@ -11,6 +11,7 @@ from flowrl.core.questions import (
     geometric_mean,
     listed_questions,
 )
+from tests.tables import table
 
 NAN = math.nan
 
@@ -65,19 +66,7 @@ def test_ids_are_places_unless_they_are_given():
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [
-        (None, "at least one question"),
-        ([], "at least one question"),
-        ("Is it?", "at least one question"),
-        ([3], r"questions\[0\]=3 must be a text"),
-        ([{"text": " "}], r"questions\[0\].text=' ' must be a text"),
-        ([{"text": "a", "answer": True}], r"questions\[0\].answer=True must be a text"),
-        ([{"text": "a", "parent": [1]}], "unknown key 'parent'"),
-        ([{"text": "a", "parents": 1}], "must be a list of ids"),
-        (["a", {"text": "b", "parents": [3]}], "'b' has the parent 3, which is no other question.*ids are 1, 2"),
-        ([{"text": "a", "parents": [1]}], "has the parent 1, which is no other"),
-        (["a", {"id": 1, "text": "b"}], "the id 1 occurs twice"),
-    ],
+    table(__file__, "refused_questions"),
 )
 def test_a_wrong_record_is_named(given, words):
     with pytest.raises(ValueError, match=words):

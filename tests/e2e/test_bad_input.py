@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import digest, train
+from tests.tables import table
 
 
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str]:
@@ -23,18 +24,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *wor
 
 @pytest.mark.parametrize(
     ("override", "words"),
-    [
-        ("rollout.sampler.noise_level=-0.1", ["noise_level=-0.1"]),
-        ("data.prompts=nowhere.txt", ["data.prompts", "nowhere.txt", "no such file"]),
-        ("data.prompts=empty.txt", ["data.prompts", "empty.txt", "no prompt"]),
-        ("rewards=[{path: nowhere.py}]", ["nowhere.py", "no such file"]),
-        ("model.path=./nowhere", ["/nowhere'", "no such"]),
-        ("model.path=weights.ckpt", ["weights.ckpt", "safetensors"]),
-        ("rollout.sampler={name: ode}", ["deterministic"]),
-        ("algorithm.sde_steps=[2]", ["sde_steps=[2]", "last trainable step is 1"]),
-        ("rollout.sampler={name: sage, sigma_max: 0.2}", ["'sage'", "step 0 ends at sigma_next=", "raise sigma_max"]),
-        ("output=/dev/null/runs", ["/dev/null/runs", "cannot be written"]),
-    ],
+    table(__file__, "refused"),
 )
 def test_what_the_user_can_mend_is_named_with_exit_code_2(place, monkeypatch, capsys, override: str, words: list[str]):
     (place / "empty.txt").write_text("\n\n")

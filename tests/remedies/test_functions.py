@@ -277,10 +277,6 @@ def compile_fails(kind: str) -> None:
         raise vars(exc)[kind]("no")
 
 
-def recompiled() -> None:
-    compile_fails("FailOnRecompileLimitHit")
-
-
 def compile_nothing() -> None:
     from flowrl.models.memory.compiled import compile_blocks
 

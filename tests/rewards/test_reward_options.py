@@ -11,8 +11,6 @@ from tests import toy_clip
 from tests.tables import table
 from tests.tiny_rewards.safety import save as save_classifier
 
-SERVED = {"servers": ["http://a"], "reward": "mine"}
-
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),

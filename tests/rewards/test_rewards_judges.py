@@ -19,6 +19,7 @@ from flowrl.rewards import edit_score, unified_reward, vlm_judge, vqa_score
 from flowrl.scoring.entries import reward_plan
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
+from tests.tables import table
 from tests.tiny_rewards import scored
 from tests.tiny_rewards.edit_score import save_source
 from tests.tiny_rewards.judges import Scripted, brightness, grey
@@ -109,22 +110,7 @@ def test_a_rubric_shows_fields_of_the_record_and_takes_whole_numbers_alone(scrip
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("scale: yes_no", "question: Field required"),
-        ("scale: maybe\nquestion: q", "scale: Input should be 'yes_no', 'expectation', 'score' or 'pairwise'"),
-        ("scale: yes_no\nquestion: q\nqestion: q", "qestion: Extra inputs are not permitted"),
-        ("scale: yes_no\nquestion: q\nhigh: 3", "high belong to scale: score"),
-        ("scale: yes_no\nquestion: q\nfields: [a]", r"fields: the question has no place \{a\}"),
-        ("scale: yes_no\nquestion: q\nwhole: true", "whole belong to scale: score"),
-        ("scale: score\nquestion: q", "scale: score needs axes"),
-        ("scale: score\nquestion: q\naxes: {a: {about: x, weight: 0}}", "one of them with a weight above 0"),
-        ("scale: score\nquestion: q\naxes: {a: {about: x, weight: -1}}", r"axes\.a\.weight: .*greater than or equal"),
-        ("scale: score\nquestion: q\naxes: {a: {about: x, weight: '2'}}", r"axes\.a\.weight: .*valid number"),
-        ("scale: score\nquestion: q\naxes: {a b: {about: x}}", "axis 'a b': a name is letters, digits and _"),
-        ("scale: score\nquestion: q\nlow: 5\nhigh: 5\naxes: {a: {about: x}}", "low=5.0 must be below high=5.0"),
-        ("scale: [", "is not valid YAML"),
-        ("", "Input should be a valid dictionary"),
-    ],
+    table(__file__, "refused_rubrics"),
 )
 def test_a_wrong_rubric_is_refused_with_the_key(tmp_path, text, message):
     file = tmp_path / "mine.yaml"

@@ -8,6 +8,7 @@ from flowrl.apps.migration.engine import Draft, recipe_text
 from flowrl.core.errors import ConfigError
 from tests.apps.migration import drafts
 from tests.recipes import at, recipe
+from tests.tables import table
 
 TEXT = drafts.text_of("sd15.sh")
 
@@ -54,18 +55,7 @@ def test_sft_is_a_method_of_its_own(tmp_path):
 
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
-    [
-        ("--beta_dpo", "--beta_dop", "there is no such option; did you mean 'beta_dpo'"),
-        ("--beta_dpo 5000", "--beta_dpo $BETA", r"\$BETA is not set in the file"),
-        ("--beta_dpo 5000", "--beta_dpo $(cat beta)", "would have to be executed"),
-        ("--beta_dpo 5000", "--beta_dpo", "belongs to no option|it needs a value|must be a number"),
-        ("--beta_dpo 5000", "--beta_dpo much", "beta_dpo='much': it must be a number"),
-        ("--beta_dpo 5000", "--sdxl yes", "'yes' belongs to no option"),
-        ("--dataset_name=${PAIRS}", "", "dataset_name=None: it is required, or train_data_dir"),
-        ("accelerate launch train.py", "echo", "it has 0 commands"),
-        ("accelerate launch", "accelerate launch --num_processes 8", "--gpus 16: .* states 8"),
-        ('"tmp-sd15"', '"tmp-sd15', "correct its quotes"),
-    ],
+    table(__file__, "diffusion_dpo_refused"),
 )
 def test_bad_input_is_named(old, new, reason, tmp_path):
     with pytest.raises(ConfigError, match=reason):

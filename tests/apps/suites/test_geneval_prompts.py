@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from flowrl.rewards.geneval import read_clauses
@@ -28,19 +29,7 @@ def test_the_file_is_what_the_script_draws():
 
 @pytest.mark.parametrize(
     "line",
-    [
-        '{"tag": "single_object", "include": [{"class": "bench", "count": 1}], "prompt": "a photo of a bench"}',
-        '{"tag": "counting", "include": [{"class": "stop sign", "count": 4}], "exclude": [{"class": "stop sign", '
-        '"count": 5}], "prompt": "a photo of four stop signs"}',
-        '{"tag": "color_attr", "include": [{"class": "handbag", "count": 1, "color": "pink"}, {"class": "scissors", '
-        '"count": 1, "color": "black"}], "prompt": "a photo of a pink handbag and a black scissors"}',
-        '{"tag": "position", "include": [{"class": "laptop", "count": 1}, {"class": "cow", "count": 1, "position": '
-        '["right of", 0]}], "prompt": "a photo of a cow right of a laptop"}',
-        '{"tag": "colors", "include": [{"class": "cup", "count": 1, "color": "purple"}], "prompt": "a photo of a '
-        'purple cup"}',
-        '{"tag": "two_object", "include": [{"class": "bowl", "count": 1}, {"class": "skis", "count": 1}], "prompt": '
-        '"a photo of a bowl and a skis"}',
-    ],
+    (Path(__file__).parent / "geneval_quoted.jsonl").read_text(encoding="ascii").splitlines(),
 )
 def test_lines_published_by_users_of_the_benchmark_are_in_the_file(line):
     """Sources: evaluation_metadata.jsonl as quoted on GitHub; wookiekim/SOLACE:dataset/geneval/test_metadata.jsonl."""

@@ -19,27 +19,11 @@ from flowrl.evaluation.suite import Item, Row, Table
 from flowrl.media import media
 from tests import tiny_pipelines
 from tests.apps.suites.written import means, official
+from tests.tables import table
 from tests.tiny_suites import vbench as tiny
 
 # A score for each dimension, its normalised value and its weight, by hand with Vchitect/VBench:scripts/constant.py.
-HAND = {
-    "subject_consistency": (0.5731, 0.5, 1),
-    "background_consistency": (0.815375, 0.75, 1),
-    "temporal_flickering": (0.88879, 0.7, 1),
-    "motion_smoothness": (0.9392, 0.8, 1),
-    "dynamic_degree": (0.4, 0.4, 0.5),
-    "aesthetic_quality": (0.55, 0.55, 1),
-    "imaging_quality": (0.65, 0.65, 1),
-    "object_class": (0.9, 0.9, 1),
-    "multiple_objects": (0.3, 0.3, 1),
-    "human_action": (0.8, 0.8, 1),
-    "color": (0.7, 0.7, 1),
-    "spatial_relationship": (0.2, 0.2, 1),
-    "scene": (0.4111, 0.5, 1),
-    "appearance_style": (0.22858, 0.8, 1),
-    "temporal_style": (0.182, 0.5, 1),
-    "overall_consistency": (0.273, 0.75, 1),
-}
+HAND = table(__file__, "vbench_by_hand")
 # quality: (.5 + .75 + .7 + .8 + .2 + .55 + .65) / 6.5; semantic: 5.45 / 9; total: (4 quality + semantic) / 5
 QUALITY, SEMANTIC = 4.15 / 6.5, 5.45 / 9
 TOTAL = (4 * QUALITY + SEMANTIC) / 5
