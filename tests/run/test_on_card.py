@@ -23,6 +23,7 @@ from tests.e2e.conftest import BASE
 from tests.e2e.test_preferences import make_pairs
 from tests.gpu_rules import Card, Wait, card
 from tests.native import halved
+from tests.tables import table
 
 SMALL = (
     *("model.dtype=bfloat16", "model.lora={rank: 2, alpha: 4}", "data.max_prompts=1", "data.max_eval_prompts=1"),
@@ -34,73 +35,21 @@ REWARD = (
     "import flowrl\nCARD = flowrl.Card(outputs=('brightness',), modality='any')\n"
     "def score(images, prompts, metadata):\n    return images.flatten(1).mean(dim=1)\n"
 )
-GRPO = "algorithm={name: flow_grpo, clip_range: 0.1, kl: {coef: 0.1}, advantages: {std: group}}"
 
 
 @dataclass(frozen=True)
 class Case:
     """An iteration."""
 
-    words: tuple[str, ...]
+    words: list[str]
     """Of the configuration."""
-    step: int = 3
-    """Most waits of a denoising step."""
-    microbatch: int = 6
-    """Most waits of a microbatch."""
     pipeline: str = ""
     """A random pipeline of tests/tiny_pipelines; empty: the embedded one that the words name."""
     pairs: bool = False
     """The data are pairs of pictures."""
 
 
-def _family(name: str, words: str, options: str = "") -> tuple[str, ...]:
-    sizes = f"max_sequence_length: {tiny_pipelines.TOKENS}, height: 16, width: 16{options}"
-    return (f"model={{name: {name}, path: owner/tiny, dtype: bfloat16, lora: {{rank: 2, alpha: 4}}, {sizes}}}", words)
-
-
-CASES = {
-    "edges of tiny-sd3": Case((GRPO,)),
-    "edges of tiny-sd": Case(
-        (
-            "model={name: sd, path: tiny-sd, dtype: bfloat16, lora: {rank: 2, alpha: 4}}",
-            "rollout.sampler={name: ddim, eta: 0.7}",
-            "algorithm={name: ddpo, clip_range: 0.1, sde_steps: [0, 1]}",
-        ),
-    ),
-    "edges of FLUX": Case(_family("flux", GRPO), pipeline="flux"),
-    "edges of Qwen-Image": Case(_family("qwen_image", GRPO), pipeline="qwen_image"),
-    "edges of Wan": Case(_family("wan", GRPO, ", num_frames: 9"), pipeline="wan"),
-    "remembered transitions": Case(
-        (
-            "algorithm={name: dpok, clip_range: 0.1, buffer: 16, batch: 8, policy_steps: 2, value: {batch_size: 8}}",
-            "rollout.sampler=null",
-        ),
-    ),
-    "finished samples": Case(
-        (
-            "algorithm={name: diffusion_nft, kl: {coef: 0.1}, times: {name: subset, count: 2, fraction: 0.84}}",
-            "rollout.sampler=null",
-        ),
-    ),
-    "given pairs": Case(
-        (
-            "algorithm={name: diffusion_dpo, beta: 10}",
-            "data={pairs: {path: pairs, per_iteration: 6, flip: false}, eval_prompts: 'shapes:heldout', "
-            "max_eval_prompts: 1}",
-            "rollout={num_inference_steps: 3, batch_size: 4}",
-            "rewards=[]",
-            "eval.rewards=[{path: brightness.py}]",
-        ),
-        pairs=True,
-    ),
-    "initial noise": Case(
-        (
-            "algorithm={name: find, baseline: group}",
-            *("data.eval_prompts=null", "model.lora=null", "rollout.sampler=null", "optim.weight_decay=0"),
-            *("rollout.guidance_scale=1.0", "optim.batch_size=2"),
-        ),
-    ),
-}
+CASES = {name: Case(**given) for name, given in table(__file__, "on_card").items()}
 
 
 def prepared(folder: Path, case: Case) -> None:
@@ -146,7 +95,7 @@ def loading(gpu: Card, case: Case) -> Callable[..., Any]:
     return loaded
 
 
-def iterated(words: tuple[str, ...], gpu: Card) -> tuple[dict[str, Any], list[list[Wait]], list[list[Wait]]]:
+def iterated(words: list[str], gpu: Card) -> tuple[dict[str, Any], list[list[Wait]], list[list[Wait]]]:
     """One iteration on the card: (its row of metrics, waits of each step inside a batch, of each microbatch)."""
     resolved = resolve(load_config("run.yaml", [*SMALL, *words]))
     session: Any = Session(resolved, world=World(0, 1, torch.device("cuda")))
@@ -182,5 +131,5 @@ def test_an_iteration_runs_on_cuda_and_seldom_waits_for_it(name, tmp_path, monke
     assert row["grad/norm"] > 0
     assert microbatches
     assert steps or case.pairs
-    assert len(most(steps)) <= case.step, "\n".join(map(str, most(steps)))
-    assert len(most(microbatches)) <= case.microbatch, "\n".join(map(str, most(microbatches)))
+    assert len(most(steps)) <= 3, "\n".join(map(str, most(steps)))
+    assert len(most(microbatches)) <= 6, "\n".join(map(str, most(microbatches)))
