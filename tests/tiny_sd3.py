@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from flowrl.models.base import ModelAdapter
+from flowrl.models.pipelines.distilled import Distilled
 from flowrl.models.sd3 import Config, Sd3
 from flowrl.models.weights.roles import Weights
 from scripts.pretraining import sd3
 from tests import native
 from tests.native import LORA, lora
 
-__all__ = ["LORA", "PROMPTS", "ROOT", "TOKENS", "adapter", "backward", "lora", "output", "pipeline", "save"]
+__all__ = ["LORA", "PROMPTS", "ROOT", "TOKENS", "adapter", "backward", "lora", "output", "pipeline", "save", "student"]
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["a red circle", "two blue squares"]
 TOKENS = 8
@@ -47,6 +48,14 @@ def adapter(made: Any = None, **options: Any) -> Sd3:
 def save(folder: Path, made: Any = None) -> Path:
     """A pipeline folder."""
     (pipeline() if made is None else made).save_pretrained(folder)
+    return folder
+
+
+def student(folder: Path, **options: Any) -> Path:
+    """A folder of a pipeline that says it is distilled on its scheduler's four noise levels."""
+    nodes = (1.0, 0.75, 0.5, 0.25)
+    save(folder, pipeline(**options, shift=1.0, shift_terminal=0.25))
+    Distilled(kind="nodes", sigmas=nodes, evidence="the test", declared=True).write(folder)
     return folder
 
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Self
 
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_not_negative, require_positive
@@ -68,6 +68,10 @@ class Options:
     def times_on(self, schedule: Schedule) -> TimesConfig:
         """Rule of the training times on finished samples."""
         return of_process(schedule, self.default_terms)
+
+    def on_nodes(self, count: int) -> Self:
+        """The same with the training times of a model that knows `count` noise levels alone: those."""
+        return self
 
     def stochastic_steps(self, schedule: Schedule, iteration: int, seed: int) -> Sequence[int] | None:
         """Steps of an iteration that are stochastic and trained, where there is no tree; None: all but the last.
@@ -236,6 +240,10 @@ class TimesOptions(Options):
 
     def times_on(self, schedule: Schedule) -> TimesConfig:
         return self.times or super().times_on(schedule)
+
+    def on_nodes(self, count: int) -> Self:
+        terms = self.default_terms if self.times is None else self.times.count or count
+        return replace(self, times=TimesConfig(name="subset", count=min(terms, count), fraction=1.0))
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         self.terms(num_steps)

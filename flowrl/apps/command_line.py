@@ -13,7 +13,8 @@ from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.registry import suggest
 from flowrl.core.strict import apply_override, overridden
 from flowrl.models.base import network_config
-from flowrl.models.generic.options import guidance_arguments
+from flowrl.models.generic.options import check_few_steps, guidance_arguments
+from flowrl.models.pipelines.distilled import Distilled
 from flowrl.run.folder import RunFolder
 from flowrl.run.launch import launch
 from flowrl.training.world import require_devices
@@ -85,13 +86,20 @@ def require_finite(guidance: float | None) -> None:
 
 
 def call_of(
-    pipeline: Any, own: Mapping[str, Any], steps: int | None, guidance: float | None, words: Sequence[str]
+    pipeline: Any,
+    own: Mapping[str, Any],
+    steps: int | None,
+    guidance: float | None,
+    words: Sequence[str],
+    known: Distilled | None = None,
 ) -> dict[str, Any]:
     """Arguments of the call: the model's `own`, then the options; `words` are key=value, and come last.
 
+    `known`: how the model is distilled to few steps.
+
     Raises:
         ConfigError: an argument that the call does not have, that the command sets, or that does not fit the model.
-        ModelError: a guidance scale for a pipeline without one.
+        ModelError: a guidance scale for a pipeline without one, or steps or CFG that a distilled model does not take.
     """
     require_finite(guidance)
     call = dict(own)
@@ -101,6 +109,8 @@ def call_of(
         call |= guidance_arguments(pipeline, guidance, call)
     call |= _settings(pipeline, words)
     _require_positions(pipeline, call)
+    if known is not None:
+        check_few_steps(pipeline, known, call)
     return call
 
 

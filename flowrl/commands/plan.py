@@ -130,7 +130,7 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     try:
         plan = resolved.method.plan(schedule, resolved.sampler.build(), 1, resolved.run.seed)
         if adapter is not None:
-            check_trained(resolved, plan)
+            check_trained(resolved, plan, adapter)
             training.check_grid(schedule, resolved.run.seed)
         training.demand(plan, resolved.setting)
     except ConfigError:

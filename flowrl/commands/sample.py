@@ -112,7 +112,7 @@ def command(
             loaded = judged.load(model, base=base, loras=lora or [], config=config)
         pipeline = loaded.pipeline
         video.require_kind(pipeline)
-        call = call_of(pipeline, loaded.call, steps, guidance, options or [])
+        call = call_of(pipeline, loaded.call, steps, guidance, options or [], loaded.distilled)
         rate = frame_rate(model, pipeline, call) if video.fps is None else video.fps
         for record in records:
             _image_arguments(pipeline, record, call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from flowrl.config import few_steps
 from flowrl.config.resolved import Resolved
 from flowrl.config.watched import check_guard
 from flowrl.core.errors import ConfigError, Remedy
@@ -70,37 +71,31 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     _check_videos(resolved, adapter)
     with checking(resolved.algorithm.name):
         resolved.algorithm.config.check_process(adapter.process)
-    how, run, method = adapter.distilled, resolved.run, resolved.algorithm
-    scales = [("rollout.guidance_scale", run.rollout.guidance_scale), ("eval.guidance_scale", run.eval.guidance_scale)]
-    reference = ("algorithm.reference_guidance", resolved.method.reference_guidance)
-    scales.append(("algorithm.guidance_scale", resolved.method.guidance_scale))
-    if "reference" in resolved.method.roles:
-        scales.append(reference)
-    scales += [(f"eval.best_guidance.{number}", scale) for number, scale in enumerate(run.eval.best_guidance)]
+    run, scales = resolved.run, _scales(resolved)
     if is_cfg(adapter):
+        reference = ("algorithm.reference_guidance", resolved.method.reference_guidance)
         _check_below([*scales, reference], adapter.unguided, adapter.kind)
     for key, scale in scales:
         if scale is not None and scale < 0:
             raise ConfigError(f"{key}={scale:g} must not be negative: {adapter.kind} was trained with none below 0")
-    _check_gradient(resolved, adapter)
-    notes = _never_reached(resolved) + _other_rates(resolved, adapter)
-    if not how:
-        return notes
-    for key, scale in scales:
-        try:
-            if scale is not None:
-                adapter.check_guidance(scale)
-        except ValueError as error:
-            raise ConfigError.about(error, f"{key}: ") from None
-    notes.append(f"the model is distilled {how}: made for 1 to 8 steps; evaluations take its deterministic steps")
-    if resolved.model.config.distilled is None:
-        notes[-1] += "; if it is not, set model.distilled=none"
-    if resolved.training.renoises:
-        notes.append(
-            f"{method.name} fits the network to re-noised samples, which pulls a distilled one towards blurred means; "
-            "methods with log-probs (flow_grpo with rollout.sampler ddim or cps) do not"
+    if run.eval.best_guidance and not adapter.takes_guidance:
+        how = "" if adapter.distilled is None else f", which is distilled {adapter.distilled},"
+        raise ConfigError(
+            f"eval.best_guidance={run.eval.best_guidance}: the model{how} has no guidance to search for",
+            remedies=[Remedy({"eval.best_guidance": []})],
         )
-    return notes
+    _check_gradient(resolved, adapter)
+    return _never_reached(resolved) + _other_rates(resolved, adapter) + few_steps.check(resolved, adapter, scales)
+
+
+def _scales(resolved: Resolved) -> list[tuple[str, float | None]]:
+    """(key, guidance scale) of all that a run gives."""
+    run, method = resolved.run, resolved.method
+    scales = [("rollout.guidance_scale", run.rollout.guidance_scale), ("eval.guidance_scale", run.eval.guidance_scale)]
+    scales.append(("algorithm.guidance_scale", method.guidance_scale))
+    if "reference" in method.roles:
+        scales.append(("algorithm.reference_guidance", method.reference_guidance))
+    return scales + [(f"eval.best_guidance.{number}", scale) for number, scale in enumerate(run.eval.best_guidance)]
 
 
 def _never_reached(resolved: Resolved) -> list[str]:
@@ -181,12 +176,14 @@ def _check_below(scales: list[tuple[str, float | None]], none: float, kind: str)
             )
 
 
-def check_trained(resolved: Resolved, plan: StepPlan) -> None:
-    """Check the number of trained steps, which the model's grid decides.
+def check_trained(resolved: Resolved, plan: StepPlan, adapter: ModelAdapter) -> None:
+    """Check the steps of an iteration, which the model's grid decides: the number of trained ones, and those of a model
+    that is distilled on its own.
 
     Raises:
         ConfigError: with the key that does not fit it.
     """
+    few_steps.check_plan(resolved, plan, adapter)
     with checking(resolved.algorithm.name):
         resolved.algorithm.config.check_trained(resolved.run.samples_per_iteration, len(plan.train))
 

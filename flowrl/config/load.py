@@ -127,11 +127,13 @@ def resolve(run: RunConfig, *, offline: bool = False) -> Resolved:
 def _with_components(run: RunConfig, *, offline: bool) -> Resolved:
     """The run with its components, each of them valid by itself."""
     from flowrl.config.components import component, model_component
+    from flowrl.config.few_steps import on_its_nodes
     from flowrl.config.resolved import Resolved
     from flowrl.scoring.entries import reward_plan
 
     model = model_component(run.model, offline=offline)
     algorithm = component("algorithms", run.algorithm, "algorithm", "flow_grpo")
+    algorithm = on_its_nodes(algorithm, model, run.algorithm)
     return Resolved(
         run=run,
         model=model,

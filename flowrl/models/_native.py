@@ -28,6 +28,7 @@ from flowrl.models.base import (
     unused_modules,
 )
 from flowrl.models.memory.savings import give_memory_back, place, switch_on
+from flowrl.models.pipelines.declared import of_pipeline
 from flowrl.models.pipelines.loading import load_pipeline, meta_pipeline
 from flowrl.models.pipelines.paths import lacks
 from flowrl.models.weights.roles import component_names
@@ -162,6 +163,7 @@ class Native(ModelAdapter):
         switch_on(pipeline, networks, config)
         # The denoiser's configuration; that of the first where there are several.
         self.settings = network_config(networks[0])
+        self.distilled = of_pipeline(pipeline, config.distilled, config.revision)
         require_channels(networks[0], self.patch**2 * (latent_channels(pipeline.vae.config) or 0))
         (height, width), self.unit, largest = self.sides()
         self.height = height if config.height is None else config.height

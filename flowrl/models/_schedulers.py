@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import ModelError, Remedy
+from flowrl.core.errors import ModelError
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process, VPProcess
 from flowrl.diffusion.schedules import Schedule, shifted_linspace
 from flowrl.diffusion.vp_schedules import last_end, vp_schedule
@@ -69,38 +69,6 @@ def path_of(scheduler: Any) -> Path:
     raise ModelError(
         f"{kind.__name__} with prediction_type={predicted!r} is neither a flow nor a noise process x = alpha x0 + "
         "sigma eps with alpha^2 + sigma^2 = 1; load the pipeline with FlowMatchEulerDiscreteScheduler or DDIMScheduler"
-    )
-
-
-Distilled = Literal["none", "adversarial", "consistency"]
-"""How a checkpoint was distilled to few steps."""
-CONSISTENCY, ADVERSARIAL = "as a consistency model (LCM)", "adversarially (SD-Turbo, SDXL-Turbo)"
-_WORDS: dict[Distilled, str] = {"none": "", "adversarial": ADVERSARIAL, "consistency": CONSISTENCY}
-
-
-def distilled(scheduler: Any, network: Any, said: Distilled | None = None) -> str:
-    """How a checkpoint was distilled to few steps, in words; empty: it was not. `said` overrules its configuration.
-
-    LCM: an input for the guidance scale, or LCMScheduler. SD-Turbo, SDXL-Turbo: Euler or Euler-ancestral with trailing
-    spacing, predicting eps, which at zero terminal SNR could not start there.
-    """
-    if said is not None:
-        return _WORDS[said]
-    kind, values = type(scheduler).__name__, scheduler.config
-    if network.get("time_cond_proj_dim") is not None or kind == "LCMScheduler":
-        return CONSISTENCY
-    euler = kind in ("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler")
-    if euler and values.get("timestep_spacing") == "trailing" and values.get("prediction_type") == "epsilon":
-        return "" if values.get("rescale_betas_zero_snr") else ADVERSARIAL
-    return ""
-
-
-def refuse_cfg(how: str, guidance_scale: float, free_at: float = 1) -> None:
-    """Raise ModelError for a checkpoint distilled in this way; `free_at` is the scale without guidance."""
-    raise ModelError(
-        f"guidance_scale={guidance_scale:g}: this checkpoint is distilled {how} and takes no CFG, whose scale is "
-        f"{free_at:g} then; one that is not distilled takes it",
-        remedies=[Remedy({"model.distilled": "none"})],
     )
 
 
@@ -194,7 +162,8 @@ def schedule_of(
     timesteps: Tensor,
     sigmas: Tensor | None,
     final_alpha: FinalAlpha = "model",
-    distilled: str = "",
+    *,
+    to_clean: bool = False,
 ) -> Schedule:
     """The pipeline's grid with sigma falling from noise to data.
 
@@ -204,7 +173,7 @@ def schedule_of(
         timesteps: the scheduler's, [K].
         sigmas: the scheduler's, [K + 1]; flows only.
         final_alpha: end of a VP grid.
-        distilled: how a VP checkpoint was distilled, in words; empty: it was not.
+        to_clean: the last step of a VP grid ends at clean data, whatever the scheduler's end is.
 
     Raises:
         ModelError: a grid without single steps, or one on which a noise-prediction network cannot start.
@@ -219,17 +188,17 @@ def schedule_of(
         return Schedule(sigmas=1 - levels if rising(levels) else levels, timesteps=steps)
     table, own = torch.as_tensor(scheduler.alphas_cumprod), float(scheduler.final_alpha_cumprod)
     timesteps = timesteps[timesteps >= 0]  # diffusers' trailing grids may have one timestep too many, -1
-    return vp_grid(path, table, timesteps, grid_end(table, timesteps, own, final_alpha, distilled))
+    return vp_grid(path, table, timesteps, grid_end(table, timesteps, own, final_alpha, to_clean))
 
 
-def grid_end(table: Tensor, timesteps: Tensor, own: float, final_alpha: FinalAlpha, distilled: str) -> float:
+def grid_end(table: Tensor, timesteps: Tensor, own: float, final_alpha: FinalAlpha, to_clean: bool) -> float:
     """alphas_cumprod after the last step of a grid [K]; `own` is that of the scheduler.
 
-    1 for a distilled checkpoint, as in its own scheduler, of which the given one is a replacement.
+    1 with `to_clean`: a distilled checkpoint's own scheduler ends there, of which the given one is a replacement.
     """
     if final_alpha == "first":
         return last_end(table, timesteps, None)
-    return 1.0 if distilled else last_end(table, timesteps, own)
+    return 1.0 if to_clean else last_end(table, timesteps, own)
 
 
 def vp_grid(path: Path, table: Tensor, timesteps: Tensor, end: float) -> Schedule:

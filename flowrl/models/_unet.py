@@ -4,15 +4,11 @@ Process: VP; the scheduler decides whether the network predicts eps, v or x0. ti
 whole number on the grids, any number between. The grid is DDIM's with the scheduler's betas and spacing, for every
 scheduler: `ddim` with eta 1 is DDPM's step and Euler-ancestral's.
 
-Distilled checkpoints take no CFG, and their x0_hat is a sample, not a posterior mean:
-
-    time_cond_proj_dim, or LCMScheduler   consistency model (LCM). Guidance is an input of the network, an embedding of
-                                          w - 1. f = c_skip x + c_out x0_hat serves as the network's x0, so its own
-                                          step, alpha' f + sigma' z, is the sampler `cps` with noise_level 1.
-    Euler, EulerAncestral: eps, trailing  adversarially distilled (SD-Turbo, SDXL-Turbo): `ddim` with eta 1.
-
-The option `distilled` overrules this guess. Both end at alpha = 1 whatever set_alpha_to_one is, as in their own
-schedulers.
+Distilled checkpoints (models/pipelines/distilled.py) take no CFG, and their x0_hat is a sample, not a posterior mean.
+Of a consistency model guidance may be an input of the network, an embedding of w - 1 (time_cond_proj_dim), and
+f = c_skip x + c_out x0_hat serves as the network's x0, so its own step, alpha' f + sigma' z, is the sampler `cps` with
+noise_level 1; that of the others is `ddim` with eta 1. All end at alpha = 1 whatever set_alpha_to_one is, as in their
+own schedulers.
 """
 
 from __future__ import annotations
@@ -31,17 +27,7 @@ from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.vp_schedules import Spacing, alphas_cumprod, betas, level_at, spaced
 from flowrl.models._guidance import classifier_free, guided
 from flowrl.models._native import Native, Part
-from flowrl.models._schedulers import (
-    CONSISTENCY,
-    Distilled,
-    FinalAlpha,
-    distilled,
-    grid_end,
-    path_of,
-    plain,
-    refuse_cfg,
-    vp_grid,
-)
+from flowrl.models._schedulers import FinalAlpha, grid_end, path_of, plain, vp_grid
 from flowrl.models.base import ModelConfig, autocast
 
 # huggingface/trl:trl/trainer/ddpo_trainer.py: attention of every block, self- and cross-attention
@@ -60,8 +46,6 @@ class UNetConfig(ModelConfig):
     final_alpha: FinalAlpha = "model"
     """End of the last step: the scheduler's (set_alpha_to_one), or the `first` training step, DDPO's rule, so that the
     last step keeps noise and can be trained."""
-    distilled: Distilled | None = None
-    """How the checkpoint was distilled to few steps; null: guessed from its scheduler (docs/noise_prediction.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,7 +99,7 @@ class UNet(Native):
             raise ModelError(
                 f"model.path: {type(own).__name__} is a flow's", remedies=[Remedy({"model.name": "generic"})]
             )
-        self.distilled = distilled(own, pipeline.unet.config, config.distilled)
+        self.consistent = self.distilled is not None and self.distilled.kind == "consistency"
         self._ddim = plain(own, self.path)
         self.process = self.path.process
         self.prediction_type = self.path.prediction_type
@@ -125,9 +109,9 @@ class UNet(Native):
             noise = betas(values.beta_schedule, values.beta_start, values.beta_end, values.num_train_timesteps)
         self.table = alphas_cumprod(torch.as_tensor(noise), zero_snr=values.rescale_betas_zero_snr)
         self.spacing: Spacing = config.timestep_spacing or values.timestep_spacing
-        if self.distilled:
+        if self.distilled is not None:
             self._as_distilled(own.config)
-        if self.spacing == "lcm" and self.distilled != CONSISTENCY:
+        if self.spacing == "lcm" and not self.consistent:
             raise ModelError(
                 "model.timestep_spacing=lcm: a consistency model was distilled on those timesteps, and this checkpoint "
                 "is not one",
@@ -151,7 +135,7 @@ class UNet(Native):
                     Remedy({"model.distilled": "none"}),
                 ],
             )
-        if self.distilled == CONSISTENCY:
+        if self.consistent:
             self.prediction_type = "x0"
             self.spacing = self.config.timestep_spacing or "lcm"
             self._distilled_steps = values.get("original_inference_steps", 50)
@@ -185,14 +169,14 @@ class UNet(Native):
     def schedule(self, num_inference_steps: int) -> Schedule:
         values = self._ddim.config
         options = {"steps_offset": values.steps_offset, "count": len(self.table)}
-        if self.distilled == CONSISTENCY:
+        if self.consistent:
             options["distilled"] = self._distilled_steps
         try:
             timesteps = spaced(num_inference_steps, self.spacing, **options)
         except ValueError as error:
             raise ModelError.about(error, "model.timestep_spacing: ", place="model") from None
         own = 1.0 if values.set_alpha_to_one else float(self.table[0])
-        end = grid_end(self.table, timesteps, own, self.config.final_alpha, self.distilled)
+        end = grid_end(self.table, timesteps, own, self.config.final_alpha, self.distilled is not None)
         return vp_grid(self.path, self.table, timesteps, end)
 
     # ---- the network
@@ -204,10 +188,6 @@ class UNet(Native):
 
     def branches(self, guidance_scale: float) -> int:
         return 1 if self.embeds_guidance else 1 + (guidance_scale > 1)
-
-    def check_guidance(self, guidance_scale: float) -> None:
-        if self.distilled and not self.embeds_guidance and guidance_scale > 1:
-            refuse_cfg(self.distilled, guidance_scale)
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         self.check_guidance(guidance_scale)
@@ -227,7 +207,7 @@ class UNet(Native):
             size = self.settings["time_cond_proj_dim"]
             embedded = self.pipeline.get_guidance_scale_embedding(scales, embedding_dim=size)
             raw = self._forward(x, timestep, cond, sent(embedded.to(self.dtype), self.device))
-        if self.distilled != CONSISTENCY:
+        if not self.consistent:
             return raw
         # f = c_skip x + c_out x0_hat in float32 (arXiv 2310.04378, with the constants of LCMScheduler).
         alpha, sigma = level_at(self.table, timestep)
@@ -250,7 +230,7 @@ class UNet(Native):
 
     def scheduler(self) -> Any:
         """DDIM with the configured grid; a distilled checkpoint keeps the pipeline's own."""
-        if self.distilled:
+        if self.distilled is not None:
             return self.pipeline.scheduler
         options: dict[str, Any] = {"timestep_spacing": self.spacing}
         if self.config.final_alpha == "first":

@@ -18,6 +18,7 @@ from flowrl.diffusion.process import FlowProcess, PredictionType, Process
 from flowrl.diffusion.schedules import Schedule
 from flowrl.media.media import FPS
 from flowrl.models.memory.options import Checkpointing, MemorySettings, require_stored
+from flowrl.models.pipelines.distilled import Distilled, Said
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Precision = Literal["native", "autocast"]
@@ -102,6 +103,10 @@ class ModelConfig:
     """Further savings of memory on the device (docs/memory.md)."""
     attention: str | None = None
     """Attention backend of the denoiser, by diffusers' name; null leaves the network's own."""
+    distilled: Said | None = None
+    """How the checkpoint was distilled to few steps, for one that does not say it, or says it wrongly: `nodes` to its
+    own steps, `flow_map` and `consistency` to any, `adversarial` as SD-Turbo; `none`: it was not. null: what its files
+    say (docs/distilled.md)."""
 
     def __post_init__(self) -> None:
         kind = None if self.lora is None else self.lora.kind
@@ -151,8 +156,8 @@ class ModelAdapter:
     """The network runs under torch.autocast (`model.precision`), not in its own dtype."""
     unguided: float = 1.0
     """Largest guidance scale without CFG."""
-    distilled: str = ""
-    """How the checkpoint was distilled to few steps, in words; empty: it was not."""
+    distilled: Distilled | None = None
+    """How the checkpoint was distilled to few steps; None: it was not."""
     image_limits: tuple[int, int] = (0, 0)
     """Fewest and most reference images of a prompt, RGB, which `encode` takes next to the texts."""
     frame_images: bool = False
@@ -218,8 +223,20 @@ class ModelAdapter:
         """Samples through the network for each guided one: 2 under CFG."""
         return 1 + (guidance_scale > self.unguided)
 
-    def check_guidance(self, guidance_scale: float) -> None:
-        """Raise ModelError if the checkpoint does not take this guidance scale."""
+    @property
+    def takes_guidance(self) -> bool:
+        """Whether a guidance scale changes its images: not by CFG where the checkpoint was distilled."""
+        return self.distilled is None or self.branches(self.unguided + 1) == self.branches(self.unguided)
+
+    def check_guidance(self, guidance_scale: float, key: str = "guidance_scale") -> None:
+        """Raise ModelError if the checkpoint does not take this scale; `key` is the option or flag that gives it."""
+        if self.distilled is not None and self.branches(guidance_scale) > self.branches(self.unguided):
+            self.distilled.refuse_cfg(guidance_scale, self.unguided, key)
+
+    def check_steps(self, steps: int, key: str = "num_inference_steps") -> None:
+        """Raise ModelError if the checkpoint does not take so many steps; `key` is the option or flag that says so."""
+        if self.distilled is not None:
+            self.distilled.require_steps(steps, key)
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         """Raw network output at x [B, ...] and timestep [B] (network units), guided; [B, ...]."""

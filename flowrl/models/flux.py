@@ -57,6 +57,10 @@ class Flux(Native):
     def branches(self, guidance_scale: float) -> int:
         return 1 + (self.config.true_cfg_scale > 1)
 
+    @property
+    def takes_guidance(self) -> bool:
+        return bool(self.settings["guidance_embeds"])
+
     def own_call(self, steps: int, guidance_scale: float) -> dict[str, Any]:
         call = super().own_call(steps, guidance_scale)
         if self.config.true_cfg_scale > 1:

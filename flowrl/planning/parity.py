@@ -35,8 +35,8 @@ def facts(model: Generic) -> Iterator[tuple[str, str]]:
             model.guidance, model.guidance
         ),
     )
-    if model.distilled:
-        yield "distilled", f"{model.distilled}; few steps, x0_hat is a sample, so no losses on re-noised samples"
+    if model.distilled is not None:
+        yield "distilled", f"{model.distilled}; x0_hat is a sample, so no losses on re-noised samples"
     yield "networks", ", ".join(f"{name} ({type(part).__name__})" for name, part in model.networks.items())
     yield "network's timestep", f"{slope:g} t + {offset:g} for the scheduler's t"
     mixed = "may share a forward" if model.batch_key(1) == 0 else "are predicted step by step"

@@ -77,12 +77,19 @@ class Model:
             self.known.update((key, rows.index(torch.tensor([row]))) for row, key in enumerate(fresh))
         return Condition.collate([self.known[identity(prompt)] for prompt in wanted])
 
+    def _scale(self, guidance_scale: float | None) -> float:
+        scale = self.adapter.unguided if guidance_scale is None else guidance_scale
+        if not math.isfinite(scale):
+            raise ValueError(f"guidance_scale={scale} must be a finite number, or None for no guidance")
+        self.adapter.check_guidance(scale)
+        return scale
+
     def denoise(
         self,
         x: Tensor,
         sigma: float | Tensor,
         prompts: str | Prompt | Sequence[str | Prompt],
-        guidance_scale: float = 1.0,
+        guidance_scale: float | None = None,
     ) -> Tensor:
         """The network's estimate of the clean latents, x0_hat [B, ...] float32: one forward, with gradients.
 
@@ -90,19 +97,19 @@ class Model:
             x: noisy latents, [B, *latent_shape].
             sigma: share of noise in x, in (0, 1]: one number, or [B].
             prompts: B prompts, or one for all.
-            guidance_scale: of classifier-free guidance, in the pipeline's units; 1 is none.
+            guidance_scale: of classifier-free guidance, in the pipeline's units; None: none.
 
         Raises:
             ValueError: sigma is not in (0, 1], another number of prompts than B, or a model whose timesteps are known
                 on its own grid alone.
             ModelError: a guidance scale that the model does not take.
         """
-        x = x.to(self.device)
+        x, scale = x.to(self.device), self._scale(guidance_scale)
         sigmas = torch.as_tensor(sigma, dtype=torch.float32, device=self.device).expand(len(x))
         if not bool(((sigmas > 0) & (sigmas <= 1)).all()):
             raise ValueError(f"sigma={sigma} must lie in (0, 1]: the share of noise in x = alpha x0 + sigma eps")
         timestep = self.adapter.schedule(_NODES).timestep_at(sigmas.cpu()).to(self.device)
-        raw = self.adapter.predict(x, timestep, self.condition(prompts, len(x)), guidance_scale)
+        raw = self.adapter.predict(x, timestep, self.condition(prompts, len(x)), scale)
         return self.adapter.process.predict(raw, x, sigmas, self.adapter.prediction_type).x0_hat
 
     def sample(
@@ -110,26 +117,29 @@ class Model:
         prompts: str | Prompt | Sequence[str | Prompt],
         seed: int = 0,
         *,
-        num_inference_steps: int = 20,
-        guidance_scale: float = 1.0,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
         batch_size: int = 8,
     ) -> Tensor:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W] of B prompts, in [0, 1] on the CPU, by the deterministic steps.
 
         The noise of a sample is keyed by the seed and its place, so batches of any size give the same samples.
+        `num_inference_steps` None: 20, or those of a distilled model that lists its own.
 
         Raises:
             ValueError: no prompt, no step, an empty batch, or a guidance scale that is no finite number.
         """
+        if num_inference_steps is None:
+            nodes = None if self.adapter.distilled is None else self.adapter.distilled.nodes
+            num_inference_steps = len(nodes) if nodes else 20
         require_positive(locals(), "num_inference_steps", "batch_size")
-        if not math.isfinite(guidance_scale):
-            raise ValueError(f"guidance_scale={guidance_scale} must be a finite number; 1 is none")
+        self.adapter.check_steps(num_inference_steps)
         if not isinstance(prompts, str | Prompt) and not len(prompts):
             raise ValueError("prompts is empty: give a text, or a list of one or more")
         cond = self.condition(prompts)
         ids, rows = [SampleId(slot, 0) for slot in range(len(cond))], torch.arange(len(cond))
         policy, plan = (
-            Policy(self.adapter, Ode(), guidance_scale),
+            Policy(self.adapter, Ode(), self._scale(guidance_scale)),
             solver_plan(self.adapter.schedule(num_inference_steps)),
         )
         noise = Noise(seed, "sample", None, self.latent_shape)

@@ -12,6 +12,9 @@ import torch
 
 from flowrl.core.errors import ConfigError, ModelError, Remedy
 from flowrl.core.files import file_sha256, known_object
+from flowrl.models.generic.options import few_steps_call
+from flowrl.models.pipelines.declared import of_pipeline
+from flowrl.models.pipelines.distilled import Distilled
 from flowrl.models.pipelines.loading import without_bars
 from flowrl.models.pipelines.paths import loading, null_components, require_folder, resolve_path
 from flowrl.models.weights.roles import lora_file
@@ -19,7 +22,7 @@ from flowrl.rollout.learned_noise import LearnedNoise
 from flowrl.run import single_file
 from flowrl.run.foreign_lora import LoraFile, attach
 from flowrl.run.origin import origin
-from flowrl.run.trained import learned_noise, load_run_pipeline
+from flowrl.run.trained import learned_noise, load_run_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +34,13 @@ class Judged:
     pipeline: Any
     """diffusers pipeline on the CPU, in bfloat16 where there is a GPU (a run: in its own type)."""
     call: dict[str, Any]
-    """Arguments of the pipeline's call: a run's evaluation settings; empty for other models."""
+    """Arguments of the pipeline's call: a run's evaluation settings; of other models those that few steps need."""
     noise: LearnedNoise | None
     """Learned initial noise of a run of FIND: its own prompts alone can be sampled from it. None for all others."""
     facts: dict[str, Any]
     """Plain data beyond `origin`'s: `base`, `lora`, `file_sha256`, `revision`, each only where there is one."""
+    distilled: Distilled | None = None
+    """How it was distilled to few steps; None: it was not."""
 
     def origin(self, call: dict[str, Any] | None = None, guidance: float | None = None) -> dict[str, Any]:
         """Plain provenance of what is sampled with a call (None: its own), as of `flowrl.run.origin.origin`."""
@@ -86,18 +91,22 @@ def load(
         )
     noise = None if base or not is_run else learned_noise(folder)
     if is_run:
-        pipeline, call = load_run_pipeline(folder, base=base)
+        adapter, call = load_run_model(folder, base=base)
+        pipeline, known = adapter.pipeline, adapter.distilled
         facts |= {"base": True} if base else {}
     elif is_file:
         path = Path(resolve_path(target))
-        pipeline, call = single_file.load(path, config, _dtype()), {}
+        pipeline = single_file.load(path, config, _dtype())
         facts |= {"file_sha256": file_sha256(path)} | ({} if config is None else {"config": config})
     else:
-        pipeline, call = _plain(target, revision), {}
+        pipeline = _plain(target, revision)
         commit = _commit(target, revision)
         facts |= {} if commit is None else {"revision": commit}
+    if not is_run:
+        known = of_pipeline(pipeline, revision=revision)
+        call = {} if known is None else few_steps_call(pipeline, known)
     bound = [attach(pipeline, lora, f"lora_{number}") for number, lora in enumerate(added)]
-    return Judged(target, pipeline, call, noise, facts | ({"lora": bound} if bound else {}))
+    return Judged(target, pipeline, call, noise, facts | ({"lora": bound} if bound else {}), known)
 
 
 def require_model(target: str) -> None:

@@ -212,11 +212,13 @@ def _wish(session: Session, options: dict[str, Any]) -> _Wish:
         prompts, texts = _embedded(session, given)
     if not prompts or texts is None:
         raise ConfigError(f"{previews.KEY} is empty: there is nothing to draw; give --prompt TEXT")
-    if guidance is not None:
-        try:
-            session.model.check_guidance(guidance)
-        except ValueError as error:
-            raise ConfigError.about(error, "--guidance: ") from None
+    try:
+        if guidance is not None:
+            session.model.check_guidance(guidance, "--guidance")
+        if steps is not None:
+            session.model.check_steps(steps, "--steps")
+    except ValueError as error:
+        raise ConfigError.about(error) from None
     scale = session.eval_guidance if guidance is None else float(guidance)
     return _Wish(prompts, texts, steps or session.eval_steps, scale, seed or 0)
 

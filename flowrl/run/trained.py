@@ -18,7 +18,7 @@ from flowrl.config.components import Component, component
 from flowrl.config.load import run_tree
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import damaged
-from flowrl.models.base import torch_dtype
+from flowrl.models.base import ModelAdapter, torch_dtype
 from flowrl.models.generic.options import rate_of
 from flowrl.models.lora_formats.reading import read_finite
 from flowrl.models.weights.roles import component_names, lora_file, lora_places
@@ -43,8 +43,8 @@ def reading(saved: Path) -> Iterator[None]:
         ) from error
 
 
-def load_run_pipeline(folder: Path, *, base: bool = False) -> tuple[Any, dict[str, Any]]:
-    """(pipeline, call options) of a run folder, with its trained weights, or with `base` those it began with.
+def load_run_model(folder: Path, *, base: bool = False) -> tuple[ModelAdapter, dict[str, Any]]:
+    """(adapter, call options) of a run folder, with its trained weights, or with `base` those it began with.
 
     The options are the run's evaluation settings.
 
@@ -60,8 +60,7 @@ def load_run_pipeline(folder: Path, *, base: bool = False) -> tuple[Any, dict[st
     steps = evaluation["num_inference_steps"] or rollout["num_inference_steps"]
     guidance = evaluation["guidance_scale"]
     guidance = rollout["guidance_scale"] if guidance is None else guidance
-    call = adapter.own_call(steps, guidance)
-    return adapter.pipeline, call
+    return adapter, adapter.own_call(steps, guidance)
 
 
 def frame_rate(model: str, pipeline: Any, call: Mapping[str, Any]) -> float:

@@ -41,8 +41,8 @@ Parity means that flowrl and the pipeline's own call give the same latents and i
 (fp32). It is tested with the plain solver, with and without guidance, at two sizes, for batches of one and two.
 `default` is checked by `scripts/test.sh`, `slow` by `.ci/run`. A class with a native adapter works through the native
 or the generic one; `model.name` chooses. If `model.name` is left out, flowrl takes the native one if it can use the
-checkpoint (text prompts only, a scheduler that it knows), else `generic`. For VP models, their options and distilled
-checkpoints see [noise_prediction.md](noise_prediction.md).
+checkpoint (text prompts only, a scheduler that it knows), else `generic`. For VP models and their options see
+[noise_prediction.md](noise_prediction.md), for models of few steps [distilled.md](distilled.md).
 
 | pipeline | process, prediction | meaning of `guidance_scale` | network's timestep | native | parity |
 |---|---|---|---|---|---|

@@ -18,8 +18,8 @@ from flowrl.config.load import load_config, resolve, run_tree
 from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import apply_override, parse_yaml, validate
-from flowrl.models._schedulers import refuse_cfg
 from flowrl.models.base import ModelAdapter
+from flowrl.models.pipelines.distilled import Distilled
 from flowrl.scoring.build import build_rewards
 from flowrl.scoring.entries import reward_plan
 from flowrl.scoring.scorer import Scorer
@@ -472,7 +472,7 @@ SAMPLES = ("rollout.sampler=null", "optim.batch_size=8")
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        ("{name: crd}", r"^algorithm\.reference_guidance: .*takes no CFG"),
+        ("{name: crd}", r"^algorithm\.reference_guidance=4\.5: .*takes no CFG"),
         ("{name: crd, reference_guidance: 1.0}", None),
         ("{name: crd, kl: {coef: 0.0}}", None),
         ("{name: dgpo}", None),
@@ -481,12 +481,8 @@ SAMPLES = ("rollout.sampler=null", "optim.batch_size=8")
 def test_guidance_of_the_reference_is_refused_where_the_checkpoint_takes_none(read, method, reason):
     """By default CRD guides the untouched network: a distilled one was never made for that."""
 
-    def check_guidance(scale: float) -> None:
-        if scale > 1:
-            refuse_cfg("for a test", scale)
-
     resolved = resolve(read(f"algorithm={method}", "model={name: sd, path: any}", *SAMPLES))
-    adapter = model_with(distilled="for a test", check_guidance=check_guidance)
+    adapter = model_with(distilled=Distilled(kind="adversarial", evidence="for a test"))
     if reason is None:
         check_model(resolved, adapter)
     else:
@@ -504,10 +500,10 @@ def test_guidance_of_the_reference_is_refused_where_the_checkpoint_takes_none(re
     ],
 )
 def test_a_damaged_configuration_of_a_run_is_named_by_what_reads_it(tmp_path, content, words):
-    from flowrl.run.trained import load_run_pipeline
+    from flowrl.run.trained import load_run_model
 
     (tmp_path / "config.yaml").write_bytes(content)
-    for read in (lambda folder: run_tree(folder, "rollout.num_inference_steps"), load_run_pipeline):
+    for read in (lambda folder: run_tree(folder, "rollout.num_inference_steps"), load_run_model):
         message = refusal(read, tmp_path)
         assert str(tmp_path / "config.yaml") in message
         assert words in message

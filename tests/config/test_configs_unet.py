@@ -38,7 +38,7 @@ def test_the_real_shape_is_the_published_one(name):
     assert {k: sum(p.numel() for p in part.parameters()) for k, part in parts.items()} == counts
     assert (model.prediction_type, list(model.latent_shape())) == (prediction, latents)
     assert {part: list(shape) for part, shape in model.condition_shapes().items()} == embeddings
-    assert model.distilled == ""
+    assert model.distilled is None
     grid = model.schedule(50)
     assert grid.timesteps.int().tolist() == list(range(981, 0, -20))
     assert float(grid.alphas[0]) == pytest.approx(0.005776**0.5, abs=1e-5)
@@ -101,7 +101,7 @@ def test_a_plan_says_that_a_model_is_distilled_and_refuses_cfg_and_flow_laws(tmp
         ((*nft, "optim.batch_size=2"), "measured elsewhere"),
         (
             ("rollout.guidance_scale=4.0",),
-            r"rollout\.guidance_scale: guidance_scale=4: .*takes no CFG, whose scale is 1 then",
+            r"rollout\.guidance_scale=4: .*takes no CFG, whose scale is 1 then",
         ),
         (
             ("rollout.sampler={name: flow_sde}",),

@@ -21,7 +21,7 @@ from flowrl.commands.train import AFTER
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError
 from flowrl.run import checkpoint, handover
-from flowrl.run.trained import load_run_pipeline
+from flowrl.run.trained import load_run_model
 from tests.e2e.conftest import ROOT, digest, finish, start, train
 
 # Brightness is trained on, and its opposite is watched.
@@ -93,7 +93,7 @@ def test_a_run_that_goes_back_has_the_weights_of_its_best_evaluation(hacked: Pat
     assert Path("runs/back/adapter", weights).read_bytes() == Path("runs/alone/adapter", weights).read_bytes()
     # What others make of the run is of the weights that the guard took.
     result_of_all = load_file(Path("runs/back/adapter", weights))
-    sampled = load_run_pipeline(Path("runs/back"))[0].transformer.state_dict()
+    sampled = load_run_model(Path("runs/back"))[0].pipeline.transformer.state_dict()
     for found in (sampled, load_file(export(Path("runs/back"), "merged", Path("merged")) / weights)):
         assert all(torch.equal(found[name], value) for name, value in result_of_all.items())
     evaluation.command("runs/back", out=Path("evaluated"))

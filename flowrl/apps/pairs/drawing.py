@@ -109,6 +109,8 @@ class Pairing:
         self.suffix, self.fps = (".webp" if adapter.num_frames > 1 else ".png"), adapter.fps
         require_fit(scorer, videos=adapter.num_frames > 1)
         require_images(prompts, adapter, "data.prompts", prompts[0])
+        adapter.check_steps(config.rollout.num_inference_steps, "rollout.num_inference_steps")
+        adapter.check_guidance(config.rollout.guidance_scale, "rollout.guidance_scale")
         freeze(adapter, options, derive(config.seed, "lora"))
         adapter.to(world.device)
         require_own_call(adapter, [config.rollout.guidance_scale], world)

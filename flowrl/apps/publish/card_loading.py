@@ -14,6 +14,7 @@ from flowrl.core import registry
 from flowrl.core.errors import ModelError
 from flowrl.models.generic.options import rate_of
 from flowrl.models.pipelines.classes import pipeline_class
+from flowrl.models.pipelines.declared import declared
 from flowrl.models.pipelines.paths import asset_folder
 from flowrl.models.weights.roles import lora_file
 from flowrl.rollout.learned_noise import FILE as NOISE
@@ -81,7 +82,15 @@ class Base:
 
 
 def how(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
-    """Sentences about the files and the programs that read them."""
+    """Sentences about the files, the programs that read them, and the few steps of a distilled model."""
+    known, text = declared(base.path, facts.at("model", "revision"), facts.at("model", "distilled")), ""
+    if known is not None:
+        steps = "" if known.nodes is None else f"; take {len(known.nodes)} steps"
+        text = f"The base model is distilled {facts.say(str(known))}{steps} and no classifier-free guidance. "
+    return text + _how(facts, base, layout, folder)
+
+
+def _how(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
     of = base.hub_id or facts.named(base.path)
     whose = "an asset of flowrl" if base.is_asset else "a model of the hub" if base.hub_id else "a folder of its own"
     begins = f"The base model is {facts.say(of)}, {whose}."

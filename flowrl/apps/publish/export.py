@@ -24,9 +24,11 @@ from flowrl.core.errors import ConfigError, ModelError
 from flowrl.core.files import fsync_all, out_folder, writing
 from flowrl.models.lora_formats.families import BY_PIPELINE, Family
 from flowrl.models.pipelines.classes import pipeline_class
+from flowrl.models.pipelines.declared import declared
 from flowrl.models.weights.lora_kinds import LABELS
 from flowrl.models.weights.roles import lora_file, order_header, read_lora
 from flowrl.rollout.learned_noise import FILE
+from flowrl.run.handover import STAMP
 from flowrl.run.trained import learned_noise, model_of, reading, trained_folder, with_update
 
 _PART = ".unfinished"
@@ -53,10 +55,12 @@ def export(run: Path, layout: Format, out: Path) -> Path:
         raise ConfigError(f"--out {str(out)!r}: it is a file; give a folder, new or empty")
     _require_empty(out)
     if layout == "merged":
-        pipeline = with_update(model, saved, merge=True).pipeline
+        adapter = with_update(model, saved, merge=True)
         with _whole(out) as part:
-            pipeline.save_pretrained(part)
+            adapter.pipeline.save_pretrained(part)
             _settle(part)
+            if adapter.distilled is not None:
+                adapter.distilled.write(part)
         return out
     if not file.is_file():
         raise ConfigError(f"{str(run)!r} trained full weights: there is no LoRA to export; use --format merged")
@@ -76,6 +80,10 @@ def export(run: Path, layout: Format, out: Path) -> Path:
             for each in experts.values():
                 (part / each.relative_to(saved)).parent.mkdir(exist_ok=True)
                 shutil.copy(each, part / each.relative_to(saved))
+            config = model.config
+            if (known := declared(config.path, config.revision, config.distilled)) is not None:
+                # Of the base, which a reader of the LoRA alone does not see.
+                (part / STAMP).write_text(json.dumps(known.entries) + "\n", encoding="utf-8")
         return out / file.name
     assert family is not None
     return _write_original(loras, family, layout, out / run.resolve().name)

@@ -14,7 +14,7 @@ from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
 from flowrl.media.mp4 import require_rate
 from flowrl.models._native import NO_ENCODERS
-from flowrl.models._schedulers import Distilled, FinalAlpha, refuse_cfg, rising, schedule_of
+from flowrl.models._schedulers import FinalAlpha, rising, schedule_of
 from flowrl.models._vae import arithmetic, vae_dtype
 from flowrl.models.base import ModelAdapter, ModelConfig, autocast, network_config, opaque, torch_dtype
 from flowrl.models.generic.encoding import SHORT, Calls, Template, learn, one_by_one, without_warnings
@@ -48,8 +48,6 @@ class Config(ModelConfig):
     final_alpha: FinalAlpha = "model"
     """End of the last step of a noise-prediction model: the scheduler's, or the `first` training step, DDPO's rule, so
     that the last step keeps noise and can be trained."""
-    distilled: Distilled | None = None
-    """How the checkpoint was distilled to few steps; null: guessed from its scheduler (docs/noise_prediction.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,8 +171,8 @@ class Generic(ModelAdapter):
         with torch.no_grad(), self.entrance.explained():
             visit = self.entrance.enter(1, PROBE_GUIDANCE, steps=num_inference_steps, **answers, stop_at_network=True)
         assert visit.timesteps is not None
-        grid = (visit.timesteps, visit.sigmas)
-        return schedule_of(self.path, self.pipeline.scheduler, *grid, self.config.final_alpha, self.distilled)
+        grid, clean = (visit.timesteps, visit.sigmas), self.distilled is not None
+        return schedule_of(self.path, self.pipeline.scheduler, *grid, self.config.final_alpha, to_clean=clean)
 
     # ---- prompts
 
@@ -331,9 +329,11 @@ class Generic(ModelAdapter):
             return 1 + (self.call.fixed.get("true_cfg_scale", 1) > 1)
         return 1 + (guidance_scale > self.unguided)
 
-    def check_guidance(self, guidance_scale: float) -> None:
-        if self.distilled and self.branches(guidance_scale) > 1:
-            refuse_cfg(self.distilled, guidance_scale, self.unguided)
+    @property
+    def takes_guidance(self) -> bool:
+        embeds = network_config(next(iter(self.networks.values()))).get("guidance_embeds", True)
+        given = self.guidance != "none" and (self.guidance != "embedded" or embeds)
+        return given and super().takes_guidance
 
     def batch_key(self, step_index: int) -> int:
         self._learned()

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from flowrl.core.errors import ModelError
-from flowrl.models._schedulers import distilled, path_of, plain
+from flowrl.models._schedulers import path_of, plain
 from flowrl.models.base import network_config, unused_modules
 from flowrl.models.generic.families import family_of, guidance_of, holds_image
 from flowrl.models.generic.images import ReferenceImages, image_methods
 from flowrl.models.generic.options import Call, Size, check_components, check_fit, find_networks, frames_of, rate_of
 from flowrl.models.generic.reentry import Reentry, Visit
 from flowrl.models.memory.savings import switch_on
+from flowrl.models.pipelines.declared import of_pipeline
 
 PROBE_STEPS = 4  # Mochi's grid needs an even number; nothing else depends on it
 
@@ -38,7 +39,7 @@ class Entrance:
         check_components(pipeline)
         check_fit(pipeline, self.family, self.networks)
         self.path, first = path_of(pipeline.scheduler), next(iter(self.networks.values()))
-        self.distilled = distilled(pipeline.scheduler, network_config(first), config.distilled)
+        self.distilled = of_pipeline(pipeline, config.distilled, config.revision)
         pipeline.scheduler = plain(pipeline.scheduler, self.path)
         self.network: nn.Module = first if len(self.networks) == 1 else nn.ModuleDict(self.networks)
         holds = holds_image(self.family, pipeline)

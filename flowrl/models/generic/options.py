@@ -16,6 +16,7 @@ from flowrl.media.media import FPS
 from flowrl.media.mp4 import require_rate
 from flowrl.models.base import check_size, network_config
 from flowrl.models.generic.families import Family, Guidance, family_of, guidance_of
+from flowrl.models.pipelines.distilled import Distilled
 from flowrl.models.pipelines.paths import lacks
 
 Asked = tuple[int | None, int | None]
@@ -57,9 +58,7 @@ def guidance_arguments(pipeline: Any, scale: float, call: Mapping[str, Any]) -> 
     Raises:
         ModelError: the pipeline takes no guidance scale.
     """
-    parameters = inspect.signature(type(pipeline).__call__).parameters
-    network = next(iter(find_networks(pipeline).values()))
-    kind = guidance_of(family_of(pipeline), pipeline, parameters, network)
+    kind = _guidance(pipeline)
     if kind in ("cfg", "embedded"):
         return {"guidance_scale": scale}
     if kind == "true_cfg":
@@ -69,6 +68,39 @@ def guidance_arguments(pipeline: Any, scale: float, call: Mapping[str, Any]) -> 
         pipeline.guider.guidance_scale = scale
         return {}
     raise ModelError(f"{type(pipeline).__name__} takes no guidance scale", remedies=[Remedy(without="--guidance")])
+
+
+def _guidance(pipeline: Any) -> Guidance:
+    parameters = inspect.signature(type(pipeline).__call__).parameters
+    network = next(iter(find_networks(pipeline).values()))
+    return guidance_of(family_of(pipeline), pipeline, parameters, network)
+
+
+def few_steps_call(pipeline: Any, known: Distilled) -> dict[str, Any]:
+    """Arguments of the call of a distilled model where nothing else is said: its own steps, and no CFG."""
+    steps = {} if known.nodes is None else {"num_inference_steps": len(known.nodes)}
+    if _cfg(pipeline) is None:
+        return steps
+    return steps | guidance_arguments(pipeline, family_of(pipeline).free_at, {})
+
+
+def check_few_steps(pipeline: Any, known: Distilled, call: Mapping[str, Any]) -> None:
+    """Raise ModelError for a call by `flowrl sample` or a suite that a distilled model does not take."""
+    if (steps := call.get("num_inference_steps")) is not None:
+        known.require_steps(steps, "--steps")
+    argument, free_at = _cfg(pipeline), family_of(pipeline).free_at
+    if argument is not None:
+        scale = pipeline.guider.guidance_scale if argument == "guider" else call.get(argument)
+        if scale is not None and scale > free_at:
+            known.refuse_cfg(scale, free_at, "--guidance")
+
+
+def _cfg(pipeline: Any) -> str | None:
+    """The argument of the call, or `guider`, that gives a scale of CFG; None: guidance is none or an input."""
+    network = pipeline.components.get("unet")
+    if network is not None and network_config(network).get("time_cond_proj_dim") is not None:
+        return None
+    return {"cfg": "guidance_scale", "true_cfg": "true_cfg_scale", "guider": "guider"}.get(_guidance(pipeline))
 
 
 def check_components(pipeline: Any) -> None:

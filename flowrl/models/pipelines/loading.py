@@ -123,6 +123,7 @@ def meta_pipeline(
         part_class = _class(diffusers if library == "diffusers" else transformers, class_name)
         parts[name] = _part(part_class, folder / name, dtypes.get(name, torch_dtype(config.dtype)), device)
     pipeline = pipeline_class(**parts)
+    pipeline.register_to_config(_name_or_path=str(folder))  # as from_pretrained does
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

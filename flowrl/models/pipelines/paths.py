@@ -12,6 +12,7 @@ from flowrl.core import assets
 from flowrl.core.errors import ModelError, Remedy
 from flowrl.core.paths import lost, lost_in
 from flowrl.models.lora_formats.files import PICKLES
+from flowrl.models.pipelines.distilled import without_warnings_of_entries
 
 
 def asset_folder(name: str) -> Path | None:
@@ -102,7 +103,7 @@ def loading(key: str, path: str) -> Iterator[None]:
     from flowrl.models.weights.whole import whole_weights
 
     try:
-        with whole_weights():
+        with whole_weights(), without_warnings_of_entries():
             yield
     except ModelError:
         raise

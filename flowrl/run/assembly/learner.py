@@ -45,9 +45,9 @@ def learner_of(resolved: Resolved, kind: Training, sampling: Sampling, weights: 
         ConfigError: what the first iteration could not do.
     """
     plan = kind.first_plan(sampling.schedule, sampling.sampler, sampling.adapter.process, resolved.run.seed)
-    check_trained(resolved, plan)
     for note in check_model(resolved, sampling.adapter):
         log.warning("%s", note)
+    check_trained(resolved, plan, sampling.adapter)
     require_whole_groups(kind.method, resolved.slots, sampling.world)
     learner = _learner(resolved, kind, sampling, weights)
 

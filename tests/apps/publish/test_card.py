@@ -311,6 +311,14 @@ def test_the_code_gives_the_very_value_of_a_text(tmp_path, value):
     assert rate == 16
 
 
+def test_a_card_says_that_its_base_is_distilled_and_how_it_is_called(tmp_path):
+    base = tiny.student(tmp_path / "base")
+    text = carded(finish(write_run(tmp_path / "run", base, tiny.LORA)))[1]
+    shown = html.unescape(" ".join(text.split()))
+    assert "is distilled on fixed noise levels 1, 0.75, 0.5, 0.25" in shown
+    assert "take 4 steps and no classifier-free guidance" in shown
+
+
 def test_a_base_of_the_hub_is_named_in_the_front_matter_without_a_connection(base, tmp_path):
     config = {"model": {"path": "stabilityai/stable-diffusion-3.5-medium"}}
     run = finish(write_run(tmp_path / "run", base, tiny.LORA), config=config)

@@ -28,7 +28,7 @@ from flowrl.models.base import LoraSettings
 from flowrl.models.lora_formats.families import BY_PIPELINE
 from flowrl.models.sd3 import LORA_TARGETS, Sd3
 from flowrl.models.weights.roles import Weights, read_lora
-from flowrl.run.trained import load_run_pipeline
+from flowrl.run.trained import load_run_model
 from tests import tiny_sd3 as tiny
 
 FILE = "pytorch_lora_weights.safetensors"
@@ -305,7 +305,7 @@ def test_a_truncated_adapter_is_named_and_nothing_is_written(base, run, tmp_path
     shutil.copytree(run, copy)
     file = copy / "adapter" / FILE
     file.write_bytes(file.read_bytes()[:size])
-    for work in (lambda: export(copy, layout, tmp_path / "out"), lambda: load_run_pipeline(copy)):
+    for work in (lambda: export(copy, layout, tmp_path / "out"), lambda: load_run_model(copy)):
         with pytest.raises(ConfigError, match=rf"{FILE} is damaged .*; the run's checkpoints are files of their own"):
             work()
     assert not (tmp_path / "out").exists()
@@ -403,7 +403,7 @@ def test_the_command_prints_what_to_load(run, tmp_path, capsys):
 
 
 def test_the_pipeline_of_a_run_has_its_weights_and_settings(run):
-    pipe, options = load_run_pipeline(run)
+    model, options = load_run_model(run)
     assert options == {
         "num_inference_steps": 3,
         "guidance_scale": 5.0,
@@ -411,10 +411,10 @@ def test_the_pipeline_of_a_run_has_its_weights_and_settings(run):
         "width": 32,
         "max_sequence_length": tiny.TOKENS,
     }
-    assert_close(tiny.output(wrapped(pipe), 3.0), tiny.output(trained()[0], 3.0), atol=1e-5, rtol=0)
+    assert_close(tiny.output(wrapped(model.pipeline), 3.0), tiny.output(trained()[0], 3.0), atol=1e-5, rtol=0)
 
 
 def test_a_run_without_t5_samples_without_it_and_is_merged_with_it(base, tmp_path):
     run = write_run(tmp_path / "run", base, tiny.LORA, load_t5=False)
-    assert load_run_pipeline(run)[0].text_encoder_3 is None
+    assert load_run_model(run)[0].pipeline.text_encoder_3 is None
     assert StableDiffusion3Pipeline.from_pretrained(export(run, "merged", tmp_path / "out")).text_encoder_3 is not None

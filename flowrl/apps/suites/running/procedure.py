@@ -117,7 +117,8 @@ def _begin(
     loaded, making = _load(options, name), options.making
     loaded.pipeline.to(world.device)
     loaded.pipeline.set_progress_bar_config(disable=True)
-    call = call_of(loaded.pipeline, loaded.call, making.steps, making.guidance, making.settings)
+    settings = making.steps, making.guidance, making.settings
+    call = call_of(loaded.pipeline, loaded.call, *settings, loaded.distilled)
     drawing = Drawing(loaded.pipeline, call, making.seed, folder.videos)
     drawing.require_text_to_image()
     made = _identity(options, every) | {
