@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,11 +18,12 @@ from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core import registry, rng
 from flowrl.core.types import Condition, Edges, SampleId, Samples, Step
 from flowrl.credit.advantages import Advantages
-from flowrl.data.prompts import Prompt
+from flowrl.data.prompts import Prompt, distinct_numbers
 from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process, VPProcess, expand
 from flowrl.diffusion.schedules import Schedule
+from flowrl.evaluation.results import Evaluation
 from flowrl.losses.batches import LossOutput, Microbatch, NoisedBatch
 from flowrl.models._guidance import guided
 from flowrl.models.base import ModelAdapter
@@ -446,3 +448,19 @@ def make_step(process: Process, sigma: float, sigma_next: float, noise_level: fl
         noise_level=column(noise_level),
         sigma_ceiling=column(ceiling),
     )
+
+
+def evaluation(
+    tag: str,
+    iteration: int,
+    guidance_scale: float,
+    steps: int,
+    prompts: Sequence[str],
+    seeds: int,
+    scores: dict[str, np.ndarray],
+    **known: Any,
+) -> Evaluation:
+    """An evaluation whose equal texts are one prompt, and whose images are not known to be the same as any other's."""
+    texts = tuple(prompts)
+    told = {"digests": np.full((len(texts), seeds), ""), "distinct": tuple(distinct_numbers(texts))} | known
+    return Evaluation(tag, iteration, guidance_scale, steps, texts, seeds, scores, **told)

@@ -98,14 +98,11 @@ def _checked(run: Path, word: str, options: dict[str, Any]) -> Any:
         raise ConfigError(f"{run} is not a run: {what}; pass the folder that flowrl train writes, <output>/<name>")
     if not status.is_locked(run):
         raise ConfigError(_ended(run))
-    takes = requests.taken_by(run)
-    if takes is None:
+    if not requests.is_open(run):
         raise ConfigError(
-            f"the process that uses {run} takes no requests: it is a run of an older version of flowrl, or another "
-            "command; Ctrl-C ends such a run after saving it, and --resume with this version goes on"
+            f"the process that uses {run} takes no requests: it is another command than flowrl train, or a run that "
+            "has not begun or is about to end; ask again, or wait until it has ended"
         )
-    if word not in takes:
-        raise ConfigError(f"the run in {run} is of another version of flowrl and takes only: {', '.join(takes)}")
     return word
 
 

@@ -133,6 +133,8 @@ def json_ready(value: Any) -> Any:
 def damaged(file: Path, error: Exception, remedy: str) -> ConfigError:
     """The error about a damaged file."""
     reason = (str(error).splitlines() or [""])[0]
+    if isinstance(error, KeyError):
+        return ConfigError(f"{file} has no {reason}: it is damaged, or of another version of flowrl; {remedy}")
     return ConfigError(f"{file} is damaged ({type(error).__name__}: {reason}); {remedy}")
 
 

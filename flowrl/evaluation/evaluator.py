@@ -208,7 +208,7 @@ class Evaluator:
         for part in self.world.gather(list(own.items())):
             for i, digest in part:
                 table[i.slot, i.sample] = digest
-        if known is not None and known.digests is not None:
+        if known is not None:
             table[: len(known.digests)] = known.digests
         return table
 

@@ -72,7 +72,7 @@ class State:
     losses: int = 0
     """Looks in a row that lost against the best evaluation."""
     base_losses: int = 0
-    """Looks in a row that lost against the base; 0 in the state of an older version."""
+    """Looks in a row that lost against the base."""
     gain: dict[str, float | None] = field(default_factory=dict)
     """Paired difference of the best evaluation from the base."""
     beat: bool = False

@@ -6,7 +6,6 @@ sentences: the terminal, the report, the comparison of runs, the model card, the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,7 +95,7 @@ def measure(pairs: Pairs) -> Moved | None:
 
 
 def trained(config: Mapping[str, Any]) -> str:
-    """What a run's configuration trains, as the subject of a sentence; an older run's may lack parts."""
+    """What a run's configuration trains, as the subject of a sentence."""
     method, model = (part if is_mapping(part := config.get(key)) else {} for key in ("algorithm", "model"))
     if method.get("name") == "find":
         return "initial noise"
@@ -116,11 +115,7 @@ def sentence(found: Moved | None, what: str = "model") -> str:
 
 def rule(value: Mapping[str, Any], noun: str = "image") -> str:
     """What a win rate, an entry of `summary.json`, counts as a tie, in words; `noun` is "image" or "video"."""
-    margin, share = value.get("margin"), value.get("tie")
-    if not (isinstance(margin, int | float) and isinstance(share, int | float) and math.isfinite(margin)):
-        return "a tie: equal scores, by the rule of an older version"
-    apart = f"scores at most {margin:.3g} apart, {share:g} of the base's std"
+    margin = value["margin"]
+    apart = f"scores at most {margin:.3g} apart, {value['tie']:g} of the base's std"
     scores = "equal scores" if margin <= TIE else apart
-    if value.get("same") is None:
-        return f"a tie: {scores}; an older evaluation does not tell which {noun}s are equal in 8 bits"
     return f"a tie: {scores}, or {noun}s that are equal in 8 bits"

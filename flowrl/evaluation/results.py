@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from flowrl.core.files import damaged, evaluation_remedy, json_ready, read_object, write_atomically
-from flowrl.data.prompts import distinct_numbers
 from flowrl.media import digests
 
 
@@ -41,25 +40,25 @@ class Evaluation:
     prompts: tuple[str, ...]
     seeds: int
     scores: dict[str, np.ndarray]
-    agreement: Agreement | None = None
-    distinct: tuple[int, ...] | None = None
-    """[P] number of the distinct prompt; None: equal texts are one prompt (files of older versions)."""
+    digests: np.ndarray
+    """Digest of each sample in 8 bits (`EightBitImages.digests`), [P, S] of text."""
+    distinct: tuple[int, ...]
+    """[P] number of the distinct prompt."""
     made_with: dict[str, str] = field(default_factory=dict)
-    """Fingerprints of the model, the prompts and each score (run/inputs.py); none in older files."""
-    digests: np.ndarray | None = None
-    """Digest of each sample in 8 bits (`EightBitImages.digests`), [P, S] of text; None in older files."""
+    """Fingerprints of the model, the prompts and each score (run/inputs.py)."""
+    agreement: Agreement | None = None
 
     @property
     def groups(self) -> np.ndarray:
         """[P] int64, counted from 0 in order: prompts of one number are the same, so they are not independent."""
-        return np.asarray(distinct_numbers(self.prompts) if self.distinct is None else self.distinct, dtype=np.int64)
+        return np.asarray(self.distinct, dtype=np.int64)
 
     def of(self, rows: np.ndarray) -> Evaluation:
         """The same evaluation on the prompts of `rows`, [P] bool; agreement with held-out pairs stays as it is."""
         texts = tuple(text for text, kept in zip(self.prompts, rows, strict=True) if kept)
         groups = np.unique(self.groups[rows], return_inverse=True)[1]
         scores = {name: table[rows] for name, table in self.scores.items()}
-        marks = None if self.digests is None else self.digests[rows]
+        marks = self.digests[rows]
         return replace(self, prompts=texts, scores=scores, distinct=tuple(groups.tolist()), digests=marks)
 
     def unlike(self, other: Evaluation, score: str | None = None) -> list[str]:
@@ -91,9 +90,8 @@ class Evaluation:
             "scores": json_ready({name: table.tolist() for name, table in self.scores.items()}),
             "images": f"eval/{self.tag}",
             "made_with": self.made_with,
+            "digests": self.digests.tolist(),
         }
-        if self.digests is not None:
-            record["digests"] = self.digests.tolist()
         if self.agreement is not None:
             record["agreement"] = json_ready(self.agreement.right.tolist())
             record["agreement_captions"] = self.agreement.captions.tolist()
@@ -104,7 +102,7 @@ class Evaluation:
         """Read the file of `save`.
 
         Raises:
-            ConfigError: the file is damaged.
+            ConfigError: the file is damaged, or of another version.
         """
         record = read_object(file, evaluation_remedy(file))
         try:
@@ -123,7 +121,7 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
     for name, table in scores.items():
         if len(table) != len(prompts) or (prompts and table.shape != (len(prompts), seeds)):
             raise ValueError(f"scores.{name} is {list(table.shape)} for {len(prompts)} prompts and {seeds} seeds")
-    if len(record.get("distinct", prompts)) != len(prompts):
+    if len(record["distinct"]) != len(prompts):
         raise ValueError(f"distinct has {len(record['distinct'])} numbers for {len(prompts)} prompts")
     return Evaluation(
         tag=record["tag"],
@@ -133,8 +131,8 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
         prompts=prompts,
         seeds=seeds,
         scores=scores,
+        digests=digests.table(record["digests"], len(prompts), seeds),
+        distinct=tuple(map(int, record["distinct"])),
+        made_with=dict(record["made_with"]),
         agreement=agreement,
-        distinct=tuple(map(int, record["distinct"])) if "distinct" in record else None,
-        made_with=dict(record.get("made_with") or {}),
-        digests=digests.table(record, len(prompts), seeds),
     )

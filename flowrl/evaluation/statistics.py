@@ -59,8 +59,7 @@ def win_rate(
 
     Returns:
         That of `paired.win_rate`, and the rule of its ties: `tie`; `margin`, the largest difference of a tie, in units
-        of the score; `same`, the number of pairs whose images are equal in 8 bits, which are ties too; None where an
-        evaluation of an older version does not tell.
+        of the score; `same`, the number of pairs whose images are equal in 8 bits, which are ties too.
 
     Raises:
         ValueError: other prompts or seeds.
@@ -74,7 +73,7 @@ def win_rate(
     found = paired.win_rate(
         before, after, tuned.groups, higher_is_better=higher_is_better, tie_eps=margin, same=same, seed=seed
     )
-    return {**found, "tie": tie, "margin": margin, "same": None if same is None else int(same.sum())}
+    return {**found, "tie": tie, "margin": margin, "same": int(same.sum())}
 
 
 def _tables(base: Evaluation, tuned: Evaluation, metric: str) -> tuple[np.ndarray, np.ndarray]:

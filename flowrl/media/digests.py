@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,24 +15,22 @@ def of(levels: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def table(record: Mapping[str, Any], prompts: int, seeds: int) -> np.ndarray | None:
-    """The digests in an evaluation's record, [P, S] of text; None in those of older versions, which have none.
+def table(known: Any, prompts: int, seeds: int) -> np.ndarray:
+    """The digests in an evaluation's record, [P, S] of text.
 
     Raises:
         ValueError: a table of another shape.
     """
-    if "digests" not in record:
-        return None
-    result = np.asarray(record["digests"], dtype=np.str_).reshape(prompts, -1 if prompts else seeds)
+    result = np.asarray(known, dtype=np.str_).reshape(prompts, -1 if prompts else seeds)
     if result.shape != (prompts, seeds):
         raise ValueError(f"digests is {list(result.shape)} for {prompts} prompts and {seeds} seeds")
     return result
 
 
-def same(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
-    """Whether samples are equal in 8 bits by their digests [P, S], bool [P, S]; None where one table is not known.
+def same(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Whether samples are equal in 8 bits by their digests [P, S], bool [P, S].
 
     >>> same(np.asarray([["a", ""]]), np.asarray([["a", ""]]))
     array([[ True, False]])
     """
-    return None if one is None or other is None else (one == other) & (one != "")
+    return (one == other) & (one != "")

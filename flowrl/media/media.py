@@ -34,8 +34,6 @@ SMALL_PX = 128
 """Longest side, in pixels, from which on videos are saved with loss, and embedded images too."""
 FPS = 16.0
 """Frames a second of a video whose rate nobody says: Wan's."""
-_FRAME_MS = 62
-"""Time of a frame, in ms, in files that earlier versions of flowrl wrote, without their rate and number of frames."""
 _ANIMATED = ("WEBP", "GIF", "PNG", "AVIF")
 """Formats of Pillow whose frames are a video's."""
 _QUALITY = 90
@@ -212,14 +210,13 @@ def _marked(image: Image) -> tuple[int, float] | None:
 def _frames(file: Path) -> tuple[list[Image], float | None]:
     """(RGB frames, frames a second; None: one frame that is an image) of a file that Pillow reads.
 
-    Joined frames are split again where the file says how many there were, or was written by an earlier flowrl.
+    Joined frames are split again where the file says how many there were.
     """
     frames: list[Image] = []
     times: list[int] = []
     with opened(file) as image:
         marked = _marked(image)
-        form, size = image.format, image.size
-        mp4.require_room(max(frames_in(image), marked[0] if marked else 1), *size)
+        mp4.require_room(max(frames_in(image), marked[0] if marked else 1), *image.size)
         for number in range(frames_in(image)):
             image.seek(number)
             mp4.require_room(number + 1, *image.size)  # frames of a GIF may be larger than its header says
@@ -230,19 +227,11 @@ def _frames(file: Path) -> tuple[list[Image], float | None]:
         copies = [round(time / _frame_ms(rate)) for time in times] if len(frames) > 1 else [count]
         if sum(copies) != count:
             raise ValueError(f"it says that it has {count} frames, and it has {sum(copies)}; write it again")
-        return _copied(frames, copies), rate
+        return [frame for frame, number in zip(frames, copies, strict=True) for _ in range(number)], rate
     if len(frames) == 1:
         return frames, None
-    if form != "WEBP" or any(not time or time % _FRAME_MS for time in times):
-        # Browsers show a frame without a time for 0.1 s.
-        return frames, len(frames) / sum((time or 100) / 1000 for time in times)
-    copies = [round(time / _FRAME_MS) for time in times]
-    mp4.require_room(sum(copies), *size)
-    return _copied(frames, copies), FPS
-
-
-def _copied(frames: list[Image], copies: list[int]) -> list[Image]:
-    return [frame for frame, number in zip(frames, copies, strict=True) for _ in range(number)]
+    # Browsers show a frame without a time for 0.1 s.
+    return frames, len(frames) / sum((time or 100) / 1000 for time in times)
 
 
 def contact_sheet(samples: Tensor, columns: int, limit_px: int) -> tuple[Tensor, tuple[int, int]]:

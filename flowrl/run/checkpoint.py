@@ -28,7 +28,7 @@ from flowrl.run.people.votes import FOLDER
 from flowrl.training.sharding import Rows
 from flowrl.training.world import ALONE, World
 
-FORMAT = 1
+FORMAT = 2
 KEPT = "kept.json"
 """Checkpoints that retention leaves alone, in the folder of all checkpoints: iteration -> why."""
 STATE = "state.json"

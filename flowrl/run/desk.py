@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from flowrl.core.files import is_list, is_mapping, known_object, write_atomically, writing
+from flowrl.core.files import is_mapping, known_object, write_atomically, writing
 
 Word = Literal["save", "sample", "evaluate", "stop"]
 State = Literal["under way", "done", "failed", "dropped"]
@@ -41,13 +41,9 @@ def who() -> str:
 # ---- the side that asks
 
 
-def taken_by(run: Path) -> list[str] | None:
-    """The words that the run under way takes; None: it takes no requests."""
-    try:
-        words = json.loads((run / TAKES).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return [str(word) for word in words] if is_list(words) else None
+def is_open(run: Path) -> bool:
+    """Whether the run under way takes requests."""
+    return (run / TAKES).is_file()
 
 
 def submit(run: Path, word: Word, options: Mapping[str, Any]) -> str:
@@ -93,9 +89,9 @@ def answer_to(run: Path, name: str) -> dict[str, Any] | None:
 
 
 def open_desk(run: Path) -> None:
-    """Drop the requests that an earlier run left, and say which words this one takes; it holds the folder's lock."""
+    """Drop the requests that an earlier run left, and take those to come; this one holds the folder's lock."""
     close_desk(run, "the run had ended before it was taken up")
-    write_atomically(run / TAKES, json.dumps(WORDS) + "\n")
+    write_atomically(run / TAKES, "")
 
 
 def close_desk(run: Path, why: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -214,8 +214,7 @@ class Guarding:
         if kept["metric"] != self.metric:
             log.warning("the guard watches %s now, and %s before: it begins anew", self.metric, kept["metric"])
             return
-        names = {item.name for item in fields(State)}
-        self._state = State(**{name: value for name, value in kept.items() if name in names})
+        self._state = State(**kept)
         if not self.options.acts:
             self._state.over = False
 

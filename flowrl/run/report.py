@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,12 @@ class Report:
         if not file.is_file():
             return None
         result, prompts = Evaluation.load(file), tuple(prompt.text for prompt in evaluator.prompts)
-        now = Evaluation(
-            tag=tag,
-            iteration=session.iteration,
+        now = replace(
+            result,
             guidance_scale=guidance_scale,
             num_inference_steps=session.eval_steps,
             prompts=prompts,
             seeds=evaluator.options.samples_per_prompt,
-            scores={},
             made_with=dict(evaluator.made_with),
         )
         unlike = now.unlike(result)

@@ -162,8 +162,8 @@ class Saver:
             state = load(session, folder.checkpoints, iteration, accept_changes)
         world = session.world
         self.clock.before, self.saved = state["seconds"], iteration
-        self.due, self.guard = state.get("due"), state.get("guard")
-        session.parts.learner.bad_updates = state.get("bad_updates", 0)  # older checkpoints lack it
+        self.due, self.guard = state["due"], state["guard"]
+        session.parts.learner.bad_updates = state["bad_updates"]
         if world.main:
             # Its row may be there already, if the call that made its evaluation was killed at once.
             folder.forget_after(iteration if self.due is None else iteration - 1)

@@ -16,7 +16,7 @@ from flowrl.statistics.intervals import FEW, LEVELS, Bounds, Clusters, clusters,
 TIE_SHARE = 0.05
 """Largest difference of a tie as a share of the base's std, where nothing else is asked for: the default `eval.tie`."""
 TIE = 1e-6
-"""Scores that differ by at most this are equal: older files have six digits."""
+"""Scores that differ by at most this are equal."""
 FLIPS = 10_000
 
 Side = Literal["two-sided", "greater", "less"]

@@ -144,7 +144,7 @@ class Optimizer:
                 if self.config.name != optimizers.PLAIN:
                     self.adam.state[p][key] = optimizers.restored(key, value, p)
                     continue
-                # The fused step keeps its counter next to the moments; older checkpoints have it too.
+                # The fused step keeps its counter next to the moments.
                 self.adam.state[p][key] = value.to(p.device).clone() if key == "step" else _like(value, p, copy=True)
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.scale, self._good_steps = counters["scale"], counters["good"]

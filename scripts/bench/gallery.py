@@ -26,6 +26,7 @@ import numpy as np
 from PIL import Image
 
 from flowrl.apps.gallery import build
+from flowrl.evaluation.results import Evaluation
 
 DISTINCT = 32
 WORDS = [
@@ -90,15 +91,14 @@ def write_run(
             for k in range(seeds):
                 source = folder / "files" / f"{rng.integers(distinct)}.png"
                 os.link(source, folder / "eval" / tag / f"{p:05d}-{k}.png")
-        evaluation = {"iteration": 40 * place, "guidance_scale": 4.5, "num_inference_steps": 20, "prompts": texts}
-        evaluation |= {"seeds": list(range(seeds)), "scores": {name: t.tolist() for name, t in scores.items()}}
-        (folder / "eval" / f"{tag}.json").write_text(json.dumps(evaluation))
+        kept = (tuple(texts), seeds, scores, np.full((prompts, seeds), ""), tuple(range(prompts)))
+        Evaluation(tag, 40 * place, 4.5, 20, *kept).save(folder / "eval")
     rows = [{"iteration": i, "reward/pickscore_mean": i / 40, "time/iteration_s": 2.0} for i in range(1, 41)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = {"status": "finished", "iterations": 40, "primary": "pickscore", **blocks}
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "provenance.json").write_text("{}")
-    (folder / "config.yaml").write_text(f"name: synthetic-{number}\niterations: 40\n")
+    (folder / "config.yaml").write_text(f"name: synthetic-{number}\niterations: 40\neval: {{tie: 0.05}}\n")
     return folder
 
 

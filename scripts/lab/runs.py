@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -321,10 +321,9 @@ def _iteration(evaluation: Evaluation) -> int:
 
 def _cut(evaluation: Evaluation, captions: int) -> Evaluation:
     """The first captions of an evaluation, by strict accuracy alone."""
-    table = {name: evaluation.scores[name][:captions] for name in (METRIC, MOTION) if name in evaluation.scores}
-    groups = tuple(evaluation.groups[:captions].tolist())
-    kept = (evaluation.guidance_scale, evaluation.num_inference_steps, evaluation.prompts[:captions], evaluation.seeds)
-    return Evaluation(evaluation.tag, _iteration(evaluation), *kept, table, distinct=groups)
+    first = evaluation.of(np.arange(len(evaluation.prompts)) < captions)
+    table = {name: first.scores[name] for name in (METRIC, MOTION) if name in first.scores}
+    return replace(first, iteration=_iteration(evaluation), scores=table)
 
 
 def curve(folder: Path, captions: int = WAY) -> list[dict[str, float]]:

@@ -11,6 +11,7 @@ from PIL import Image
 
 from flowrl import shapes
 from flowrl.core.files import json_ready
+from flowrl.data.prompts import distinct_numbers
 
 NUM_PROMPTS = 40
 SEEDS = (0, 1)
@@ -56,8 +57,9 @@ def write_scores(
     for (p, k), image in (images or {}).items():
         Image.fromarray(np.rint(image).astype(np.uint8)).save(folder / "eval" / tag / f"{p:05d}-{k}.png")
     document = {"tag": tag, "iteration": 0, "guidance_scale": 1.0, "num_inference_steps": 4, "images": f"eval/{tag}"}
-    seeds = next(iter(scores.values())).shape[1]
+    count, seeds = next(iter(scores.values())).shape
     document |= {"seeds": list(range(seeds)), "scores": {name: table.tolist() for name, table in scores.items()}}
+    document |= {"distinct": distinct_numbers(values["prompts"]), "digests": [[""] * seeds] * count, "made_with": {}}
     (folder / "eval" / f"{tag}.json").write_text(json.dumps(json_ready(document | values)))
 
 
@@ -204,6 +206,7 @@ def make_run(
         "data": {"prompts": "shapes:train", "eval_prompts": "shapes:heldout"},
         "algorithm": {"name": "flow_grpo", "clip_range": 1.0e-4},
         "rewards": [{"name": "shapes", "weight": 1.0}],
+        "eval": {"tie": 0.05},
     }
     done = iterations if finished else 2 * iterations // 3
     rows, files = training_rows(iterations, done, tuned), dict[str, Any]()
@@ -221,6 +224,7 @@ def make_run(
         blocks = {"base": base, "base_best_guidance": best, "tuned": after}
         blocks["difference"] = {metric: after[metric] - base[metric] for metric in base}
         files["summary"] = {"status": "finished", "iterations": done, "seconds": 170.2, "primary": "shapes_strict"}
+        files["summary"]["evaluated_on"] = "held-out prompts"
         files["summary"] |= {block: {m: estimate(t) for m, t in tables.items()} for block, tables in blocks.items()}
         files["summary"]["base_best_guidance"]["guidance_scale"] = 3.0
     return write_run(folder, config, rows, **files)

@@ -162,13 +162,13 @@ def test_ask_says_that_a_folder_is_no_run_or_its_run_takes_no_requests(folder, t
         ask.command(tmp_path, "save")
     with pytest.raises(ConfigError, match="no such folder"):
         ask.command(tmp_path / "none", "save")
-    older = RunFolder(folder / "plain")
-    older.lock()
+    other = RunFolder(folder / "plain")
+    other.lock()
     try:
-        with pytest.raises(ConfigError, match="older version of flowrl"):
+        with pytest.raises(ConfigError, match="takes no requests: it is another command"):
             ask.command(folder / "plain", "save")
     finally:
-        older.unlock()
+        other.unlock()
 
 
 def test_requests_that_a_killed_run_left_are_told_and_removed(tmp_path):
@@ -213,7 +213,7 @@ def test_two_processes_agree_on_what_is_asked(folder, tmp_path):
     assert code == 0, output
     process = start("train", "run.yaml", "name=two-asked", *words, "--processes", "2")
     run = folder / "two-asked"
-    while requests.taken_by(run) is None:
+    while not requests.is_open(run):
         assert process.poll() is None, finish(process)
         time.sleep(0.05)
     for word in ("save", "sample", "evaluate"):
@@ -232,7 +232,7 @@ def test_two_processes_agree_on_what_is_asked(folder, tmp_path):
 def test_ask_waits_for_a_run_and_stops_it(folder):
     process = start("train", "run.yaml", "name=long", *SMALL, OWN, "iterations=500", "eval.every=0", "guard.mode=off")
     run = folder / "long"
-    while requests.taken_by(run) is None:
+    while not requests.is_open(run):
         assert process.poll() is None, finish(process)
         time.sleep(0.05)
     code, output = finish(start("ask", str(run), "sample", "--steps", "2"))

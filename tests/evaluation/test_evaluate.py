@@ -23,6 +23,7 @@ from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.statistics.intervals import interval
 from flowrl.training.signals import Stop
+from tests import toys
 from tests.toys import ALONE, OneOf, ToyAdapter, nudge, sampling_of
 
 NAN = float("nan")
@@ -36,7 +37,7 @@ def record(tag: str, **scores) -> Evaluation:
     tables = {name: np.asarray(table, dtype=np.float64) for name, table in scores.items()}
     count = len(next(iter(tables.values())))
     seeds = next(iter(tables.values())).shape[1]
-    return Evaluation(tag, 0, 1.0, 10, tuple(f"prompt {k}" for k in range(count)), seeds, tables)
+    return toys.evaluation(tag, 0, 1.0, 10, tuple(f"prompt {k}" for k in range(count)), seeds, tables)
 
 
 def test_a_summary_averages_seeds_first_and_prompts_then():
@@ -80,7 +81,9 @@ def test_evaluations_of_other_prompts_or_seeds_cannot_be_paired(compare, shape, 
 def duplicated(evaluation: Evaluation, copies: int) -> Evaluation:
     """Every prompt so many times, in a list that is gone through anew."""
     scores = {name: np.concatenate([table] * copies) for name, table in evaluation.scores.items()}
-    return replace(evaluation, prompts=evaluation.prompts * copies, scores=scores)
+    marks = np.concatenate([evaluation.digests] * copies)
+    known = {"prompts": evaluation.prompts * copies, "distinct": evaluation.distinct * copies, "digests": marks}
+    return replace(evaluation, scores=scores, **known)
 
 
 def test_a_prompt_that_stands_in_the_list_several_times_counts_once():
@@ -101,19 +104,22 @@ def test_without_duplicates_the_prompts_are_resampled_as_they_stand_and_failed_o
     table[3] = NAN
     assert summary(record("base", a=table))["a"] == interval((table[:, 0] + table[:, 1]) / 2)
     found = record("base", a=[[0.0], [NAN], [1.0], [NAN]])
-    assert summary(replace(found, prompts=("a", "b", "a", "b")))["a"]["n"] == 1
+    assert summary(replace(found, distinct=(0, 1, 0, 1)))["a"]["n"] == 1
 
 
-def test_files_of_older_versions_are_read_and_their_texts_tell_duplicates(tmp_path):
-    old = {"tag": "base", "iteration": 0, "guidance_scale": 1.0, "num_inference_steps": 10, "seeds": [0]}
-    old |= {"prompts": ["a", "b", "a"], "scores": {"a": [[0.123457], [None], [1.0]]}, "images": "eval/base"}
-    (tmp_path / "base.json").write_text(json.dumps(old))
-    found = Evaluation.load(tmp_path / "base.json")
-    assert found.groups.tolist() == [0, 1, 0]
-    assert found.scores["a"][0, 0] == 0.123457
-    assert found.digests is None
-    (tmp_path / "base.json").write_text(json.dumps(old | {"digests": [["0"], ["1"]]}))
-    with pytest.raises(ConfigError, match="damaged"):
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"digests": [["0"], ["1"]]}, "is damaged .*cannot reshape"),
+        ({"distinct": [0]}, "is damaged .*distinct has 1 numbers for 3 prompts"),
+        ({"made_with": ...}, "has no 'made_with': it is damaged, or of another version of flowrl; restore it"),
+    ],
+)
+def test_a_file_that_lacks_something_or_of_another_version_is_refused(tmp_path, values, message):
+    record("base", a=[[0.5], [NAN], [1.0]]).save(tmp_path)
+    known = json.loads((tmp_path / "base.json").read_text()) | values
+    (tmp_path / "base.json").write_text(json.dumps({key: value for key, value in known.items() if value is not ...}))
+    with pytest.raises(ConfigError, match=message):
         Evaluation.load(tmp_path / "base.json")
 
 
@@ -307,7 +313,6 @@ def test_wins_and_losses_are_of_the_same_prompt_and_seed_and_ties_are_apart():
 
 
 def test_scores_that_went_through_a_file_are_still_ties(tmp_path):
-    """A third has more digits than older versions saved."""
     before, after = record("base", a=[[1 / 3], [2 / 3]]), record("tuned", a=[[1 / 3], [2 / 3]])
     before.save(tmp_path)
     assert win_rate(Evaluation.load(tmp_path / "base.json"), after, "a")["ties"] == 2
@@ -337,7 +342,7 @@ def test_the_margin_is_of_all_samples_of_the_base_whichever_prompts_count():
     """Of 0, 0, 4, 4 the std is 2; of the two prompts that count it is 0."""
     base, tuned = record("base", a=[[0.0], [0.0], [4.0], [4.0]]), record("tuned", a=[[0.9], [1.1], [4.0], [4.0]])
     found = win_rate(base, tuned, "a", tie=0.5, rows=np.asarray([True, True, False, False]))
-    assert (found["margin"], found["tie"], found["same"]) == (1.0, 0.5, None)
+    assert (found["margin"], found["tie"], found["same"]) == (1.0, 0.5, 0)
     assert (found["wins"], found["ties"]) == (1, 1)
 
 
@@ -354,7 +359,7 @@ def test_nothing_but_ties_has_no_rate():
 
 def test_an_evaluation_without_rewards_keeps_its_seeds_and_what_is_preferred(tmp_path):
     agreement = Agreement(np.asarray([1.0, 0.5, NAN]), np.asarray([0, 1, 0]))
-    Evaluation("tuned", 3, 1.0, 10, ("a", "b"), 2, {}, agreement).save(tmp_path)
+    toys.evaluation("tuned", 3, 1.0, 10, ("a", "b"), 2, {}, agreement=agreement).save(tmp_path)
     back = Evaluation.load(tmp_path / "tuned.json")
     assert (back.seeds, back.scores, back.prompts) == (2, {}, ("a", "b"))
     assert back.agreement is not None

@@ -12,16 +12,16 @@ from flowrl.config.schema import GuardConfig
 from flowrl.data.prompts import Prompt
 from flowrl.evaluation.guard import KL, NORM_RATIO, Guard, Look, State, widened
 from flowrl.evaluation.held_out import guards_half
-from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.signs import WORDS, Signs, edge_density, repeated_tiles, signs_of
 from flowrl.media import media
+from tests import toys
 
 PROMPTS = 60
 
 
 def evaluated(iteration: int, table: np.ndarray, signs: Signs | None = None) -> Look:
     texts = tuple(f"prompt {p}" for p in range(len(table)))
-    return Look(Evaluation("x", iteration, 1.0, 4, texts, table.shape[1], {"gold": table}), signs)
+    return Look(toys.evaluation("x", iteration, 1.0, 4, texts, table.shape[1], {"gold": table}), signs)
 
 
 def scores(seed: int, shift: float = 0.0, spread: float = 0.3) -> np.ndarray:

@@ -26,12 +26,12 @@ from flowrl.config.schema import RunConfig
 from flowrl.config.trackers import Entry, require
 from flowrl.core.errors import ConfigError
 from flowrl.data.options import DataConfig
-from flowrl.evaluation.results import Evaluation
 from flowrl.media import media
 from flowrl.run import tracker_runs, trackers
 from flowrl.run.folder import RunFolder
 from flowrl.run.tracker_runs import numbers
 from flowrl.run.trackers import Trackers
+from tests import toys
 
 
 class Recorder(GeneralTracker):
@@ -97,7 +97,7 @@ def folder(tmp_path: Path) -> RunFolder:
 def evaluate(folder: RunFolder, tag: str, iteration: int, value: float) -> None:
     scores = {"jpeg": np.array([[value], [np.nan], [value]])}
     (folder.path / "eval" / tag).mkdir(parents=True)
-    Evaluation(tag, iteration, 1.0, 2, ("a", "b", "c"), 1, scores).save(folder.path / "eval")
+    toys.evaluation(tag, iteration, 1.0, 2, ("a", "b", "c"), 1, scores).save(folder.path / "eval")
     for prompt in range(2):
         Image.new("RGB", (6, 4), "red").save(folder.path / "eval" / tag / f"{prompt:05d}-0.png")
 

@@ -67,7 +67,7 @@ class Evidence:
         """The value at a dotted key of config.yaml; null is a value.
 
         Raises:
-            Lacking: a run of another version, which has no such option.
+            Lacking: another component, which has no such option.
         """
         tree: Any = self.run.config
         for part in key.split("."):
@@ -109,7 +109,7 @@ class Evidence:
         if not len(self.run.rows):
             raise Lacking("metrics.jsonl has no row")
         if not len(known):
-            raise Lacking(f"metrics.jsonl has no {key} (another method, or an older version)")
+            raise Lacking(f"metrics.jsonl has no {key} (another method)")
         if len(known) < least:
             raise Lacking(f"{key} needs {least} iterations, and there are {len(known)}")
         return known
@@ -141,10 +141,7 @@ class Evidence:
 
     @cached_property
     def faint(self) -> float:
-        """Largest credit of a typical live iteration if the rewards' scale is too small for it to teach; else 0.
-
-        A run of an earlier version, without the column, has 0.
-        """
+        """Largest credit of a typical live iteration if the rewards' scale is too small for it to teach; else 0."""
         known = self.run.curve("advantage/largest")[1]
         known = known[np.isfinite(known) & (known > 0)]
         typical = float(np.median(known)) if len(known) else 0.0
@@ -191,9 +188,7 @@ class Evidence:
         count = min(len(base.prompts), len(after.prompts))
         if base.prompts[:count] != after.prompts[:count] or base.seeds != after.seeds:
             raise Lacking(f"eval/{base.tag}.json and eval/{after.tag}.json have other prompts or seeds")
-        own = base.distinct or base.prompts
-        groups = np.unique(np.asarray(own[:count]), return_inverse=True)[1]
-        return base.scores[metric][:count], after.scores[metric][:count], groups
+        return base.scores[metric][:count], after.scores[metric][:count], base.groups[:count]
 
     @cached_property
     def changes(self) -> dict[str, dict[str, float]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from flowrl.apps.gallery.runs import Evaluation, Run, number
+from flowrl.apps.gallery.runs import Evaluation, Run
 from flowrl.evaluation.moved import Moved, measure, saved_pairs, sentence, trained
 
 
@@ -18,9 +17,8 @@ def shared_pairs(before: Evaluation, after: Evaluation) -> Iterator[tuple[Path, 
 
 def of_run(run: Run) -> Moved | None:
     """How far, as its summary has it, else from its images; None: not known."""
-    stated = run.summary.get("moved")
-    if run.finished and isinstance(stated, dict) and math.isfinite(levels := number(stated.get("levels"))):
-        return Moved(levels, int(number(stated.get("pairs"))), str(stated.get("noun", "image")))
+    if run.finished and (stated := run.block("moved")):
+        return Moved(**stated)
     return measure(shared_pairs(*run.both)) if run.both else None
 
 

@@ -122,10 +122,9 @@ def paired(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
         e.scores[metric][:rows, :columns] if e is not None and metric in e.scores else nothing
         for e in (run.base, run.after)
     )
-    if run.both:  # with the same model, prompts and reward, as far as is known
-        marks = [e.made_with for e in run.both]
-        keys = ("model", "prompts", f"score {metric}")
-        same = same & all(marks[0].get(k) == marks[1].get(k) or not all(marks) for k in keys)
+    if run.both:  # with the same model, prompts and reward
+        one, other = (e.made_with for e in run.both)
+        same = same & all(one.get(k) == other.get(k) for k in ("model", "prompts", f"score {metric}"))
     valid = same & np.isfinite(before) & np.isfinite(after)
     return np.where(valid, before, np.nan), np.where(valid, after, np.nan)
 
@@ -324,10 +323,8 @@ def guidance_sweep(run: Run, metrics: Sequence[Metric]) -> list[tuple[str, list[
 
 def settings(evaluation: Evaluation) -> str:
     """Sampling settings of an evaluation in words."""
-    parts = [f"{evaluation.num_inference_steps} steps"] if evaluation.num_inference_steps else []
-    if evaluation.guidance_scale is not None:
-        parts.append(f"guidance {evaluation.guidance_scale:g}")
-    return ", ".join([*parts, f"seeds {', '.join(map(str, evaluation.seeds))}"])
+    seeds = ", ".join(map(str, evaluation.seeds))
+    return f"{evaluation.num_inference_steps} steps, guidance {evaluation.guidance_scale:g}, seeds {seeds}"
 
 
 def _rival(run: Run) -> Evaluation | None:

@@ -16,9 +16,10 @@ from flowrl.apps.gallery import tags, trees
 from flowrl.apps.gallery.tags import Tagged
 from flowrl.apps.gallery.trees import Tree
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import evaluation_remedy, read_object, read_rows
+from flowrl.core.files import read_rows
 from flowrl.data import contents
-from flowrl.media import digests, media
+from flowrl.evaluation import results
+from flowrl.media import media
 from flowrl.run import status
 
 
@@ -26,25 +27,20 @@ from flowrl.run import status
 class Evaluation(Tagged):
     """One `eval/<tag>.json`."""
 
-    guidance_scale: float | None
-    num_inference_steps: int | None
+    guidance_scale: float
+    num_inference_steps: int
     seeds: tuple[int, ...]
     prompts: tuple[str, ...]
     scores: dict[str, np.ndarray]
     """Metric -> [P, K]; NaN: the image could not be scored."""
     images: Path
     """Folder of the images."""
-    distinct: tuple[int, ...] = ()
-    """Number of the distinct prompt of each prompt, [P]; (): prompts are distinct by text (older files)."""
-    made_with: dict[str, str] = field(default_factory=dict)
+    groups: np.ndarray
+    """Number of the distinct prompt of each prompt, [P] int64 from 0."""
+    made_with: dict[str, str]
     """Fingerprints of model, prompts and rewards (flowrl/run/inputs.py)."""
-    digests: np.ndarray | None = None
-    """Digest of each sample in 8 bits, [P, K] of text; None in older files."""
-
-    @property
-    def groups(self) -> np.ndarray:
-        """Number of the distinct prompt of each prompt, [P] int64 from 0."""
-        return np.unique(np.asarray(self.distinct or self.prompts), return_inverse=True)[1]
+    digests: np.ndarray
+    """Digest of each sample in 8 bits, [P, K] of text."""
 
     def num_distinct(self, rows: np.ndarray | None = None) -> int:
         """Number of distinct prompts, of those in `rows` [P] bool; None: of all."""
@@ -131,14 +127,8 @@ class Run:
 
     @property
     def subject(self) -> Subject:
-        """Kind of the evaluated prompts; for older summaries, which do not have it, by the configuration."""
-        stated = self.summary.get("evaluated_on")
-        if stated in SUBJECTS:
-            return SUBJECTS[stated]
-        if value_at(self.config, "algorithm", "name") == "find":
-            return SUBJECTS["its own prompts"]
-        given = value_at(self.config, "data", "eval_prompts") not in (None, value_at(self.config, "data", "prompts"))
-        return SUBJECTS["held-out prompts" if given else "training prompts"]
+        """Kind of the evaluated prompts, which the summary says once the base is evaluated."""
+        return SUBJECTS[self.summary.get("evaluated_on", "no prompts")]
 
     @property
     def noun(self) -> str:
@@ -185,7 +175,7 @@ def number(value: Any) -> float:
 
 
 def value_at(tree: Any, *path: str) -> Any:
-    """`tree[path[0]][path[1]]...`; None if a key is missing, as in an older run."""
+    """`tree[path[0]][path[1]]...`; None if a key is missing, as that of another component."""
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
@@ -293,41 +283,17 @@ def _read_rows(path: Path, problems: list[str], read: RowReader) -> list[dict[st
 
 
 def _read_evaluation(path: Path, folder: Path) -> Evaluation:
-    remedy = evaluation_remedy(path)
-    document = read_object(path, remedy)
-    try:
-        prompts, seeds = tuple(map(str, document["prompts"])), tuple(map(int, document["seeds"]))
-        scores = {
-            str(name): np.array([[number(v) for v in row] for row in table], dtype=float).reshape(len(table), -1)
-            for name, table in document["scores"].items()
-        }
-        images = folder / str(document.get("images", f"eval/{path.stem}"))
-        evaluation = Evaluation(
-            tag=path.stem,
-            iteration=int(document.get("iteration") or 0),
-            guidance_scale=document.get("guidance_scale"),
-            num_inference_steps=document.get("num_inference_steps"),
-            seeds=seeds,
-            prompts=prompts,
-            scores=scores,
-            images=images,
-            distinct=tuple(map(int, document.get("distinct", ()))),
-            made_with=dict(document.get("made_with") or {}),
-            digests=digests.table(document, len(prompts), len(seeds)),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is not an evaluation ({type(error).__name__}: {error}); {remedy}") from error
-    if len(evaluation.distinct) not in (0, len(prompts)):
-        raise ConfigError(
-            f"{path}: distinct has {len(evaluation.distinct)} numbers for {len(prompts)} prompts; {remedy}"
-        )
-    for name, table in scores.items():
-        if table.shape != (len(prompts), len(seeds)):
-            raise ConfigError(
-                f"{path}: scores.{name} is {list(table.shape)}, expected [{len(prompts)} prompts, "
-                f"{len(seeds)} seeds]; {remedy}"
-            )
-    # A page embeds its images: a path in a file of others must not embed other files.
-    if not images.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"{path}: images={document['images']!r} is outside the run folder; {remedy}")
-    return evaluation
+    known = results.Evaluation.load(path)
+    return Evaluation(
+        tag=path.stem,
+        iteration=known.iteration,
+        guidance_scale=known.guidance_scale,
+        num_inference_steps=known.num_inference_steps,
+        seeds=tuple(range(known.seeds)),
+        prompts=known.prompts,
+        scores=known.scores,
+        images=folder / "eval" / path.stem,
+        groups=known.groups,
+        made_with=known.made_with,
+        digests=known.digests,
+    )

@@ -60,6 +60,7 @@ def make_run(
         "algorithm": {"name": "flow_grpo", "clip_range": 1e-3},
         "rollout": {"prompts_per_iteration": 3, "group_size": 4},
         "data": {"prompts": "a.txt", "eval_prompts": "b.txt"},
+        "eval": {"tie": 0.05},
     } | (config or {})
     logged = {"nfe/rollout": 4.0, "nfe/train": 2.0, "time/iteration_s": 1.5, "perf/cpu_s": 3.0}
     rows = [{"iteration": i, "policy/kl_reference": 0.1 * i * gain, **logged} for i in range(1, 5)]
@@ -145,7 +146,7 @@ def test_runs_are_compared_on_what_they_share_and_told_what_was_left_out(folders
 
 
 def test_a_metric_of_another_reward_is_left_out_and_one_run_without_it_is_named(folders, tmp_path):
-    first = make_run(tmp_path / "first", 0.2, made_with={"score brightness": "a"})
+    first = make_run(tmp_path / "first", 0.2)
     second = make_run(tmp_path / "second", 0.2, made_with={"score brightness": "b"})
     shared = shared_by(folders[0], first, second)
     assert shared.metrics[0].members == (0, 1)

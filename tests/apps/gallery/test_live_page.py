@@ -77,6 +77,7 @@ def test_a_row_is_drawn_and_the_place_fold_filter_order_and_focus_stay(browser, 
         assert page.locator("#run-0-curves details").get_attribute("open") is not None
         # A new evaluation replaces the images and the table too.
         later = json.loads((folder / "eval" / "base.json").read_text()) | {"iteration": 41}
+        shutil.copytree(folder / "eval" / "base", folder / "eval" / "iteration-000041")
         (folder / "eval" / "iteration-000041.json").write_text(json.dumps(later))
         page.locator("#run-0-film th", has_text="41").wait_for()
         page.wait_for_timeout(300)
@@ -93,6 +94,7 @@ def test_an_enlarged_pair_and_its_slider_stay(browser, folder):
         page.locator(".stage .slider").press("ArrowRight")
         text = page.locator("dialog.viewer .prompt").text_content()
         later = json.loads((folder / "eval" / "base.json").read_text()) | {"iteration": 41}
+        shutil.copytree(folder / "eval" / "base", folder / "eval" / "iteration-000041")
         (folder / "eval" / "iteration-000041.json").write_text(json.dumps(later))
         add_row(folder, 41)
         shows(page, 41)

@@ -18,6 +18,7 @@ from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import win_rate
 from flowrl.media import media
 from flowrl.run.report import format_win_rate
+from tests import toys
 from tests.apps.folders import write_run
 from tests.apps.gallery.test_compare import shared_by
 
@@ -35,23 +36,24 @@ def evaluations() -> tuple[Evaluation, Evaluation]:
     change = np.repeat([0.05, 1.0, 1.0, -1.0], [24, 4, WON, 4])[:, None]
     marks = np.asarray([[f"{k:016x}"] for k in range(40)])
     after = np.where(np.arange(40)[:, None] // 4 == 6, marks, np.char.add("f", marks))
-    base = Evaluation("base", 0, 1.0, 4, tuple(f"prompt {k}" for k in range(40)), 1, {"look": before}, digests=marks)
+    base = toys.evaluation(
+        "base", 0, 1.0, 4, tuple(f"prompt {k}" for k in range(40)), 1, {"look": before}, digests=marks
+    )
     return base, replace(base, tag="tuned", iteration=4, scores={"look": before + change}, digests=after)
 
 
-def write(folder: Path, *, older: bool = False, suffix: str = ".png") -> Path:
-    """The folder of a finished run; an `older` one has neither digests nor a rule of ties."""
+def write(folder: Path, *, suffix: str = ".png") -> Path:
+    """The folder of a finished run."""
     config: dict[str, Any] = {"name": folder.name, "seed": 0, "model": {"lora": {"rank": 4}}, "eval": {"tie": 0.05}}
-    write_run(folder, config | ({"eval": {}} if older else {}), [{"iteration": 4}])
-    base, tuned = (replace(one, digests=None) if older else one for one in evaluations())
+    write_run(folder, config, [{"iteration": 4}])
+    base, tuned = evaluations()
     for one, brighter in ((base, 0), (tuned, 1)):
         one.save(folder / "eval")
         image = torch.full((3, 8, 8), 100 / 255)
         image[:, :4, :4] += brighter / 255
         frames = image if suffix == ".png" else image.expand(5, -1, -1, -1)
         media.write(frames, folder / "eval" / one.tag / "00003-0", fps=4)
-    rate = win_rate(base, tuned, "look", tie=0.0 if older else 0.05)
-    rate = {key: value for key, value in rate.items() if not older or key not in ("tie", "margin", "same")}
+    rate = win_rate(base, tuned, "look", tie=0.05)
     summary = {"status": "finished", "iterations": 4, "primary": "look", "evaluated_on": "held-out prompts"}
     (folder / "summary.json").write_text(json.dumps(summary | {"win_rate": {"look": rate}}))
     return folder
@@ -102,21 +104,6 @@ def test_a_change_that_nobody_sees_is_no_success_in_the_title(folders, monkeypat
     assert [title(gain)[1] for gain in (1e-6, 0.01)] == ["same", "same"]
     monkeypatch.setattr(movement, "of_run", lambda run: moved.Moved(moved.HALF_LEVEL, 1))
     assert [title(gain)[1] for gain in (1e-6, 0.01)] == ["same", "better"]
-
-
-def test_a_run_of_an_older_version_keeps_its_numbers_and_says_what_is_not_known(tmp_path, folders):
-    run = load_run(write(tmp_path / "older", older=True))
-    (metric,) = results.metrics_of(run)
-    _, said = results.win_rate(run, metric) or ("", "")
-    assert "90.0 % of 40 images" in said
-    assert "by the rule of an older version" in said
-    assert SENTENCE in said
-    page = build([run.folder, folders[0]], tmp_path / "page").read_text()
-    assert "of older an older evaluation does not tell which are" in page
-    shared = shared_by(run.folder, folders[0])
-    # The comparison has one rule for all, but which images are equal is not known.
-    wins = {standing.run: standing.win.mean for standing in standings(shared, shared.metrics[0])}
-    assert wins == {0: pytest.approx((12 + 24 / 2) / 40), 1: pytest.approx((8 + 28 / 2) / 40)}
 
 
 def test_videos_are_measured_and_what_is_not_saved_is_not_known(tmp_path):

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -20,7 +21,7 @@ from flowrl.apps.gallery.server import Server
 from flowrl.apps.gallery.watched import Rows, Watched
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import read_rows
-from tests.apps.folders import change, make_run
+from tests.apps.folders import change, make_run, write_scores
 from tests.apps.local import ask as asked
 from tests.apps.local import served
 
@@ -178,7 +179,8 @@ def test_a_new_row_changes_the_curves_alone(folder):
 
 def test_a_new_evaluation_changes_the_sections_of_images(folder):
     running(folder)
-    tuned = json.loads((folder / "eval" / "base.json").read_text()) | {"iteration": 41, "images": "eval/base"}
+    tuned = json.loads((folder / "eval" / "base.json").read_text()) | {"iteration": 41}
+    shutil.copytree(folder / "eval" / "base", folder / "eval" / "iteration-000041")
     with serving(folder) as server, locked(folder):
         before = changes(server, "")["version"]
         (folder / "eval" / "iteration-000041.json").write_text(json.dumps(tuned)[:100])
@@ -228,7 +230,7 @@ def test_a_run_without_rows_and_evaluations_waits_for_them(tmp_path):
         assert state(server)["runs"][0]["text"] == "Live: waits for the first evaluation."
         first = changes(server, "")["version"]
         (folder / "eval").mkdir()
-        (folder / "eval" / "base.json").write_text('{"prompts": ["a"], "seeds": [0], "scores": {"m": [[1.0]]}}')
+        write_scores(folder, "base", {"m": np.ones((1, 1))}, prompts=["a"])
         assert state(server)["runs"][0]["text"] == "Live: waits for the first iteration."
         add_row(folder, 1)
         assert state(server)["runs"][0]["text"] == "Live: iteration 1 of 5."

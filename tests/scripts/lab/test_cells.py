@@ -17,12 +17,12 @@ import pytest
 
 from flowrl.config.load import load_config
 from flowrl.core import registry
-from flowrl.evaluation.results import Evaluation
 from scripts.lab import cells, compare, long, recipes, runs, steps
 from scripts.lab.long import FACTOR, long_run, verdict
 from scripts.lab.page import Entry, over_seeds, page, reached
 from scripts.lab.runs import REPLAYED, curve, first_rows
 from scripts.lab.videos import videos_section
+from tests import toys
 from tests.tiny_sd3 import ROOT
 
 RECIPE = """\
@@ -295,7 +295,7 @@ def test_the_time_of_a_living_run_includes_its_processes(lab):
 def evaluated(folder: Path, tag: str, iteration: int, strict: list[float]) -> None:
     table = np.asarray(strict)[:, None]
     prompts = tuple(f"caption {k}" for k in range(len(strict)))
-    Evaluation(tag, iteration, 1.0, 6, prompts, 1, {"shapes_strict": table}).save(folder / "eval")
+    toys.evaluation(tag, iteration, 1.0, 6, prompts, 1, {"shapes_strict": table}).save(folder / "eval")
 
 
 def test_a_curve_is_on_the_same_captions_from_base_to_end(lab, tmp_path):
@@ -321,7 +321,9 @@ def test_the_luck_of_the_best_evaluation_is_not_in_the_fall(lab, monkeypatch):
         for _ in range(40):
             tables = (rng.random((len(level), 256, 2)) < level[:, None, None]).astype(float)
             prompts = tuple(map(str, range(256)))
-            way = [Evaluation("x", k, 1.0, 6, prompts, 2, {"shapes_strict": table}) for k, table in enumerate(tables)]
+            way = [
+                toys.evaluation("x", k, 1.0, 6, prompts, 2, {"shapes_strict": table}) for k, table in enumerate(tables)
+            ]
             result = long.fall(way)
             assert result is not None
             found.append(result["mean"])

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.evaluation.results import Evaluation
 from flowrl.media import media
 from scripts.lab import frozen_video
 from scripts.pages import strips
+from tests import toys
 
 METRICS = ("motion_smoothness", "motion_dynamics", "shapes_motion_strict", "shapes_motion_flicker")
 
@@ -40,7 +40,7 @@ def save_run(folder: Path, level: float) -> None:
     table = {name: np.zeros((4, 1)) for name in METRICS}
     for tag, shown in (("base", 0.25), ("tuned", level)):
         prompts = tuple(f"a red circle moves {k}" for k in range(4))
-        Evaluation(tag, 60, 1.0, 10, prompts, 1, table).save(folder / "eval")
+        toys.evaluation(tag, 60, 1.0, 10, prompts, 1, table).save(folder / "eval")
         for number in range(4):
             media.write(torch.full((9, 3, 32, 32), shown), folder / "eval" / tag / f"{number:05d}-0")
 

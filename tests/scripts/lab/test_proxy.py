@@ -13,6 +13,7 @@ from flowrl.evaluation.results import Evaluation
 from scripts.lab import proxy
 from scripts.lab.cells import write_results
 from scripts.lab.runs import mean_scores, measured
+from tests import toys
 from tests.tiny_sd3 import ROOT
 
 FOLDER = ROOT / "configs" / "proxy"
@@ -51,7 +52,7 @@ def cell(strict: list[float], gain: float = 0.1, commit: str = "0123456789") -> 
 def evaluation(tag: str, iteration: int, strict: list[float]) -> Evaluation:
     table = np.asarray(strict)[:, None]
     scores = {"clip_cos": 2 * table, "shapes_strict": table, "shapes_partial": table}
-    return Evaluation(tag, iteration, 1.0, 6, tuple("abcdef"[: len(strict)]), 1, scores)
+    return toys.evaluation(tag, iteration, 1.0, 6, tuple("abcdef"[: len(strict)]), 1, scores)
 
 
 # ---- the recipes

@@ -14,10 +14,10 @@ from flowrl.config.load import load_config, resolve
 from flowrl.config.resolved import Resolved
 from flowrl.diffusion.plan import window
 from flowrl.diffusion.process import FlowProcess
-from flowrl.evaluation.results import Evaluation
 from flowrl.models._schedulers import path_of, schedule_of
 from flowrl.samplers.base import step_std
 from scripts.lab import motion_tasks, page
+from tests import toys
 from tests.tiny_sd3 import ROOT
 
 RECIPES = {file.stem: file for file in (ROOT / "configs" / "lab").glob("video-*.yaml")}
@@ -84,7 +84,7 @@ def test_accuracy_by_task_is_of_its_captions_alone_and_runs_of_other_captions_ar
     for name, captions in (("one", prompts), ("two", prompts), ("other", prompts[::-1])):
         for tag, right in (("base", (0, 0, 1)), ("tuned", (1, 0, 1))):
             scores = {tasks.METRIC: np.asarray(right, dtype=float)[:, None]}
-            Evaluation(tag, 1, 1.0, 10, captions, 1, scores).save(tmp_path / name / "eval")
+            toys.evaluation(tag, 1, 1.0, 10, captions, 1, scores).save(tmp_path / name / "eval")
     lines = tasks.lines_of([tmp_path / "one", tmp_path / "two"])
     assert lines[0] == "| run | stay (1) | move (2) |"
     assert lines[2:] == ["| base | 0 | 50 |", "| one | 100 | 50 |", "| two | 100 | 50 |"]

@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from flowrl.apps.gallery.runs import load_run
-from flowrl.evaluation.results import Evaluation
 from flowrl.media import media
 from scripts.lab import cells
 from scripts.pages import strips, video_report
+from tests import toys
 from tests.apps.folders import make_run
 
 
@@ -48,7 +48,7 @@ def test_filmstrips_are_of_one_caption_of_each_task_and_say_what_is_right(report
     prompts = ("a red circle moves left", "a red circle stays", "a blue cross moves up", "a blue cross rests")
     for tag, level in (("base", 0.25), ("tuned", 0.75)):
         table = {"shapes_motion_strict": np.full((4, 1), float(tag == "tuned"))}
-        Evaluation(tag, 60, 1.0, 10, prompts, 1, table).save(tmp_path / "eval")
+        toys.evaluation(tag, 60, 1.0, 10, prompts, 1, table).save(tmp_path / "eval")
         for number in range(4):
             media.write(torch.full((9, 3, 32, 32), level), tmp_path / "eval" / tag / f"{number:05d}-0")
     sheet = np.asarray(report.draw(tmp_path))

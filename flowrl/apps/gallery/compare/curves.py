@@ -125,9 +125,6 @@ def _trajectory(shared: Shared, number_of: int, metric: Metric, places: np.ndarr
     texts = _texts(shared, places)
     for evaluation in (e for e in run.during if _has(e, texts)):
         known[float(evaluation.iteration)] = _mean(evaluation, metric, places, shared.seeds)
-    x, y = run.curve(f"eval/{metric.name}")
-    if not run.during:  # older folders kept the means alone
-        known |= {float(a): float(b) for a, b in zip(x, y, strict=True)}
     known[float(after.iteration or run.iterations)] = _mean(after, metric, places, shared.seeds)
     order = sorted(known)
     return np.asarray(order), np.asarray([known[key] for key in order])

@@ -72,7 +72,6 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
         "seeds": ", ".join(map(str, shared.seeds)),
         "same_noise": same_noise(shared),
         "tie": f"{shared.tie:g}",
-        "older": [label_of(runs, i) for i in shared.compared if shared.same(i) is None],
         "plain": None,
         "metrics": metrics,
         "missing": [_head(runs, i) for i in range(len(runs)) if i not in shared.compared],

@@ -6,7 +6,6 @@ has the same place in all runs.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
@@ -16,10 +15,10 @@ import numpy as np
 
 from flowrl.apps.gallery import results
 from flowrl.apps.gallery.results import Metric
-from flowrl.apps.gallery.runs import Evaluation, Run, number, value_at
+from flowrl.apps.gallery.runs import Evaluation, Run, value_at
 from flowrl.core.errors import ConfigError
 from flowrl.media import digests
-from flowrl.statistics.paired import TIE_SHARE, margin
+from flowrl.statistics.paired import margin
 
 _SHAPE = (("path",), ("height",), ("width",), ("num_frames",), ("call", "num_frames"))
 """Keys of the model that decide the shape of the noise; the frames of a generic one are an argument of its call."""
@@ -61,11 +60,11 @@ class Shared:
             return np.full((len(self.places), len(columns)), np.nan)
         return np.where(np.isfinite(scores), scores, np.nan)[self.places][:, columns]
 
-    def same(self, run: int) -> np.ndarray | None:
-        """Whether base and tuned have the same image in 8 bits, [P, K] bool; None: older evaluations do not tell."""
+    def same(self, run: int) -> np.ndarray:
+        """Whether base and tuned have the same image in 8 bits, [P, K] bool."""
         columns = [[evaluation.seeds.index(seed) for seed in self.seeds] for evaluation in self.runs[run].both]
         both = zip(self.runs[run].both, columns, strict=True)
-        return digests.same(*(None if e.digests is None else e.digests[self.places][:, c] for e, c in both))
+        return digests.same(*(e.digests[self.places][:, c] for e, c in both))
 
     def margin(self, run: int, metric: Metric) -> float:
         """Largest difference of a tie, in units of the metric: of all samples of the run's base."""
@@ -74,9 +73,8 @@ class Shared:
 
     @property
     def tie(self) -> float:
-        """One rule for all: the largest `eval.tie` that a compared run states, else the default."""
-        stated = [number(value_at(self.runs[i].config, "eval", "tie")) for i in self.compared]
-        return max(filter(math.isfinite, stated), default=TIE_SHARE)
+        """One rule for all: the largest `eval.tie` of a compared run."""
+        return max(self.runs[i].config["eval"]["tie"] for i in self.compared)
 
     def evaluation(self, run: int, *, base: bool) -> Evaluation:
         before, after = self.runs[run].both
@@ -147,8 +145,7 @@ def _common_places(runs: Sequence[Run]) -> np.ndarray:
     same = np.ones(length, dtype=bool)
     for e in every[1:]:
         same &= np.asarray([a == b for a, b in zip(first[:length], e.prompts[:length], strict=True)], dtype=bool)
-        marks = [one.made_with.get("prompts") for one in (every[0], e)]
-        if e.prompts == first and all(marks) and marks[0] != marks[1]:
+        if e.prompts == first and every[0].made_with.get("prompts") != e.made_with.get("prompts"):
             same[:] = False  # the same texts with other images or targets
     return np.flatnonzero(same)
 
@@ -185,10 +182,9 @@ def _metrics(runs: Sequence[Run], compared: Sequence[int], left_out: dict[int, l
     result: list[SharedMetric] = []
     for name in names:
         having = [i for i in compared if name in own[i]]
-        marks = {i: _mark(runs[i], name) for i in having}
-        known = Counter(mark for mark in marks.values() if mark)
-        usual = known.most_common(1)[0][0] if known else ""
-        members = tuple(i for i in having if marks[i] in ("", usual))
+        marks = {i: runs[i].both[1].made_with.get(f"score {name}") for i in having}
+        usual = Counter(marks.values()).most_common(1)[0][0]
+        members = tuple(i for i in having if marks[i] == usual)
         for i in having:
             if i not in members:
                 left_out.setdefault(i, []).append(
@@ -213,11 +209,6 @@ def _metrics(runs: Sequence[Run], compared: Sequence[int], left_out: dict[int, l
     primaries = Counter(str(runs[i].summary.get("primary")) for i in compared)
     order = [name for name, _ in primaries.most_common()]
     return tuple(sorted(result, key=lambda m: order.index(m.metric.name) if m.metric.name in order else len(order)))
-
-
-def _mark(run: Run, metric: str) -> str:
-    """Fingerprint of the reward of a metric; "" for older files, which have none."""
-    return str(run.both[1].made_with.get(f"score {metric}") or "")
 
 
 def _say_what_is_missing(
