@@ -209,10 +209,7 @@ def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[S
     """
     model = {k: v for k, v in asdict(resolved.model.config).items() if k not in _ROUNDED}
     model.pop("fps", None)  # decides no pixel
-    # As in records of versions before these options, whose VAE had the arithmetic of today's default.
-    model["memory"] = {k: v for k, v in model["memory"].items() if k != "vae_channels_last"}
-    if model["vae_precision"] == "tf32":
-        del model["vae_precision"]
+    model["memory"] = {k: v for k, v in model["memory"].items() if k != "vae_channels_last"}  # rounding alone
     result = {"model": fingerprint([resolved.model.name, _portable(model)])}
     result["prompts"] = fingerprint([[p.text, _portable(p.metadata)] for p in prompts])
     files = collect(resolved)
