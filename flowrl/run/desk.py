@@ -1,6 +1,6 @@
 """Requests to a run under way, as files of its folder: `flowrl ask` writes them, the run takes them up and answers.
 
-    .asks               words that the run takes, a JSON list; there while a run holds its folder
+    .asks               empty; there while a run holds its folder and takes requests
     requests/ID.json    a request that waits; the folder is there only while one does, so that a look is one stat
     asked/ID.json       a request that was taken up, with its state and the answer
 
