@@ -339,3 +339,6 @@ def test_a_folder_whose_making_was_killed_is_gone_on_with(tmp_path, monkeypatch)
         assert PairFolder(out, {"seed": 0}, {}).begin().pairs == 0
         assert (out / "pairs.jsonl").read_bytes() == b""
         assert (out / "pictures").is_dir()
+        # Nothing is made yet, so a call that was refused may go on with other options.
+        assert PairFolder(out, {"seed": 1}, {}).begin().pairs == 0
+        assert json.loads((out / "pairs.json").read_text())["made_with"] == {"seed": 1}

@@ -71,13 +71,15 @@ class PairFolder:
                 )
             self._record()  # first: a call that is killed after it goes on below
         record = self._read(file)
+        self.done = Done(**record["done"])
         changed = differences(record["made_with"], self.made_with, ())
-        if changed:
+        if not self.done.groups:
+            self._record()  # no pair is there yet: a call that was refused goes on with what it was told
+        elif changed:
             raise ConfigError(
                 f"--out {self.path}: it holds pairs that were made otherwise: {'; '.join(changed.values())}. Choose "
                 "another folder, or the old values to go on"
             )
-        self.done = Done(**record["done"])
         size = lines.stat().st_size if lines.is_file() else 0
         if size < self.done.nbytes:
             raise ConfigError(

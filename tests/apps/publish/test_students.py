@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ from flowrl.apps.publish.export import export
 from flowrl.core.errors import ModelError
 from flowrl.models import generic
 from flowrl.run import judged
+from flowrl.run.desk import submit
+from flowrl.run.requests import Desk
+from flowrl.training.signals import Signals
+from flowrl.training.world import ALONE
 from tests import tiny_sd3 as tiny
 from tests.apps.publish.test_export import write_run
 
@@ -82,6 +87,23 @@ def test_a_students_own_steps_are_asked_for_by_flags(run):
     for scale, words in ((2.0, []), (None, ["guidance_scale=2"])):
         with pytest.raises(ModelError, match=r"--guidance 2: .*takes no CFG.*; give --guidance 1$"):
             call_of(*given, None, scale, words, loaded.distilled)
+
+
+@pytest.mark.parametrize(("options", "words"), [({"steps": 7}, "--steps 7: "), ({"guidance": 2.0}, "--guidance 2: ")])
+def test_a_run_under_way_answers_what_a_student_does_not_take(base, tmp_path, options, words):
+    made = StableDiffusion3Pipeline.from_pretrained(base)
+    drawn = SimpleNamespace(prompts=("a red circle",), texts=())
+    parts = SimpleNamespace(previews=drawn)
+    session: Any = SimpleNamespace(model=tiny.adapter(made), iteration=1, world=ALONE, parts=parts)
+    saver: Any = SimpleNamespace(settle=lambda: None, folder=SimpleNamespace(path=tmp_path))
+    desk = Desk(tmp_path, ALONE, Signals())
+    desk.open(launched=False)
+    submit(tmp_path, "sample", options)
+    desk.serve(session, saver, last=False)
+    (file,) = (tmp_path / "asked").glob("*.json")
+    answer = json.loads(file.read_text())
+    assert answer["state"] == "failed"
+    assert answer["text"].startswith(f"{words}the model is distilled"), answer
 
 
 def test_a_lora_of_a_student_comes_with_what_its_base_declares(base, tmp_path):
