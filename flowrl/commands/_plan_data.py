@@ -23,6 +23,8 @@ class Data:
     """Whether prompts have images."""
     evaluated: int | None
     """Number of prompts for evaluation; None: not known."""
+    searched: int | None = None
+    """Number of captions on which `eval.best_guidance` is compared; None: not known."""
 
 
 def data_here(resolved: Resolved) -> Data:
@@ -30,6 +32,7 @@ def data_here(resolved: Resolved) -> Data:
     from flowrl.data.given_samples import Given
     from flowrl.data.prompt_sources import hub_id
     from flowrl.evaluation.held_out import run_prompts
+    from flowrl.run.best_guidance import captions
 
     run, data, own = resolved.run, resolved.run.data, resolved.training.own_prompts
     sources = {"prompts": data.prompts, "eval_prompts": data.eval_prompts}
@@ -44,6 +47,7 @@ def data_here(resolved: Resolved) -> Data:
     texts: set[Any] = set()
     count: int | None = None
     evaluated: int | None = None
+    prompts, given = None, None
     if "prompts" in remote:
         lines.append("number of training prompts: not known")
     elif "eval_prompts" in remote:
@@ -72,23 +76,29 @@ def data_here(resolved: Resolved) -> Data:
         lines += [f"{given.pairs.report}", f"{len(given.held_out_numbers)} held-out pairs"]
     if count is not None and count < resolved.slots:
         lines.append("fewer than are drawn in an iteration: some are drawn twice")
-    return Data(tuple(lines), len(texts), bool(remote), any(images for _, images in texts), evaluated)
+    known = prompts is not None and (data.pairs is None or given is not None)
+    searched = len(captions(prompts, given)) if known and prompts is not None else None
+    return Data(tuple(lines), len(texts), bool(remote), any(images for _, images in texts), evaluated, searched)
 
 
-def evaluations(resolved: Resolved, prompts: int | None) -> str:
-    """A sentence: the evaluations of a run and the images they draw; `prompts` for evaluation, None: not known."""
-    run, options = resolved.run, resolved.run.eval
+def evaluations(resolved: Resolved, data: Data) -> str:
+    """A sentence: the evaluations of a run and the images they draw."""
+    run, options, prompts = resolved.run, resolved.run.eval, data.evaluated
     during = (run.iterations - 1) // options.every if options.every and run.iterations else 0
-    guidances = len(options.best_guidance)
-    words = f"the base, {during} during training" + (f", {guidances} of the base with other guidance" * bool(guidances))
-    text = f"evaluations: {words}, the result"
-    if prompts is None:
+    own = run.rollout.guidance_scale if options.guidance_scale is None else options.guidance_scale
+    scales = len({own, *options.best_guidance}) if options.best_guidance else 0
+    text = f"evaluations: the base, {during} during training, the result"
+    if scales:
+        text += f"; of base and result {scales} guidance scales on {data.searched} training captions, and the best one"
+    if prompts is None or (scales and data.searched is None):
         return f"{text}; the images that they draw are not known"
     if not prompts:
         return "evaluations: no prompts are evaluated"
     few = min(prompts, options.periodic_prompts or prompts)
-    images = ((2 + guidances) * prompts + during * few) * options.samples_per_prompt
-    own = options.preview_prompts if isinstance(options.preview_prompts, list) else ()
-    images += (2 + during) * len(own)
+    images = 2 * prompts + during * few
+    images += 2 * (scales * (data.searched or 0) + prompts) if scales else 0
+    images *= options.samples_per_prompt
+    shown = options.preview_prompts if isinstance(options.preview_prompts, list) else ()
+    images += (2 + during) * len(shown)
     steps = options.num_inference_steps or run.rollout.num_inference_steps
-    return f"{text}; {images} images of {steps} steps in all" + (", preview prompts among them" if own else "")
+    return f"{text}; {images} images of {steps} steps in all" + (", preview prompts among them" if shown else "")

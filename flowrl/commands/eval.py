@@ -248,7 +248,7 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
     from flowrl.evaluation.statistics import accuracy, summary
     from flowrl.run import status
     from flowrl.run.inputs import collect
-    from flowrl.run.report import format_accuracy, format_interval
+    from flowrl.run.report import best_lines, format_accuracy, format_interval
     from flowrl.run.trainer import Trainer
 
     folder = Path(target)
@@ -265,8 +265,15 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
         print(f"{run}: {ended}")
     with no_exit():
         place = out_folder(out or default)
-        result = trainer.evaluate_only(run, place, accept)
+        result, at_best = trainer.evaluate_only(run, place, accept)
     parts = trainer.session.parts
+
+    def each_at_its_best(verdict: str) -> None:
+        if at_best and resolved.run.eval.verdict == verdict:
+            metric = at_best["guidance_search"]["metric"]
+            print("\n".join(best_lines(metric, at_best, parts.data.prompts.on)))
+
+    each_at_its_best("best")
     for name, value in summary(result).items():
         print(
             f"{name}: {value['mean']:.4f} ({format_interval(value, '.4f')}, "
@@ -280,13 +287,15 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
         )
         noun = "video" if resolved.model.config.frames > 1 else "image"
         _against(base, result, parts, moved.sentence(found, moved.trained(resolved.tree())), noun)
+    each_at_its_best("same")
 
 
 def _against(base: Evaluation, tuned: Evaluation, parts: Parts, change: str, noun: str) -> None:
-    """Print base, paired difference and win rate where both were evaluated alike; then `change`, how far images are.
+    """Print base, paired difference and win rate where both were evaluated alike; then what is known of the images.
 
-    `noun`: "image" or "video".
+    `change`: how far they are from the base's; `noun`: "image" or "video".
     """
+    from flowrl.evaluation import sharpness
     from flowrl.evaluation.statistics import difference, summary, win_rate
     from flowrl.run.report import format_estimate, format_win_rate
 
@@ -303,3 +312,5 @@ def _against(base: Evaluation, tuned: Evaluation, parts: Parts, change: str, nou
             print(format_win_rate(name, found, on, noun))
     if alike:
         print(change)
+    if not tuned.unlike(base, "") and (found := sharpness.facts(base, tuned)) is not None:
+        print(sharpness.sentence(found))

@@ -50,7 +50,7 @@ def command(config: Config, overrides: Overrides = None) -> None:
     for line in data.lines:
         console.print(line, markup=False)
     console.print(_geometry_table(resolved, plan, adapter))
-    console.print(evaluations(resolved, data.evaluated), markup=False)
+    console.print(evaluations(resolved, data), markup=False)
     _heading(console, f"Steps: {len(plan)} in all, {_trained_steps(resolved, plan)} trained")
     console.print(reason if adapter is None else _steps_table(resolved, adapter, plan))
     _heading(console, "Memory and compute, estimated for one process")

@@ -42,7 +42,10 @@ class EvalConfig:
     """Largest difference of two scores that a win rate counts as a tie, as a share of the std of the base's scores.
     Scores that are all 0 or 1 tie where they are equal, and so do images that are equal in 8 bits. 0: equal scores."""
     best_guidance: list[float] = field(default_factory=list)
-    """Guidance scales tried on the base model, whose best result is reported next to base and tuned; empty: none."""
+    """Guidance scales that are tried, beside the evaluation's own, on base and tuned: the first 128 training captions
+    choose for each, and both are reported at their best too. Empty: none."""
+    verdict: Literal["same", "best"] = "same"
+    """Title of report and card: base and tuned at the `same` guidance, or each at its `best` of `best_guidance`."""
     periodic_prompts: int | None = None
     """Number of prompts, the first ones, in evaluations during training; null: all."""
     rewards: Annotated[list[Options], ComponentOf("rewards")] = field(default_factory=list)
@@ -61,6 +64,11 @@ class EvalConfig:
         require_not_negative(vars(self), "every")
         if not 0 <= self.tie < math.inf:
             raise ValueError(f"tie={self.tie} must be a number from 0; 0 counts equal scores alone as ties")
+        if self.verdict == "best" and not self.best_guidance:
+            raise OptionError(
+                "verdict='best': best_guidance is empty, so no best guidance is sought",
+                remedies=[Remedy({"verdict": "same"}), Remedy({"best_guidance": [4.0]})],
+            )
         if self.save_images is not None and self.save_images < 0:
             raise ValueError(f"save_images={self.save_images} must not be negative; null saves all, 0 none")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +20,7 @@ from flowrl.core.types import SampleId
 from flowrl.data.prompts import Prompt, distinct_numbers, identity
 from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation.results import Agreement, Evaluation
+from flowrl.evaluation.sharpness import sharpness
 from flowrl.media import media
 from flowrl.media.eight_bits import EightBitImages
 from flowrl.rollout.loop import RunOptions
@@ -36,6 +38,10 @@ from flowrl.training.world import World
 
 Keep = Callable[[Sequence[SampleId], EightBitImages], None]
 """Keeps what lasts of a batch of samples."""
+PLACES = ("eval", "guidance")
+"""Folders of a run's evaluations: of the evaluated prompts, and of the search for the best guidance."""
+Mark = tuple[str, float]
+"""Digest of a sample in 8 bits, and its sharpness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +58,6 @@ class Setting:
     """Number of prompts; None: all."""
     save: bool | Literal["images"] = True
     """Write scores and images, if the evaluator has a folder; "images": those alone."""
-    known: Evaluation | None = None
-    """An evaluation of the first prompts by the same weights, whose images are written: only the others are drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class Evaluator:
     seed: int = derive(0, "evaluation")
     made_with: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints of its results; see `Evaluation`."""
-    place: str = "eval"
+    place: str = PLACES[0]
     """Name of the folder in `folder`."""
     names: tuple[int, ...] | None = None
     """Number of each prompt, which keys its noise; None: its place in `prompts`."""
@@ -100,7 +104,8 @@ class Evaluator:
         folder = None if self.folder is None or not setting.save else self.folder / self.place
         draw = partial(self._drawn, setting, None if folder is None else folder / setting.tag, progress, stop)
         # Of a network that is split no process draws by itself; each batch is then scored in step.
-        due, digests = draw() if self.sampling.sharded else self.world.in_step(draw)
+        due, marks = draw() if self.sampling.sharded else self.world.in_step(draw)
+        digests, sharp = self._gather_marks(marks, len(prompts))
         result = Evaluation(
             tag=setting.tag,
             iteration=setting.iteration,
@@ -108,8 +113,9 @@ class Evaluator:
             num_inference_steps=setting.num_inference_steps,
             prompts=tuple(p.text for p in prompts),
             seeds=self.options.samples_per_prompt,
-            scores=self._gather(due, len(prompts), setting.known),
-            digests=self._gather_digests(digests, len(prompts), setting.known),
+            scores=self._gather(due, len(prompts)),
+            digests=digests,
+            sharpness=sharp,
             agreement=None if agreement is None else agreement(stop),
             distinct=tuple(distinct_numbers([identity(p) for p in prompts])),
             made_with=dict(self.made_with),
@@ -122,8 +128,8 @@ class Evaluator:
 
     def _drawn(
         self, setting: Setting, kept: Path | None, progress: Callable[[int], None], stop: Stop
-    ) -> tuple[list[tuple[list[SampleId], Scores]], dict[SampleId, str]]:
-        """This process's samples with their scores, and the digest of each in 8 bits.
+    ) -> tuple[list[tuple[list[SampleId], Scores]], dict[SampleId, Mark]]:
+        """This process's samples with their scores, and what each is in 8 bits.
 
         The images are written to the folder `kept`, if any.
         """
@@ -134,20 +140,20 @@ class Evaluator:
         shape = sampling.adapter.latent_shape()
         noise = Noise(self.seed, "eval", None, shape, distributions=distributions, names=self.names)
         due: list[tuple[list[SampleId], Scores]] = []
-        digests = dict[SampleId, str]()
+        marks = dict[SampleId, Mark]()
         health, options = Health(), RunOptions(stop=stop.in_step)
         agree: Callable[[Callable[[], list]], list] = self.world.in_step if sampling.sharded else lambda work: work()
         # Where prompts are encoded between batches, encoders may set switches of the process (`Lanes.quiet`).
         device = self.world.device if sampling.texts.ready else torch.device("cpu")
         with Beside(self.scorer, device) as beside:
-            for slots, counts in self._rounds(self._first(setting), len(prompts)):
+            for slots, counts in self._rounds(len(prompts)):
                 ids = [SampleId(slot, k) for slot in slots for k in range(self.options.samples_per_prompt)]
                 drawn = sampling.draw(plan, noise, sampling.asked(prompts, ids), batch_size=size, options=options)
-                keep = partial(self._kept, kept, digests)
+                keep = partial(self._kept, kept, marks)
                 due += agree(partial(self._scored, beside, health, keep, stop, drawn) if counts else list)
                 progress(len(ids) if counts else 0)
             due += agree(partial(self._rest, beside, health, setting.iteration))
-        return due, digests
+        return due, marks
 
     def _scored(
         self, beside: Beside, health: Health, keep: Keep, stop: Stop, drawn: Trajectories
@@ -168,25 +174,8 @@ class Evaluator:
         self.sampling.require_finite(health, when, trained=iteration > 0)
         return beside.rest()
 
-    def _first(self, setting: Setting) -> int:
-        """The first prompt that is to be drawn.
-
-        Raises:
-            ValueError: what is known is of other prompts, seeds or steps, or of another guidance.
-        """
-        known, seeds = setting.known, self.options.samples_per_prompt
-        if known is None:
-            return 0
-        texts = tuple(prompt.text for prompt in self.prompts[: setting.limit][: len(known.prompts)])
-        theirs = (known.prompts, known.seeds, known.num_inference_steps, known.guidance_scale)
-        if theirs != (texts, seeds, setting.num_inference_steps, setting.guidance_scale):
-            raise ValueError("an evaluation goes on from one of its own first prompts, seeds, steps and guidance")
-        return len(texts)
-
-    def _gather(
-        self, due: Sequence[tuple[list[SampleId], Scores]], prompts: int, known: Evaluation | None
-    ) -> dict[str, np.ndarray]:
-        """Scores of all processes: output -> [P, seeds]; the first of them may be known."""
+    def _gather(self, due: Sequence[tuple[list[SampleId], Scores]], prompts: int) -> dict[str, np.ndarray]:
+        """Scores of all processes: output -> [P, seeds]."""
         own = [
             (i, {name: float(value[j]) for name, value in scores.raw.items()})
             for ids, scores in due
@@ -198,28 +187,25 @@ class Evaluator:
             for i, values in part:
                 for name, value in values.items():
                     table[name][i.slot, i.sample] = value
-        for name, values in () if known is None else known.scores.items():
-            table[name][: len(values)] = values
         return table
 
-    def _gather_digests(self, own: dict[SampleId, str], prompts: int, known: Evaluation | None) -> np.ndarray:
-        """Digests of all processes, [P, seeds] of text; the first of them may be known."""
-        table = np.full((prompts, self.options.samples_per_prompt), "", dtype="<U16")
+    def _gather_marks(self, own: dict[SampleId, Mark], prompts: int) -> tuple[np.ndarray, np.ndarray]:
+        """Digests of all processes, [P, seeds] of text, and sharpness, [P, seeds] float64."""
+        shape = (prompts, self.options.samples_per_prompt)
+        digests, sharp = np.full(shape, "", dtype="<U16"), np.full(shape, np.nan)
         for part in self.world.gather(list(own.items())):
-            for i, digest in part:
-                table[i.slot, i.sample] = digest
-        if known is not None:
-            table[: len(known.digests)] = known.digests
-        return table
+            for i, mark in part:
+                digests[i.slot, i.sample], sharp[i.slot, i.sample] = mark
+        return digests, sharp
 
-    def _rounds(self, first: int, prompts: int) -> list[tuple[range, bool]]:
-        """This process's prompts of `first` to `prompts`, some at a time, and whether they count.
+    def _rounds(self, prompts: int) -> list[tuple[range, bool]]:
+        """This process's share of so many prompts, some at a time, and whether they count.
 
         With a sharded network all processes make the same number of rounds, each of as many forwards: a process that
         has finished repeats the first prompt, which does not count.
         """
         size, step = self.world.size, max(1, self.options.batch_size // self.options.samples_per_prompt)
-        bounds = [first + rank * (prompts - first) // size for rank in range(size + 1)]
+        bounds = [rank * prompts // size for rank in range(size + 1)]
         every = [
             [range(start, min(start + step, high)) for start in range(low, high, step)]
             for low, high in itertools.pairwise(bounds)
@@ -229,10 +215,12 @@ class Evaluator:
         return [(slots, True) for slots in own] + [(range(1), False)] * idle
 
     def _kept(
-        self, folder: Path | None, digests: dict[SampleId, str], ids: Sequence[SampleId], images: EightBitImages
+        self, folder: Path | None, marks: dict[SampleId, Mark], ids: Sequence[SampleId], images: EightBitImages
     ) -> None:
-        """Add the digests of samples, and write those that are to be saved to the folder, if any."""
-        digests.update(zip(ids, images.digests(), strict=True))
+        """Add the marks of samples, and write those that are to be saved to the folder, if any."""
+        known = zip(images.levels.numpy(), images.finite.tolist(), strict=True)
+        sharp = [sharpness(levels) if finite else math.nan for levels, finite in known]
+        marks.update(zip(ids, zip(images.digests(), sharp, strict=True), strict=True))
         if folder is None:
             return
         count, rate, form = self.options.save_images, self.sampling.adapter.fps, self.options.videos

@@ -42,6 +42,8 @@ class Evaluation:
     scores: dict[str, np.ndarray]
     digests: np.ndarray
     """Digest of each sample in 8 bits (`EightBitImages.digests`), [P, S] of text."""
+    sharpness: np.ndarray
+    """Of each sample (evaluation/sharpness.py), [P, S] float64, NaN where it is not finite."""
     distinct: tuple[int, ...]
     """[P] number of the distinct prompt."""
     made_with: dict[str, str] = field(default_factory=dict)
@@ -58,8 +60,8 @@ class Evaluation:
         texts = tuple(text for text, kept in zip(self.prompts, rows, strict=True) if kept)
         groups = np.unique(self.groups[rows], return_inverse=True)[1]
         scores = {name: table[rows] for name, table in self.scores.items()}
-        marks = self.digests[rows]
-        return replace(self, prompts=texts, scores=scores, distinct=tuple(groups.tolist()), digests=marks)
+        marks, sharp, groups = self.digests[rows], self.sharpness[rows], tuple(groups.tolist())
+        return replace(self, prompts=texts, scores=scores, distinct=groups, digests=marks, sharpness=sharp)
 
     def unlike(self, other: Evaluation, score: str | None = None) -> list[str]:
         """Differences between the settings of two evaluations, in words; with `score` only those of that score."""
@@ -91,6 +93,7 @@ class Evaluation:
             "images": f"eval/{self.tag}",
             "made_with": self.made_with,
             "digests": self.digests.tolist(),
+            "sharpness": json_ready(self.sharpness.tolist()),
         }
         if self.agreement is not None:
             record["agreement"] = json_ready(self.agreement.right.tolist())
@@ -132,6 +135,7 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
         seeds=seeds,
         scores=scores,
         digests=digests.table(record["digests"], len(prompts), seeds),
+        sharpness=np.asarray(record["sharpness"], dtype=np.float64).reshape(len(prompts), seeds),
         distinct=tuple(map(int, record["distinct"])),
         made_with=dict(record["made_with"]),
         agreement=agreement,

@@ -28,7 +28,7 @@ BATCHES = (
 MAY_CHANGE = (
     *("iterations", "checkpoint", "guard", "name", "output", "model.shard", "data.text_cache"),
     "data.pairs.records.max_broken",
-    "eval.preview_prompts",  # drawn and never scored
+    *("eval.preview_prompts", "eval.verdict"),  # drawn and never scored; which of two numbers is the title
     "trackers",
     *BATCHES,
 )
@@ -37,7 +37,7 @@ ACCEPTABLE = (
     "model.vae_precision",  # of the decoder, which is not trained
     *("algorithm.clip_range", "algorithm.kl.coef", "algorithm.advantages.clip"),
     *("eval.every", "eval.save_images", "eval.samples_per_prompt", "eval.num_inference_steps", "eval.guidance_scale"),
-    "eval.tie",
+    *("eval.tie", "eval.best_guidance"),
 )
 """Options that a resumed run may have another value of on purpose, from its next update or evaluation on."""
 _REASONS = {

@@ -33,6 +33,7 @@ from flowrl.data import contents
 from flowrl.data.contents import Input
 from flowrl.display.display import working
 from flowrl.evaluation import previews
+from flowrl.evaluation.evaluator import PLACES
 from flowrl.evaluation.held_out import splits
 from flowrl.run import checkpoint, inputs
 from flowrl.run.changes import MAY_CHANGE, Accepted, differences
@@ -231,7 +232,7 @@ class RunFolder:
             ConfigError: one of the files is damaged.
         """
         self.metrics.truncate(iteration)
-        for file in (self.path / "eval").glob("*.json"):
+        for file in (file for place in PLACES for file in (self.path / place).glob("*.json")):
             result = read_object(file, evaluation_remedy(file)).get("iteration")
             if not isinstance(result, int):
                 raise damaged(file, KeyError("iteration"), evaluation_remedy(file))

@@ -211,7 +211,7 @@ def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[S
     model.pop("fps", None)  # decides no pixel
     model["memory"] = {k: v for k, v in model["memory"].items() if k != "vae_channels_last"}  # rounding alone
     result = {"model": fingerprint([resolved.model.name, _portable(model)])}
-    result["prompts"] = fingerprint([[p.text, _portable(p.metadata)] for p in prompts])
+    result["prompts"] = prompts_mark(prompts)
     files = collect(resolved)
     evaluated = [(key, plan) for key, plan in _rewards(resolved) if not plan.by_people]
     for (key, plan), names in zip(evaluated, outputs, strict=True):
@@ -220,6 +220,11 @@ def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[S
         for name in names:
             result.setdefault(f"score {name}", fingerprint([plan.name, options, own]))
     return result
+
+
+def prompts_mark(prompts: Sequence[Prompt]) -> str:
+    """Fingerprint of prompts with what is recorded of them."""
+    return fingerprint([[p.text, _portable(p.metadata)] for p in prompts])
 
 
 def _portable(value: Any) -> Any:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrl.display.board import HEADLINES
 from flowrl.display.console import log, verdict
-from flowrl.evaluation import moved
+from flowrl.evaluation import moved, sharpness
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import accuracy, difference, summary, win_rate
+from flowrl.run.best_guidance import Chosen, GuidanceSearch, heaviest, level, saved
 from flowrl.run.folder import RunFolder
 from flowrl.run.guarding import Guarding
 from flowrl.run.session import Session
 from flowrl.run.state import Clock
 from flowrl.run.status import GUARDED
-from flowrl.scoring.weighted import WeightedReward
 
-_GUIDANCE_PROMPTS = 128
-"""Prompts on which candidates for the base's best CFG are compared; the best one is then evaluated in full."""
-
-Before = tuple[Evaluation, Evaluation | None]
-"""The untrained model at the evaluation's guidance, and at its best guidance; None: the same, or not sought."""
+Levels = tuple[Evaluation, Chosen | None]
+"""A model at the evaluation's guidance, and at its best guidance; None: not sought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,112 +45,56 @@ class Report:
     def __init__(self, session: Session, folder: RunFolder, clock: Clock, guard: Guarding) -> None:
         self.session, self.folder, self.clock, self.guard = session, folder, clock, guard
         self.prompts, self.watched = session.parts.data.prompts, session.parts.scorers.watched
-
-    def _heaviest(self) -> WeightedReward | None:
-        """The evaluated reward with the largest weight: a trained one, else of `eval.rewards`; None without any."""
-        trained, watched = self.session.rewards, self.watched
-        entries = (trained and trained.evaluated) or (watched.entries if watched is not None else ())
-        return max(entries, key=lambda e: abs(e.weight), default=None)
+        self.search = GuidanceSearch(session) if session.config.eval.best_guidance else None
 
     @property
     def metric(self) -> str | None:
         """The output with the largest weight: the first share of the heaviest reward; None without a reward."""
-        entry = self._heaviest()
+        entry = heaviest(self.session.parts.scorers)
         return None if entry is None else next(iter(entry.shares()))
 
-    def _saved(self, tag: str, guidance_scale: float) -> Evaluation | None:
+    def _saved(self, tag: str) -> Evaluation | None:
         """An evaluation in the run folder, if it was made as it would be now."""
-        session, evaluator = self.session, self.session.parts.evaluator
-        file = self.folder.path / "eval" / f"{tag}.json"
-        if not file.is_file():
-            return None
-        result, prompts = Evaluation.load(file), tuple(prompt.text for prompt in evaluator.prompts)
-        now = replace(
-            result,
-            guidance_scale=guidance_scale,
-            num_inference_steps=session.eval_steps,
-            prompts=prompts,
-            seeds=evaluator.options.samples_per_prompt,
-            made_with=dict(evaluator.made_with),
-        )
-        unlike = now.unlike(result)
-        if unlike:
-            log.warning("%s was made with other values of: %s; it is made again", file, ", ".join(unlike))
-        return None if unlike else result
+        session, file = self.session, self.folder.path / "eval" / f"{tag}.json"
+        return saved(session, session.parts.evaluator, file, session.eval_guidance)
 
-    def before(self, *, resumed: bool) -> Before:
+    def _at_best(self, own: Evaluation) -> Levels:
+        return own, None if self.search is None else self.search(own, self.folder.path)
+
+    def before(self) -> Levels:
         """Evaluate the untrained model, unless the run folder has that; called before a checkpoint is restored."""
-        base = self._saved("base", self.session.eval_guidance)
-        kept = base is not None
-        if base is None:
-            base = self._of_base("base", self.session.eval_guidance)
-            if self.metric is not None and base.prompts:
-                on = self.prompts.counted(len(base.prompts))
-                log.info("base: %s %s on %s", self.metric, format_estimate(summary(base)[self.metric]), on)
-        if kept:  # with other preview prompts than today's, perhaps
+        base = self._saved("base")
+        if base is not None:  # with other preview prompts than today's, perhaps
             self.session.preview_base()
-        wanted = self.session.config.eval.best_guidance
-        return base, (self._best_guidance(base, wanted, sought=resumed and kept) if wanted else None)
-
-    def _of_base(self, tag: str, guidance_scale: float, **options: Any) -> Evaluation:
+            return self._at_best(base)
         # The base is its own reference, so it has no preference.
-        return self.session.evaluate(tag, iteration=0, guidance_scale=guidance_scale, pairs=False, **options)
+        base = self.session.evaluate("base", iteration=0, pairs=False)
+        if self.metric is not None and base.prompts:
+            on = self.prompts.counted(len(base.prompts))
+            log.info("base: %s %s on %s", self.metric, format_estimate(summary(base)[self.metric]), on)
+        return self._at_best(base)
 
-    def _best_guidance(self, base: Evaluation, wanted: Sequence[float], *, sought: bool) -> Evaluation | None:
-        """The base at the best of the `wanted` scales; `sought`: an earlier call of the program has searched."""
-        entry, folder, world = self._heaviest(), self.folder.path / "eval", self.session.world
-        assert entry is not None  # flowrl/config/checks.py
-        metric = next(iter(entry.shares()))
-        stale = sorted(folder.glob("base-guidance-*.json"))
-        for file in stale:
-            result = self._saved(file.stem, Evaluation.load(file).guidance_scale)
-            if result is not None:
-                return result
-        if sought and not stale:  # the base's own scale is its best
-            return None
-        world.barrier()  # all processes have read them
-        for file in stale if world.main else ():
-            file.unlink()
-        means = {base.guidance_scale: float(base.scores[metric][:_GUIDANCE_PROMPTS].mean())}
-        trials: dict[float, Evaluation] = {}
-        for wish in wanted:
-            if wish not in means:
-                # Its images are in their place, where it turns out to be the best.
-                options = {"limit": _GUIDANCE_PROMPTS, "save": "images", "tree": False}
-                trials[wish] = self._of_base(f"base-guidance-{wish:g}", wish, **options)
-                means[wish] = float(trials[wish].scores[metric].mean())
-        better = entry.reward.card.prefers_more(metric)
-        scale = (max if better else min)(means, key=lambda s: means[s])
-        log.info("base by CFG%s: %s", self.prompts.on, ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items())))
-        for other in trials.keys() - {scale} if world.main else ():
-            shutil.rmtree(folder / trials[other].tag, ignore_errors=True)
-        if scale == base.guidance_scale:
-            return None
-        # Trees have the guidance of training: the tree of the base is there already.
-        return self._of_base(trials[scale].tag, scale, tree=False, known=trials[scale])
-
-    def announce(self, before: Before) -> None:
+    def announce(self, before: Levels) -> None:
         """Write the summary of a run under way."""
-        self._write("running", *before, None)
+        self._write("running", before, None)
 
-    def finish(self, before: Before) -> Finished:
+    def finish(self, before: Levels) -> Finished:
         """Evaluate the result, write the summary, log the verdict, and return what happened."""
         self.session.world.together(self.folder.require_own)
-        session, tuned = self.session, self._saved("tuned", self.session.eval_guidance)
+        session, tuned = self.session, self._saved("tuned")
         if tuned is None or tuned.iteration != session.iteration:
             tuned = session.evaluate("tuned")
-        result = self._write(GUARDED if self.guard.ended else "finished", *before, tuned)
+        result = self._write(GUARDED if self.guard.ended else "finished", before, self._at_best(tuned))
         if session.world.main:
             self.guard.say_end()
-            _log_verdict(self.metric, result, before[1], self.prompts, moved.trained(session.resolved.tree()))
+            first = session.config.eval.verdict
+            _log_verdict(self.metric, result, self.prompts, moved.trained(session.resolved.tree()), first)
         return Finished(self.folder.path, result)
 
-    def _write(
-        self, status: str, base: Evaluation, best: Evaluation | None, tuned: Evaluation | None
-    ) -> dict[str, Any]:
-        whole, rows, tie = (base, tuned), self.guard.judged, self.session.config.eval.tie
-        if rows is not None:
-            base, best, tuned = base.of(rows), best and best.of(rows), tuned and tuned.of(rows)
+    def _write(self, status: str, before: Levels, after: Levels | None) -> dict[str, Any]:
+        rows, tie = self.guard.judged, self.session.config.eval.tie
+        whole, best = before[0], before[1]
+        base = whole if rows is None else whole.of(rows)
         watched = () if self.watched is None else self.watched.distinct
         lower = [name for e in watched for name in e.reward.card.lower]
         result: dict[str, Any] = {
@@ -166,17 +106,20 @@ class Report:
             "lower_is_better": lower,
             "tie": tie,
             "base": summary(base),
+            "base_best_guidance": level(base),
         }
-        rival = best or base
-        result["base_best_guidance"] = summary(rival) | {"guidance_scale": rival.guidance_scale}
-        if tuned is not None and whole[1] is not None:
+        tuned = None if after is None else after[0] if rows is None else after[0].of(rows)
+        if after is not None and tuned is not None:
             result |= {"tuned": summary(tuned), "difference": difference(base, tuned)}
             result["win_rate"] = {
-                name: win_rate(whole[0], whole[1], name, higher_is_better=name not in lower, tie=tie, rows=rows)
+                name: win_rate(whole, after[0], name, higher_is_better=name not in lower, tie=tie, rows=rows)
                 for name in result["difference"]
             }
             if tuned.agreement is not None:
                 result["implicit_accuracy"] = accuracy(tuned.agreement)
+        if self.search is not None and best is not None:
+            result |= self.search.entries(best, after and after[1], rows)
+        result["sharpness"] = sharpness.facts(base, tuned)
         result |= self.guard.summary()
         if self.session.world.main:
             if tuned is not None:
@@ -204,25 +147,42 @@ def row_line(row: dict[str, Any], iterations: int, prompts: RunPrompts) -> str:
     return "  ".join(parts)
 
 
-def _log_verdict(
-    metric: str | None, result: dict[str, Any], best: Evaluation | None, prompts: RunPrompts, trained: str
-) -> None:
-    """The lines of the end; `trained`: what was trained, as of `moved.trained`."""
+def _log_verdict(metric: str | None, result: dict[str, Any], prompts: RunPrompts, trained: str, first: str) -> None:
+    """The lines of the end; `trained`: what was trained, as of `moved.trained`; `first`: `eval.verdict`."""
     found = None if result["moved"] is None else moved.Moved(**result["moved"])
+    lines: list[str] = []
     if metric is not None and metric in result["difference"]:
-        on = prompts.on
-        verdict.info("base%s  %s %s", on, metric, format_estimate(result["base"][metric]))
-        if best is not None:
-            rival = format_estimate(result["base_best_guidance"][metric])
-            verdict.info("base with its best CFG %g%s  %s %s", best.guidance_scale, on, metric, rival)
-        verdict.info("tuned%s %s %s", on, metric, format_estimate(result["tuned"][metric]))
-        verdict.info("paired difference%s %s", on, format_estimate(result["difference"][metric], signed=True))
-        verdict.info("%s", format_win_rate(metric, result["win_rate"][metric], on, found.noun if found else "image"))
-        verdict.info("%s", moved.sentence(found, trained))
-        if prompts.name == "training prompts":
-            verdict.info("%s", prompts.remark)
+        on, best = prompts.on, best_lines(metric, result, prompts.on)
+        lines = [
+            *(best if first == "best" else ()),
+            f"base{on}  {metric} {format_estimate(result['base'][metric])}",
+            f"tuned{on} {metric} {format_estimate(result['tuned'][metric])}",
+            f"paired difference{on} {format_estimate(result['difference'][metric], signed=True)}",
+            format_win_rate(metric, result["win_rate"][metric], on, found.noun if found else "image"),
+            *(best if first == "same" else ()),
+            moved.sentence(found, trained),
+        ]
+    if result["sharpness"] is not None:
+        lines.append(sharpness.sentence(result["sharpness"]))
+    if lines and prompts.name == "training prompts":
+        lines.append(prompts.remark)
     if "implicit_accuracy" in result:
-        verdict.info("%s", format_accuracy(result["implicit_accuracy"]))
+        lines.append(format_accuracy(result["implicit_accuracy"]))
+    for line in lines:
+        verdict.info("%s", line)
+
+
+def best_lines(metric: str, result: Mapping[str, Any], on: str) -> list[str]:
+    """Base, tuned and their paired difference, each at its best guidance; [] where none was sought."""
+    if "tuned_best_guidance" not in result:
+        return []
+    base, tuned = result["base_best_guidance"], result["tuned_best_guidance"]
+    change = format_estimate(result["difference_best_guidance"][metric], signed=True)
+    return [
+        f"base with its best CFG {base['guidance_scale']:g}{on}  {metric} {format_estimate(base[metric])}",
+        f"tuned with its best CFG {tuned['guidance_scale']:g}{on} {metric} {format_estimate(tuned[metric])}",
+        f"paired difference{on}, each with its best CFG {change}; {result['guidance_search']['how']}",
+    ]
 
 
 def format_accuracy(value: dict[str, float]) -> str:

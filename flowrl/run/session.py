@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -31,7 +31,7 @@ from flowrl.credit.advantages import Advantages
 from flowrl.display.display import Progress
 from flowrl.display.phases import phase
 from flowrl.evaluation.evaluation_tree import EvalTree
-from flowrl.evaluation.evaluator import Setting
+from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.evaluation.results import Evaluation
 from flowrl.models.base import ModelAdapter, torch_dtype
 from flowrl.models.memory.host_memory import keep_freed_memory
@@ -262,8 +262,7 @@ class Session:
         limit: int | None = None,
         iteration: int | None = None,
         guidance_scale: float | None = None,
-        save: bool | Literal["images"] = True,
-        known: Evaluation | None = None,
+        evaluator: Evaluator | None = None,
         pairs: bool = True,
         tree: bool = True,
     ) -> Evaluation:
@@ -274,8 +273,7 @@ class Session:
             limit: number of prompts; None: all of them.
             iteration: the finished iteration; None: the last one.
             guidance_scale: None: the configuration's.
-            save: write scores and images; "images": those alone.
-            known: an evaluation of the first prompts by the same weights, which are not drawn again.
+            evaluator: with other prompts or noise; None: the run's.
             pairs: compare the network with held-out pairs, for a method that prefers images.
             tree: draw the preview prompts and, for a method on trees, a tree.
 
@@ -285,10 +283,9 @@ class Session:
         """
         iteration = self.iteration if iteration is None else iteration
         scale = self.eval_guidance if guidance_scale is None else guidance_scale
-        setting = Setting(tag, iteration, scale, self.eval_steps, limit, save, known)
-        started, evaluator = time.perf_counter(), self.parts.evaluator
-        done = 0 if known is None else len(known.prompts)
-        total = (len(evaluator.prompts[:limit]) - done) * evaluator.options.samples_per_prompt // self.world.size
+        setting = Setting(tag, iteration, scale, self.eval_steps, limit)
+        started, evaluator = time.perf_counter(), evaluator or self.parts.evaluator
+        total = len(evaluator.prompts[:limit]) * evaluator.options.samples_per_prompt // self.world.size
         with phase("evaluation"), self.weights.using(self.optimizer.role):
             if tree:  # before the scores: whenever a signal comes, an evaluation with scores has its tree
                 self.tree(tag, iteration, self.stop)

@@ -15,14 +15,17 @@ from flowrl.evaluation.held_out import RunPrompts
 from flowrl.evaluation.results import Evaluation
 
 
-def planned(evaluator: Evaluator, options: EvalConfig, iterations: int) -> Callable[[int], int]:
-    """Images of the evaluations that follow an iteration of a run, as far as this process draws them."""
+def planned(evaluator: Evaluator, options: EvalConfig, iterations: int, search: int = 0) -> Callable[[int], int]:
+    """Images of the evaluations that follow an iteration of a run, as far as this process draws them.
+
+    `search`: those of the search for the best guidance, at the end.
+    """
     samples, size = evaluator.options.samples_per_prompt, evaluator.world.size
     during, final = (len(evaluator.prompts[:limit]) * samples // size for limit in (options.periodic_prompts, None))
 
     def coming(iteration: int) -> int:
         many = (iterations - 1) // options.every - iteration // options.every if options.every else 0
-        return max(many, 0) * during + final
+        return max(many, 0) * during + final + search
 
     return coming
 
@@ -44,7 +47,7 @@ def tell(result: Evaluation, prompts: RunPrompts, drawn: int, seconds: float) ->
     if result.agreement is not None:
         facts["implicit_accuracy"] = result.agreement.mean()
     alike = (result.prompts, result.seeds, result.guidance_scale, first)
-    on_curve = first is not None and not result.tag.startswith("base-guidance")
+    on_curve = first is not None and not {"search", "guidance"} & set(result.tag.split("-"))
     scores = Scores(alike, metric_name(prompts, first), means[first]) if first is not None and on_curve else None
     shown = display.current()
     shown.board.add_evaluation(scores, drawn, facts["seconds"])

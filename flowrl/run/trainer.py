@@ -14,16 +14,18 @@ from flowrl.config.schema import RunConfig
 from flowrl.data.contents import require_unedited
 from flowrl.display import display
 from flowrl.display.console import close_log_file, log, set_up_logging
+from flowrl.evaluation import sharpness
 from flowrl.evaluation.held_out import require_same_split
 from flowrl.evaluation.results import Evaluation
 from flowrl.planning.checkpointing import decided
 from flowrl.planning.out_of_memory import explaining
 from flowrl.run import checkpoint, handover, telling
+from flowrl.run.best_guidance import GuidanceSearch
 from flowrl.run.changes import Accepted
 from flowrl.run.ending import Ending
 from flowrl.run.folder import RunFolder, provenance
 from flowrl.run.guarding import Guarding, refuse_guarded
-from flowrl.run.report import After, Before, Report, row_line
+from flowrl.run.report import After, Levels, Report, row_line
 from flowrl.run.requests import Desk
 from flowrl.run.session import Session, resolved
 from flowrl.run.state import Clock, Saver, load_newest
@@ -112,10 +114,11 @@ class Trainer:
                 self.guard = Guarding(self.session, self.folder)
                 self.report = Report(self.session, self.folder, self.clock, self.guard)
                 place = {"run": str(self.folder.path), "device": str(self.world.device)}
-                coming = telling.planned(self.session.parts.evaluator, self.config.eval, planned)
+                search = 0 if self.report.search is None else self.report.search.coming
+                coming = telling.planned(self.session.parts.evaluator, self.config.eval, planned, search)
                 display.run_starts(start, planned, coming, processes=self.world.size, **place)
                 # Before a checkpoint is restored: these are the untrained weights.
-                before = self.report.before(resumed=start > 0)
+                before = self.report.before()
                 if start:
                     self.saver.restore(start, accept)
                 self.guard.begin(before[0], self.saver)
@@ -144,22 +147,32 @@ class Trainer:
                 self.folder.agree_on_sets(parts.data.sets(self.resolved), start, accept)
             log.info("%s", parts.introduction())
 
-    def evaluate_only(self, run: Path | None, out: Path, accept_changes: bool = False) -> Evaluation:
-        """Evaluate the untrained model, or the newest checkpoint of a run folder, into `out`."""
+    def evaluate_only(
+        self, run: Path | None, out: Path, accept_changes: bool = False
+    ) -> tuple[Evaluation, dict[str, Any]]:
+        """Evaluate the untrained model, or the newest checkpoint of a run folder, into `out`.
+
+        Returns:
+            The evaluation, and `GuidanceSearch.entries` of a run folder; {} without `eval.best_guidance`.
+        """
         self.world, self.folder = self._join(), RunFolder(out)
         set_up_logging(None, main=self.world.main)
         with explaining(self.resolved, self.world):
             self._open_session(0, accept_changes, training=False)
+            search = base = None
             if run is not None:
                 parts = self.session.parts
                 require_same_split(load_config(run / "config.yaml"), self.config, parts.data.prompts)
                 require_unedited(run, parts.data.sets(self.resolved), accept=accept_changes)
+                search = GuidanceSearch(self.session) if self.config.eval.best_guidance else None
+                base = search and search(search.base(run), run)
                 load_newest(self.session, run, accept_changes)
-            return self.session.evaluate(pairs=run is not None, tree=False)
+            result = self.session.evaluate(pairs=run is not None, tree=False)
+            return result, {} if search is None or base is None else search.entries(base, search(result))
 
     # ---- the loop
 
-    def _loop(self, start: int, before: Before) -> dict[str, Any]:
+    def _loop(self, start: int, before: Levels) -> dict[str, Any]:
         config, session, saver = self.config, self.session, self.saver
         self.signals.honour(self.world)
         self.report.announce(before)
@@ -199,6 +212,8 @@ class Trainer:
         if config.eval.every and iteration % config.eval.every == 0 and iteration < config.iterations:
             result = self.session.evaluate(f"iteration-{iteration:06d}", limit=config.eval.periodic_prompts)
             row |= {f"eval/{name}": float(np.nanmean(table)) for name, table in result.scores.items()}
+            if result.sharpness is not None:
+                row[sharpness.METRIC] = float(np.nanmean(result.sharpness))
             if result.agreement is not None:
                 row["eval/implicit_accuracy"] = result.agreement.mean()
             self.guard.look(result, row)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flowrl.apps.gallery.runs import Evaluation, Run
+from flowrl.evaluation import sharpness
 from flowrl.evaluation.moved import Moved, measure, saved_pairs, sentence, trained
 
 
@@ -23,5 +24,14 @@ def of_run(run: Run) -> Moved | None:
 
 
 def of_run_in_words(run: Run) -> str:
-    """`sentence` of a run."""
-    return sentence(of_run(run), trained(run.config))
+    """How far the images are from the base's, and their sharpness, in sentences."""
+    sharp = sharpness_of(run)
+    return sentence(of_run(run), trained(run.config)) + (f" {sharp[1]}" if sharp else "")
+
+
+def sharpness_of(run: Run) -> tuple[str, str] | None:
+    """(tone, sentence) of the sharpness beside the base's; None: not known."""
+    found = run.block("sharpness")
+    if not math.isfinite(number(value_at(found, "tuned", "mean"))):
+        return None
+    return "worse" if sharpness.blurred(found) else "same", sharpness.sentence(found)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.apps.gallery import certainty, charts, guard, movement
-from flowrl.apps.gallery.runs import Evaluation, Run, nan_mean, number
+from flowrl.apps.gallery.runs import Evaluation, Run, nan_mean, number, value_at
 from flowrl.evaluation import moved
 from flowrl.statistics.intervals import clusters
 from flowrl.statistics.paired import prompt_means
@@ -18,7 +18,8 @@ from flowrl.statistics.paired import prompt_means
 LABELS = {"shapes_strict": "strict accuracy", "shapes_partial": "partial score"}
 """Names of metrics in sentences; others are shown with spaces for underscores."""
 
-BLOCKS = ("base", "base_best_guidance", "tuned", "difference")
+LEVELS = ("base", "base_best_guidance", "tuned", "tuned_best_guidance")
+BLOCKS = (*LEVELS, "difference", "difference_best_guidance")
 DASH = "\u2013"
 MINUS = "\u2212"
 NO_VERDICT = "nothing has been evaluated yet"
@@ -171,7 +172,7 @@ def estimates_of(run: Run, metric: Metric) -> Estimates:
         base, latest = run.both
         fewer = len(latest.prompts) < len(base.prompts) or len(latest.seeds) < len(base.seeds)
         if fewer and latest.tag != "tuned":
-            for block, evaluation in (("base", base), ("base_best_guidance", _rival(run))):
+            for block, evaluation in (("base", base), ("base_best_guidance", best_evaluation(run, "base"))):
                 result[block] = Estimate(level_while_training(run, evaluation, metric))
     if _is_own_guidance(run) and not (run.config.get("eval") or {}).get("best_guidance"):
         # No other scale was tried, so the base model's own need not be its best.
@@ -212,41 +213,83 @@ def evaluated_curve(run: Run, metric: Metric) -> tuple[np.ndarray, np.ndarray]:
 
 
 def verdict(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
-    """(sentence about `metric`, tone): "better" or "worse" if the whole interval is, else "same"."""
+    """(sentence about `metric`, tone), at the guidance of `eval.verdict`.
+
+    The tone is "better" or "worse" if the whole interval is, else "same".
+    """
+    best = at_best(run, metric, estimates) if _title_is_best(run) and run.subject.judged else None
+    return at_same(run, metric, estimates) if best is None else best
+
+
+def at_same(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str]:
+    """That of base and tuned at the same guidance."""
     base, tuned, change = estimates["base"], estimates["tuned"], estimates["difference"]
     label = f"{metric.label}{run.subject.on}"
     if not run.subject.judged:
         return (NONE_HELD_OUT if base.known else NO_VERDICT), "same"
     if not (base.known and tuned.known and change.known):
         return (f"{label} of the base model: {metric.value(base.mean)}" if base.known else NO_VERDICT), "same"
+    at = run.after.label if run.after else ""
+    when = "no interval" if at == "tuned" else f"so far, at {at}, no interval yet"
+    words, tone = _changed(metric, base, tuned, change, when)
+    found = movement.of_run(run)
+    return f"{label} {words}", "same" if found is not None and found.hardly else tone
+
+
+def at_best(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str] | None:
+    """That of base and tuned, each at its best guidance; None: not sought, or not yet."""
+    base, tuned, change = (estimates[f"{name}_best_guidance"] for name in ("base", "tuned", "difference"))
+    if not (base.known and tuned.known and change.known):
+        return None
+    scales = [number(run.block(f"{name}_best_guidance").get("guidance_scale")) for name in ("base", "tuned")]
+    words, tone = _changed(metric, base, tuned, change, "no interval")
+    each = f"with each model at its best guidance (base {scales[0]:g}, tuned {scales[1]:g})"
+    return f"{metric.label}{run.subject.on} {each} {words}", tone
+
+
+def _changed(metric: Metric, base: Estimate, tuned: Estimate, change: Estimate, when: str) -> tuple[str, str]:
+    """(the change in words, tone); `when`: why there is no interval."""
     levels = f"from {metric.value(base.mean)} to {metric.value(tuned.mean)}"
     if not change.bounded:
-        at = run.after.label if run.after else ""
-        when = "no interval" if at == "tuned" else f"so far, at {at}, no interval yet"
-        return f"{label} went {levels} ({metric.change(change.mean)}; {when})", "same"
+        return f"went {levels} ({metric.change(change.mean)}; {when})", "same"
     verb = "rose" if change.low > 0 else "fell" if change.high < 0 else "did not change measurably:"
-    tone, found = metric.tone(change.low, change.high), movement.of_run(run)
+    tone = metric.tone(change.low, change.high)
     # What nobody can see is no success.
     if verb in ("rose", "fell") and metric.value(base.mean) == metric.value(tuned.mean):
         verb, tone = "did not change visibly:", "same"
-    if found is not None and found.hardly:
-        tone = "same"
-    return f"{label} {verb} {levels} ({metric.change(change.mean)}, 95 % CI {metric.interval(change)})", tone
+    return f"{verb} {levels} ({metric.change(change.mean)}, 95 % CI {metric.interval(change)})", tone
+
+
+def _title_is_best(run: Run) -> bool:
+    return value_at(run.config, "eval", "verdict") == "best"
+
+
+def _other_guidance(run: Run, metric: Metric, estimates: Estimates) -> tuple[str, str] | None:
+    """(tone, sentence) of the comparison that is not the title: each at its best guidance, or at the same one."""
+    best, search = at_best(run, metric, estimates), run.block("guidance_search")
+    if best is not None and search:
+        shown = at_same(run, metric, estimates) if _title_is_best(run) and run.subject.judged else best
+        how = "At the same guidance " if shown is not best else ""
+        text = f"{how}{shown[0]}. Each guidance was {search.get('how')}."
+        return shown[1], text[:1].upper() + text[1:]
+    if not (rival := estimates["base_best_guidance"]).known:
+        return None
+    scale = number(run.block("base_best_guidance").get("guidance_scale"))
+    at = f" (scale {scale:g}{', its own' if _is_own_guidance(run) else ''})" if math.isfinite(scale) else ""
+    ends = f" (95 % CI {metric.interval(rival)})" if rival.bounded else ""
+    text = f"The fair rival, the base model with its best guidance{at}, reaches {metric.value(rival.mean)}{ends}"
+    return "same", f"{text}{run.subject.on}."
 
 
 def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]) -> list[tuple[str, str]]:
-    """(tone, sentence) of the base at its best guidance, win rate, held-out pairs, and metrics that got worse."""
+    """(tone, sentence) of the best guidance, win rate, sharpness, held-out pairs, and metrics that got worse."""
     result, on = guard.remarks(run), run.subject.on
-    if metrics and (rival := estimates[metrics[0].name]["base_best_guidance"]).known:
-        metric, tuned = metrics[0], estimates[metrics[0].name]["tuned"]
-        scale = number(run.block("base_best_guidance").get("guidance_scale"))
-        at = f" (scale {scale:g}{', its own' if _is_own_guidance(run) else ''})" if math.isfinite(scale) else ""
-        text = f"The fair rival, the base model with its best guidance{at}, reaches {metric.value(rival.mean)}{on}"
-        gap = tuned.mean - rival.mean
-        text += f"; tuned minus rival: {metric.change(gap)}." if math.isfinite(gap) else "."
-        result.append((metric.tone(gap), text))
+    if metrics and (other := _other_guidance(run, metrics[0], estimates[metrics[0].name])):
+        result.append(other)
     if metrics and (sentence := win_rate(run, metrics[0])):
         result.append(sentence)
+    if sharp := movement.sharpness_of(run):
+        result.append(sharp)
     accuracy = run.block("implicit_accuracy")
     if math.isfinite(number(accuracy.get("mean"))):
         share, low, high = (100 * number(accuracy.get(key)) for key in ("mean", "low", "high"))
@@ -293,7 +336,9 @@ def _ends(low: float, high: float) -> str:
 def table_row(run: Run, metric: Metric, estimates: Estimates) -> dict[str, Any]:
     """A row of the table of results: texts, tone and interval plot."""
     change, cells = estimates["difference"], {block: metric.level(e) for block, e in estimates.items()}
-    cells["difference"]["text"] = metric.change(change.mean)
+    best = estimates["difference_best_guidance"]
+    for block in BLOCKS[len(LEVELS) :]:
+        cells[block]["text"] = metric.change(estimates[block].mean)
     scored: np.ndarray = np.isfinite(paired(run, metric.name)[0])
     entry = run.block("difference").get(metric.name)
     declared = number(entry.get("n")) if isinstance(entry, dict) else math.nan
@@ -304,21 +349,22 @@ def table_row(run: Run, metric: Metric, estimates: Estimates) -> dict[str, Any]:
         "metric": metric,
         "cells": cells,
         "tone": metric.tone(change.low, change.high) if change.bounded and run.subject.judged else "same",
-        "plot": charts.interval_plot([(block, e.mean, e.low, e.high) for block, e in estimates.items()][:3]),
+        "best_tone": metric.tone(best.low, best.high) if best.bounded and run.subject.judged else "same",
+        "plot": charts.interval_plot([(name, e.mean, e.low, e.high) for name in LEVELS for e in [estimates[name]]]),
         "prompts": f"{num_prompts:.0f}" if math.isfinite(num_prompts) else DASH,
         "images": f"{scored.sum()}{total}" if scored.size else DASH,
     }
 
 
-def guidance_sweep(run: Run, metrics: Sequence[Metric]) -> list[tuple[str, list[str]]]:
-    """(guidance scale, a mean for each metric) of the base model, ascending; empty below two further scales."""
-    tried = [e for e in run.evaluations.values() if e.tag.startswith("base-guidance-")]
-    if len(tried) < 2:
-        return []
-    if run.base and number(run.base.guidance_scale) not in {number(e.guidance_scale) for e in tried}:
-        tried.append(run.base)
-    tried.sort(key=lambda e: number(e.guidance_scale))
-    return [(f"{number(e.guidance_scale):g}", [m.value(e.mean(m.name)) for m in metrics]) for e in tried]
+def guidance_search(run: Run, metrics: Sequence[Metric]) -> dict[str, Any] | None:
+    """What the search for the best guidance saw, and a row of each scale: its text, mean of the base, of the tuned."""
+    found = run.block("guidance_search")
+    metric = next((m for m in metrics if m.name == found.get("metric")), None)
+    if metric is None:
+        return None
+    both = [found.get(name) or {} for name in ("base", "tuned")]
+    rows = [(scale, [metric.value(number(means.get(scale))) for means in both]) for scale in sorted(both[0], key=float)]
+    return {"label": metric.label, "how": found.get("how"), "rows": rows}
 
 
 def settings(evaluation: Evaluation) -> str:
@@ -327,13 +373,11 @@ def settings(evaluation: Evaluation) -> str:
     return f"{evaluation.num_inference_steps} steps, guidance {evaluation.guidance_scale:g}, seeds {seeds}"
 
 
-def _rival(run: Run) -> Evaluation | None:
-    """The base at the best guidance that the summary names."""
-    if _is_own_guidance(run):
-        return run.base
-    scale = number(run.block("base_best_guidance").get("guidance_scale"))
-    tried = (e for e in run.evaluations.values() if e.tag.startswith("base-guidance-"))
-    return next((e for e in tried if number(e.guidance_scale) == scale), None)
+def best_evaluation(run: Run, name: str) -> Evaluation | None:
+    """The evaluation of "base" or "tuned" at the best guidance that the summary names."""
+    own, scale = run.evaluations.get(name), number(run.block(f"{name}_best_guidance").get("guidance_scale"))
+    same = own is not None and own.guidance_scale == scale
+    return own if same else run.evaluations.get(f"{name}-guidance-{scale:g}")
 
 
 def _is_own_guidance(run: Run) -> bool:

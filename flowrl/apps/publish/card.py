@@ -99,6 +99,7 @@ def _result(facts: Facts, metric: results.Metric, task: str) -> Any:
     source = held_out.get("source") if isinstance(held_out, dict) else facts.at("data", "prompts")
     what = facts.run.subject.name
     numbers: dict[str, Any] = {}
+    best = facts.at("eval", "verdict") == "best"
     for block, one in facts.estimates[metric.name].items():
         if one.known:
             numbers[block] = round(one.mean, 6)
@@ -111,7 +112,7 @@ def _result(facts: Facts, metric: results.Metric, task: str) -> Any:
         dataset_name=f"{what}: {facts.named(str(source)).partition('=')[2] or facts.named(str(source))}",
         metric_type=metric.name,
         metric_name=metric.label,
-        metric_value=numbers["tuned"],
+        metric_value=numbers["tuned_best_guidance" if best and "tuned_best_guidance" in numbers else "tuned"],
         metric_args=numbers,
     )
 

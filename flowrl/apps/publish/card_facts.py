@@ -19,7 +19,14 @@ from flowrl.display.units import duration
 
 _FEW = 50
 """Prompts below which the card calls the data small; `flowrl.statistics` takes wider intervals there."""
-_COLUMNS = {"base": "base", "base_best_guidance": "base, best guidance", "tuned": "tuned", "difference": "difference"}
+_COLUMNS = {
+    "base": "base",
+    "base_best_guidance": "base, best guidance",
+    "tuned": "tuned",
+    "tuned_best_guidance": "tuned, best guidance",
+    "difference": "difference",
+    "difference_best_guidance": "difference, each at its best guidance",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +154,7 @@ def _reward(facts: Facts, entry: dict[str, Any], role: str) -> dict[str, str]:
 def table(facts: Facts) -> tuple[list[str], list[dict[str, Any]]]:
     """(column heads, rows) of the numbers; the best guidance has a column where it was sought."""
     shown = facts.known
-    blocks = [b for b in _COLUMNS if b != "base_best_guidance" or any(facts.estimates[m.name][b].known for m in shown)]
+    blocks = [b for b in _COLUMNS if "best_guidance" not in b or any(facts.estimates[m.name][b].known for m in shown)]
     rows: list[dict[str, Any]] = []
     for metric in shown:
         estimates = facts.estimates[metric.name]
@@ -173,7 +180,7 @@ def on(facts: Facts) -> str:
 
 
 def verdicts(facts: Facts) -> list[str]:
-    """The verdict on the primary metric, the fair rival, the win rate, pairs, and metrics that got worse."""
+    """The verdict on the primary metric, then the remarks of the report."""
     if not facts.metrics:
         return [escaped(text) + "." for text in ("no reward was evaluated",)]
     first = facts.metrics[0]

@@ -151,6 +151,7 @@ def _of_metric(
         "passes": metric.percent,
         "standings": table,
         "rows": rows,
+        "searched": any(standing.at_best.known for standing in table),
         "few": LEAST if any(change.told[0] < LEAST for change in changes) else 0,
         "leader": label_of(shared.runs, table[0].run),
         "num_comparisons": 2 * len(table) - 1,
@@ -170,13 +171,15 @@ def _row(
     shared: Shared, metric: Metric, standing: Standing, styles: dict[int, Style], domain: tuple[float, float]
 ) -> dict[str, Any]:
     run = shared.runs[standing.run]
-    judged, cpu = run.subject.judged, curves.cpu_seconds(run)
+    judged, cpu, best = run.subject.judged, curves.cpu_seconds(run), standing.at_best
     return _head(shared.runs, standing.run) | {
         "swatch": styles[standing.run].color,
         "base": metric.level(standing.base),
         "tuned": metric.level(standing.tuned),
         "over_base": _change(metric, standing.over_base, judged),
         "over_leader": _change(metric, standing.over_leader, judged),
+        "at_best": {"text": metric.change(best.mean), "interval": metric.interval(best)},
+        "best_tone": metric.tone(best.low, best.high) if best.bounded and judged else "same",
         "win": Metric("win", percent=True, decimals=1).level(standing.win),
         "plot": _bar(standing.over_base.estimate, domain),
         "cpu": duration(cpu) if math.isfinite(cpu) else DASH,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flowrl.apps.gallery import results
 from flowrl.apps.gallery.certainty import told_apart
 from flowrl.apps.gallery.compare.shared import Shared, SharedMetric
 from flowrl.apps.gallery.results import Estimate
@@ -43,6 +44,8 @@ class Standing:
     """None: this run is the leader."""
     win: Estimate
     """Share of wins against its base, a tie counting half."""
+    at_best: Estimate
+    """Paired difference to its base, each at its best guidance; NaN: not sought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +90,18 @@ def standings(shared: Shared, of: SharedMetric) -> list[Standing]:
             over_base=found[k],
             over_leader=found[place[k]] if k in place else None,
             win=_estimate(shares[k]),
+            at_best=_at_best(shared, of, members[k]),
         )
         for k in order
     ]
+
+
+def _at_best(shared: Shared, of: SharedMetric, run: int) -> Estimate:
+    base, tuned = (results.best_evaluation(shared.runs[run], name) for name in ("base", "tuned"))
+    if base is None or tuned is None:
+        return Estimate()
+    change = prompt_means(shared.scores(tuned, of.metric) - shared.scores(base, of.metric))
+    return _estimate(intervals(change[None], shared.groups, bounds=(-1.0, 1.0) if of.metric.percent else None)[0])
 
 
 def recipe(shared: Shared, of: SharedMetric, runs: tuple[int, ...]) -> Recipe:

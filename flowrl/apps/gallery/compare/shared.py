@@ -53,7 +53,10 @@ class Shared:
 
     def table(self, run: int, metric: Metric, *, base: bool) -> np.ndarray:
         """Scores of the base or the tuned model of a run on the shared prompts and seeds, [P, K]; NaN: not scored."""
-        evaluation = self.evaluation(run, base=base)
+        return self.scores(self.evaluation(run, base=base), metric)
+
+    def scores(self, evaluation: Evaluation, metric: Metric) -> np.ndarray:
+        """Scores of an evaluation of these prompts and seeds, [P, K]; NaN: not scored."""
         columns = [evaluation.seeds.index(seed) for seed in self.seeds]
         scores = evaluation.scores.get(metric.name)
         if scores is None:
