@@ -20,10 +20,13 @@ def main() -> None:
     count, what = summary["base"][metric]["n"], summary["evaluated_on"]
     print(f"\n{metric} on {count} {what}, {summary['seconds']:.0f} s in all")
     print(line("base", "base"))
-    guidance = summary["base_best_guidance"]["guidance_scale"]
-    print(line(f"base, best CFG ({guidance:g})", "base_best_guidance"))
     print(line("tuned", "tuned"))
     print(line("paired difference", "difference", "+"))
+    for model in ("base", "tuned") if "tuned_best_guidance" in summary else ():
+        scale = summary[f"{model}_best_guidance"]["guidance_scale"]
+        print(line(f"{model}, best CFG ({scale:g})", f"{model}_best_guidance"))
+    if "tuned_best_guidance" in summary:
+        print(line("paired, each at its best", "difference_best_guidance", "+"))
     print(f"report: {(folder / 'gallery' / 'index.html').resolve()}")
 
 

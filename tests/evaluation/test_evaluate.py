@@ -161,7 +161,7 @@ def evaluator(folder: Path, adapter: ToyAdapter, *, world=None, sharded: bool = 
 
 def call(which: Evaluator, tag: str = "base", **options) -> Evaluation:
     setting = {"guidance_scale": 1.0, "num_inference_steps": 4}
-    setting |= {name: options.pop(name) for name in ("guidance_scale", "limit", "save", "known") if name in options}
+    setting |= {name: options.pop(name) for name in ("guidance_scale", "limit", "save") if name in options}
     return which(Setting(tag, 0, **setting), **options)
 
 
@@ -177,28 +177,6 @@ def test_an_evaluation_repeats_bitwise_and_moves_with_the_weights(tmp_path):
     other = call(evaluator(tmp_path, adapter))
     assert np.abs(other.scores["light"] - first.scores["light"]).min() > 0
     assert not np.any(digests.same(first.digests, other.digests))
-
-
-def test_an_evaluation_goes_on_from_one_of_its_first_prompts(tmp_path):
-    """The same scores and images, of which the first are not drawn again."""
-    whole = call(evaluator(tmp_path / "whole", ToyAdapter()))
-    which, counts = evaluator(tmp_path / "parts", ToyAdapter()), []
-    first = call(which, limit=3, save="images")
-    assert not (tmp_path / "parts/eval/base.json").exists()
-    found = call(which, known=first, progress=counts.append)
-    assert sum(counts) == (5 - 3) * 2
-    for name, table in whole.scores.items():
-        np.testing.assert_array_equal(found.scores[name], table)
-    images = [sorted((tmp_path / part / "eval/base").iterdir()) for part in ("whole", "parts")]
-    assert [file.name for file in images[0]] == [file.name for file in images[1]]
-    assert [file.read_bytes() for file in images[0]] == [file.read_bytes() for file in images[1]]
-    np.testing.assert_array_equal(found.digests, whole.digests)
-    saved = Evaluation.load(tmp_path / "parts/eval/base.json")
-    assert saved.scores.keys() == whole.scores.keys()
-    np.testing.assert_array_equal(saved.digests, whole.digests)
-    np.testing.assert_array_equal(call(which, known=found).scores["light"], whole.scores["light"])
-    with pytest.raises(ValueError, match="own first prompts"):
-        call(which, known=first, guidance_scale=2.0)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])

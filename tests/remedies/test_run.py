@@ -184,10 +184,26 @@ def cached_texts(remedy: Remedy) -> None:
     loaded(Path(), recipe("flow_grpo"), ["data.cache_text=false", "data.text_cache=kept", *words_of(remedy)])
 
 
+def judged_captions(remedy: Remedy) -> None:
+    from flowrl.data.prompts import Prompt
+    from flowrl.reward import Card
+    from flowrl.run import best_guidance
+
+    plan = stand_in(by_people=False, name="mine", module=stand_in())
+    entry = stand_in(reward=stand_in(card=Card(outputs=("mine",), requires=("answer",))))
+    session = stand_in(
+        parts=stand_in(scorers=stand_in(watched=stand_in(entries=[entry]))),
+        resolved=stand_in(rewards=[plan], eval_rewards=[]),
+    )
+    if get(remedy, "eval.best_guidance", [2.0]):  # else nothing is searched for
+        best_guidance._require_judged(session, entry, [Prompt("a caption")], "captions of data.pairs")
+
+
 AWM = "algorithm={name: awm, times: {name: uniform, count: 2}}"
 CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("run/guarding.py:refuse_guarded 1 2", ended_by_its_guard),
     ("run/guarding.py:Guarding._chosen", few_prompts),
+    ("run/best_guidance.py:_require_judged", judged_captions),
     ("run/judged.py:load 1", lambda remedy: judged(remedy, "base", "owner/model", True)),
     ("run/judged.py:load 2", lambda remedy: judged(remedy, "config", "owner/model", "other/model")),
     ("run/judged.py:load 3", lambda remedy: judged(remedy, "revision", ".", "main")),

@@ -321,3 +321,25 @@ def test_runs_of_one_name_are_told_apart_where_they_are_only_listed(tmp_path):
 def test_runs_without_evaluations_still_give_a_page(tmp_path):
     bare = Page(build([write_run(tmp_path / name, {"name": name}) for name in ("one", "two")], tmp_path / "page"))
     assert bare.text("td").count("nothing has been evaluated yet") == 2
+
+
+def test_runs_that_searched_for_their_best_guidance_are_compared_at_it_too(tmp_path):
+    """The paired difference on what all share, which here is fewer prompts than the searched run has."""
+    folders = [make_run(tmp_path / "searched", 0.2), make_run(tmp_path / "plain", 0.1, count=20)]
+    rng = np.random.default_rng(5)
+    tables = {"base": rng.random((60, 2)), "tuned": rng.random((60, 2)) + 0.3}
+    known = load_run(folders[0]).base
+    assert known is not None
+    for name, table in tables.items():
+        told = {"prompts": list(known.prompts), "guidance_scale": 3.0, "iteration": 4 * (name == "tuned")}
+        write_scores(folders[0], f"{name}-guidance-3", {"brightness": table}, **told)
+    change(folders[0] / "summary.json", **{f"{name}_best_guidance": {"guidance_scale": 3.0} for name in tables})
+    shared = share([load_run(folder) for folder in folders])
+    assert shared is not None
+    found = {row.run: row.at_best for row in standings(shared, shared.metrics[0])}
+    by_hand = interval((tables["tuned"] - tables["base"])[:20].mean(1), shared.groups)
+    assert (found[0].mean, found[0].low) == (pytest.approx(by_hand["mean"]), pytest.approx(by_hand["low"]))
+    assert not found[1].known
+    page = Page(build(folders, tmp_path / "page"))
+    assert "Over its base, each at its best CFG" in page.texts["th"]
+    assert any(cell.startswith(f"+{by_hand['mean']:.3f}"[:5]) for cell in page.texts["td"])

@@ -564,3 +564,68 @@ def test_the_gallery_loads_no_model_library():
     code = "import sys, flowrl.apps.gallery; print([m for m in ('torch', 'diffusers') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert loaded.stdout.strip() == "[]", loaded.stderr
+
+
+def with_best(folder: Path, verdict: str) -> dict[str, dict[str, dict[str, float]]]:
+    """The run with a search whose best scales are 3 for the base and 2 for the tuned model; the blocks by hand."""
+    tables = {
+        tag: np.asarray(json.loads((folder / "eval" / f"{tag}.json").read_text())["scores"]["shapes_strict"])
+        for tag in ("base-guidance-3", "tuned")
+    }
+    raised = np.maximum(tables["tuned"], np.arange(tables["tuned"].size).reshape(tables["tuned"].shape) % 3 == 0)
+    document = json.loads((folder / "eval" / "tuned.json").read_text())
+    document |= {"guidance_scale": 2.0, "scores": {"shapes_strict": raised.tolist()}}
+    (folder / "eval" / "tuned-guidance-2.json").write_text(json.dumps(document))
+    means = {"base": {"1": 0.4, "2": 0.45, "3": 0.5}, "tuned": {"1": 0.6, "2": 0.7, "3": 0.55}}
+    blocks = {
+        "tuned_best_guidance": {"shapes_strict": estimate(raised), "guidance_scale": 2.0},
+        "difference_best_guidance": {"shapes_strict": estimate(raised - tables["base-guidance-3"])},
+        "guidance_search": means | {"metric": "shapes_strict", "how": "chosen by dice on <7> captions"},
+    }
+    change(folder / "summary.json", **blocks)
+    change(folder / "config.yaml", eval={"best_guidance": [2.0, 3.0], "verdict": verdict})
+    return blocks
+
+
+@pytest.mark.parametrize("verdict", ["same", "best"])
+def test_each_at_its_best_guidance_is_the_title_or_a_remark_and_both_have_an_interval(tmp_path, verdict):
+    folder = make_run(tmp_path / "searched", tuned=0.6)
+    found = with_best(folder, verdict)["difference_best_guidance"]["shapes_strict"]
+    page, text = Page(build([folder])), f"95 % CI {100 * found['low']:.1f} to {100 * found['high']:.1f}"
+    text = text.replace("-", "\u2212")
+    each = "with each model at its best guidance (base 3, tuned 2)"
+    assert (each in page.text("h1")) == (verdict == "best")
+    assert (each in page.text("span")) == (verdict == "same")
+    assert text in page.text("h1" if verdict == "best" else "span").replace("\u00a0", " ")
+    assert ("At the same guidance strict accuracy" in page.text("span")) == (verdict == "best")
+    assert "Each guidance was chosen by dice on <7> captions." in page.text("span")
+    assert {"Tuned, best CFG", "Paired difference, each at its best CFG"} <= set(page.texts["th"])
+    assert "70.0 %" in page.texts["td"]
+    run = load_run(folder)
+    rows = results.guidance_search(run, results.metrics_of(run))
+    assert rows is not None
+    assert rows["rows"][1] == ("2", ["45.0 %", "70.0 %"])
+
+
+def test_the_rival_has_an_interval_while_the_tuned_model_was_not_searched_for(tmp_path):
+    folder = make_run(tmp_path / "rival")
+    ends = json.loads((folder / "summary.json").read_text())["base_best_guidance"]["shapes_strict"]
+    said = f"(95 % CI {100 * ends['low']:.1f} to {100 * ends['high']:.1f})"
+    assert said in Page(build([folder])).text("span")
+
+
+@pytest.mark.parametrize(("change_", "tone"), [(-0.002, "worse"), (-0.0002, "same"), (0.003, "same")])
+def test_sharpness_is_a_remark_and_blur_a_bad_one(tmp_path, change_, tone):
+    folder = make_run(tmp_path / "sharp")
+    assert "Sharpness" not in Page(build([folder])).text("span")
+    difference = {"mean": change_, "low": change_ - 0.0001, "high": change_ + 0.0001}
+    change(
+        folder / "summary.json",
+        sharpness={"base": {"mean": 0.02}, "tuned": {"mean": 0.02 + change_}, "difference": difference},
+    )
+    run = load_run(folder)
+    metrics = results.metrics_of(run)
+    said = results.remarks(run, metrics, {m.name: results.estimates_of(run, m) for m in metrics})
+    assert [(found, f"{100 * change_ / 0.02:+.1f} %" in text) for found, text in said if "Sharpness" in text] == [
+        (tone, True)
+    ]
