@@ -24,7 +24,7 @@ class Data:
     evaluated: int | None
     """Number of prompts for evaluation; None: not known."""
     searched: int | None = None
-    """Number of captions on which `eval.best_guidance` is compared; None: not known."""
+    """Number of captions on which `eval.best_guidance` is compared; None: not known, or none are."""
 
 
 def data_here(resolved: Resolved) -> Data:
@@ -76,8 +76,9 @@ def data_here(resolved: Resolved) -> Data:
         lines += [f"{given.pairs.report}", f"{len(given.held_out_numbers)} held-out pairs"]
     if count is not None and count < resolved.slots:
         lines.append("fewer than are drawn in an iteration: some are drawn twice")
-    known = prompts is not None and (data.pairs is None or given is not None)
-    searched = len(captions(prompts, given)) if known and prompts is not None else None
+    searched = None
+    if run.eval.best_guidance and prompts is not None and (data.pairs is None or given is not None):
+        searched = len(captions(prompts, given))
     return Data(tuple(lines), len(texts), bool(remote), any(images for _, images in texts), evaluated, searched)
 
 
@@ -89,7 +90,8 @@ def evaluations(resolved: Resolved, data: Data) -> str:
     scales = len({own, *options.best_guidance}) if options.best_guidance else 0
     text = f"evaluations: the base, {during} during training, the result"
     if scales:
-        text += f"; of base and result {scales} guidance scales on {data.searched} training captions, and the best one"
+        many = "" if data.searched is None else f"{data.searched} "
+        text += f"; of base and result {scales} guidance scales on {many}training captions, and the best one"
     if prompts is None or (scales and data.searched is None):
         return f"{text}; the images that they draw are not known"
     if not prompts:

@@ -44,9 +44,9 @@ def facts(base: Evaluation, tuned: Evaluation | None) -> dict[str, Any] | None:
     before, after, groups = base.sharpness, None if tuned is None else tuned.sharpness, base.groups
     if before is None or not before.size or (tuned is not None and after is None):
         return None
-    found = {"base": paired.over_prompts(paired.prompt_means(before), groups)}
+    found = {"base": paired.over_prompts(paired.prompt_means(before), groups, bounds=(0.0, 1.0))}
     if after is not None:
-        found["tuned"] = paired.over_prompts(paired.prompt_means(after), groups)
+        found["tuned"] = paired.over_prompts(paired.prompt_means(after), groups, bounds=(0.0, 1.0))
         found["difference"] = paired.difference(before, after, groups)
     return found
 

@@ -88,14 +88,14 @@ class GuidanceSearch:
         parts, entry = session.parts, heaviest(session.parts.scorers)
         assert entry is not None  # flowrl/config/checks.py
         self.session, self.metric = session, next(iter(entry.shares()))
-        self.more = entry.reward.card.prefers_more(self.metric)
+        self.sign = 1 if entry.reward.card.prefers_more(self.metric) else -1
         self.scales = list(dict.fromkeys([session.eval_guidance, *session.config.eval.best_guidance]))
         prompts, given = parts.data.prompts, parts.data.given
         found = captions(prompts, given)
         _require_judged(session, entry, found, "data.prompts" if given is None else "captions of data.pairs")
         evaluated = {identity(prompt) for prompt in parts.evaluator.prompts}
         shared = sum(identity(prompt) in evaluated for prompt in found)
-        what = "training captions" if prompts.name != "its own prompts" else prompts.name
+        what = "of its own prompts" if prompts.name == "its own prompts" else "training captions"
         how = f"chosen by {self.metric} on {len(found)} {what}"
         how += f", {shared} of which are evaluated too" if shared else ""
         self.facts: dict[str, Any] = {"metric": self.metric, "captions": len(found), "evaluated_too": shared}
@@ -135,10 +135,10 @@ class GuidanceSearch:
         for scale in self.scales:
             found = self._made(self.evaluator, f"{own.tag}-search-{scale:g}", own, scale, kept)
             means[scale] = summary(found)[self.metric]["mean"]
-        sign, listed = 1 if self.more else -1, ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items()))
+        listed = ", ".join(f"{s:g}: {m:.3f}" for s, m in sorted(means.items()))
         log.info("%s by CFG: %s (%s)", own.tag, listed, self.facts["how"])
         # Without a single score there is no mean; of equal ones the recipe's own is the first.
-        best = max(means, key=lambda scale: np.nan_to_num(sign * means[scale], nan=-np.inf))
+        best = max(means, key=lambda scale: np.nan_to_num(self.sign * means[scale], nan=-np.inf))
         if best == own.guidance_scale:
             return Chosen(own, means)
         return Chosen(self._made(self.session.parts.evaluator, f"{own.tag}-guidance-{best:g}", own, best, kept), means)
