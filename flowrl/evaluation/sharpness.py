@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 METRIC = "eval/image_sharpness"
 """Key of the metrics row."""
-BLUR = 0.05
-"""Share of the base's sharpness whose loss is called blur, where the whole interval is beyond it."""
+LOSS = 0.05
+"""Share of the base's sharpness whose loss is bad news, where the whole interval is beyond it: blur, or fewer edges."""
 
 
 def sharpness(levels: np.ndarray) -> float:
@@ -59,9 +59,9 @@ def change(found: Mapping[str, Any]) -> tuple[float, float, float]:
     return mean, low, high
 
 
-def blurred(found: Mapping[str, Any]) -> bool:
-    """Whether the tuned images are surely less sharp than the base's by more than `BLUR`."""
-    return change(found)[2] < -BLUR
+def lost(found: Mapping[str, Any]) -> bool:
+    """Whether the tuned images have surely lost more than `LOSS` of the base's sharpness."""
+    return change(found)[2] < -LOSS
 
 
 def sentence(found: Mapping[str, Any]) -> str:
@@ -72,4 +72,4 @@ def sentence(found: Mapping[str, Any]) -> str:
     if math.isfinite(mean):
         text += f", so {100 * mean:+.1f} %"
     ends = f" (95 % interval {100 * low:+.1f} to {100 * high:+.1f} %)" if math.isfinite(low) else ""
-    return f"{text}{ends}{'; the images are blurred' if blurred(found) else ''}."
+    return f"{text}{ends}{'; a clear loss' if lost(found) else ''}."

@@ -72,10 +72,10 @@ def test_the_base_stands_beside_it_with_the_paired_difference_by_hand():
     said = sharpness.sentence(found)
     assert f"{tables[0].mean():.4g}" in said
     assert f"{100 * change.mean() / tables[0].mean():+.1f} %" in said
-    assert said.endswith("the images are blurred.")
+    assert said.endswith("a clear loss.")
     sharper = sharpness.facts(tuned, base)
     assert sharper is not None
-    assert "blurred" not in sharpness.sentence(sharper)
+    assert "a clear loss" not in sharpness.sentence(sharper)
     assert sharpness.facts(base, replace(tuned, sharpness=None)) is None
 
 

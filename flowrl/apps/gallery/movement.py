@@ -34,4 +34,4 @@ def sharpness_of(run: Run) -> tuple[str, str] | None:
     found = run.block("sharpness")
     if not math.isfinite(number(value_at(found, "tuned", "mean"))):
         return None
-    return "worse" if sharpness.blurred(found) else "same", sharpness.sentence(found)
+    return "worse" if sharpness.lost(found) else "same", sharpness.sentence(found)
