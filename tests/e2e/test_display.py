@@ -39,8 +39,9 @@ def test_json_then_quiet_then_plain(tmp_path: Path, capsys: pytest.CaptureFixtur
         verdict = shown(capsys, "iterations=2", quiet=True)
         log = Path("runs/run/train.log").read_text()
         assert verdict[0].startswith("base  brightness")
-        assert verdict[-2].startswith("win rate by brightness")
-        assert verdict[-1].endswith("of 255 levels.")
+        assert verdict[-3].startswith("win rate by brightness")
+        assert verdict[-2].endswith("of 255 levels.")
+        assert verdict[-1].startswith("Sharpness, the mean difference of neighbouring pixels: ")
         assert "INFO iteration 1/1" in log
         assert "INFO iteration 2/2" in log
 
