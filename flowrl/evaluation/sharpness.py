@@ -40,14 +40,14 @@ def sharpness(levels: np.ndarray) -> float:
 
 
 def facts(base: Evaluation, tuned: Evaluation | None) -> dict[str, Any] | None:
-    """Means of base and tuned and their paired difference, with intervals over prompts; None: not measured."""
-    before, after, groups = base.sharpness, None if tuned is None else tuned.sharpness, base.groups
-    if before is None or not before.size or (tuned is not None and after is None):
+    """Means of base and tuned and their paired difference, with intervals over prompts; None: without an image."""
+    if not base.prompts:
         return None
-    found = {"base": paired.over_prompts(paired.prompt_means(before), groups, bounds=(0.0, 1.0))}
-    if after is not None:
-        found["tuned"] = paired.over_prompts(paired.prompt_means(after), groups, bounds=(0.0, 1.0))
-        found["difference"] = paired.difference(before, after, groups)
+    both = {"base": base} | ({} if tuned is None else {"tuned": tuned})
+    means = {name: paired.prompt_means(each.sharpness) for name, each in both.items()}
+    found = {name: paired.over_prompts(each, base.groups, bounds=(0.0, 1.0)) for name, each in means.items()}
+    if tuned is not None:
+        found["difference"] = paired.difference(base.sharpness, tuned.sharpness, base.groups)
     return found
 
 

@@ -212,8 +212,7 @@ class Trainer:
         if config.eval.every and iteration % config.eval.every == 0 and iteration < config.iterations:
             result = self.session.evaluate(f"iteration-{iteration:06d}", limit=config.eval.periodic_prompts)
             row |= {f"eval/{name}": float(np.nanmean(table)) for name, table in result.scores.items()}
-            if result.sharpness is not None:
-                row[sharpness.METRIC] = float(np.nanmean(result.sharpness))
+            row[sharpness.METRIC] = float(np.nanmean(result.sharpness))
             if result.agreement is not None:
                 row["eval/implicit_accuracy"] = result.agreement.mean()
             self.guard.look(result, row)

@@ -91,7 +91,8 @@ def write_run(
             for k in range(seeds):
                 source = folder / "files" / f"{rng.integers(distinct)}.png"
                 os.link(source, folder / "eval" / tag / f"{p:05d}-{k}.png")
-        kept = (tuple(texts), seeds, scores, np.full((prompts, seeds), ""), tuple(range(prompts)))
+        marks = (np.full((prompts, seeds), ""), np.full((prompts, seeds), 0.1))
+        kept = (tuple(texts), seeds, scores, *marks, tuple(range(prompts)))
         Evaluation(tag, 40 * place, 4.5, 20, *kept).save(folder / "eval")
     rows = [{"iteration": i, "reward/pickscore_mean": i / 40, "time/iteration_s": 2.0} for i in range(1, 41)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

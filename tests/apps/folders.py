@@ -60,6 +60,7 @@ def write_scores(
     count, seeds = next(iter(scores.values())).shape
     document |= {"seeds": list(range(seeds)), "scores": {name: table.tolist() for name, table in scores.items()}}
     document |= {"distinct": distinct_numbers(values["prompts"]), "digests": [[""] * seeds] * count, "made_with": {}}
+    document["sharpness"] = [[0.1] * seeds] * count
     (folder / "eval" / f"{tag}.json").write_text(json.dumps(json_ready(document | values)))
 
 

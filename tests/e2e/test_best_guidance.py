@@ -213,13 +213,11 @@ def test_without_best_guidance_nothing_is_searched_and_no_number_moves(run, monk
     assert digest("plain", 2) == digest("run", 2)
     rows = [json.loads(line) for line in Path("runs/plain/metrics.jsonl").read_text().splitlines()]
     during = Evaluation.load(Path("runs/plain/eval/iteration-000001.json")).sharpness
-    assert during is not None
     assert [row.get("eval/image_sharpness") for row in rows] == [pytest.approx(during.mean()), None]
 
 
 def test_sharpness_stands_beside_the_bases_in_summary_and_report(run):
     base = Evaluation.load(Path("runs/run/eval/base.json")).sharpness
-    assert base is not None
     assert run["second"]["sharpness"]["base"]["mean"] == pytest.approx(base.mean())
     assert f"the base's {base.mean():.4g}" in Page(Path("runs/run/gallery/index.html")).text("span")
 

@@ -45,7 +45,6 @@ def test_blur_lowers_it_noise_raises_it_and_a_video_has_the_mean_of_its_frames()
 
 def test_an_evaluation_measures_every_sample_also_those_that_are_not_saved(tmp_path):
     found = call(evaluator(tmp_path, ToyAdapter(), save_images=None))
-    assert found.sharpness is not None
     for at in np.ndindex(5, 2):
         (file,) = (tmp_path / "eval/base").glob(f"{at[0]:05d}-{at[1]}.*")
         levels = np.stack([np.asarray(frame) for frame in media.read_frames(file)])[0].transpose(2, 0, 1)
@@ -76,7 +75,7 @@ def test_the_base_stands_beside_it_with_the_paired_difference_by_hand():
     sharper = sharpness.facts(tuned, base)
     assert sharper is not None
     assert "a clear loss" not in sharpness.sentence(sharper)
-    assert sharpness.facts(base, replace(tuned, sharpness=None)) is None
+    assert sharpness.facts(base.of(np.zeros(60, dtype=bool)), None) is None
 
 
 def test_a_sample_that_is_not_finite_has_none(tmp_path, monkeypatch):
@@ -90,5 +89,4 @@ def test_a_sample_that_is_not_finite_has_none(tmp_path, monkeypatch):
 
     monkeypatch.setattr(adapter, "decode", spoiled)
     found = call(evaluator(tmp_path, adapter, batch_size=10))
-    assert found.sharpness is not None
     assert np.isnan(found.sharpness).tolist() == [[True, False]] + [[False, False]] * 4

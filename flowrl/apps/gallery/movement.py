@@ -32,6 +32,6 @@ def of_run_in_words(run: Run) -> str:
 def sharpness_of(run: Run) -> tuple[str, str] | None:
     """(tone, sentence) of the sharpness beside the base's; None: not known."""
     found = run.block("sharpness")
-    if not math.isfinite(number(value_at(found, "tuned", "mean"))):
+    if "tuned" not in found:
         return None
     return "worse" if sharpness.lost(found) else "same", sharpness.sentence(found)

@@ -274,7 +274,7 @@ def of_fewer(folder: Path, count: int) -> None:
     for path in (folder / "eval").glob("iteration-*.json"):
         document = json.loads(path.read_text())
         scores = {name: table[:count] for name, table in document["scores"].items()}
-        first = {key: document[key][:count] for key in ("prompts", "distinct", "digests")}
+        first = {key: document[key][:count] for key in ("prompts", "distinct", "digests", "sharpness")}
         change(path, scores=scores, **first)
 
 
