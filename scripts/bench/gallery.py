@@ -91,8 +91,8 @@ def write_run(
             for k in range(seeds):
                 source = folder / "files" / f"{rng.integers(distinct)}.png"
                 os.link(source, folder / "eval" / tag / f"{p:05d}-{k}.png")
-        marks = (np.full((prompts, seeds), ""), np.full((prompts, seeds), 0.1))
-        kept = (tuple(texts), seeds, scores, *marks, tuple(range(prompts)))
+        marks, sharp = np.full((prompts, seeds), ""), np.full((prompts, seeds), 0.1)
+        kept = (tuple(texts), seeds, scores, marks, sharp, tuple(range(prompts)))
         Evaluation(tag, 40 * place, 4.5, 20, *kept).save(folder / "eval")
     rows = [{"iteration": i, "reward/pickscore_mean": i / 40, "time/iteration_s": 2.0} for i in range(1, 41)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
