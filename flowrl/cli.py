@@ -4,52 +4,97 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import traceback
-from typing import Annotated, Any, NoReturn
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from flowrl.core.registry import suggest
 from flowrl.core.startup import own_process
 from flowrl.core.subprocesses import watch_launcher
 
 DEBUG = "FLOWRL_DEBUG"
 
-PAGES = {
-    "train": "docs/tutorials/first_reward.md",
-    "sweep": "docs/tutorials/compare_methods.md",
-    "ask": "docs/watching.md",
-    "plan": "docs/tutorials/one_card.md",
-    "doctor": "docs/tutorials/cluster.md",
-    "sample": "docs/judging.md",
-    "eval": "docs/judging.md",
-    "gallery": "docs/gallery.md",
-    "diagnose": "docs/troubleshooting.md",
-    "watch": "docs/watching.md",
-    "vote": "docs/votes.md",
-    "score": "docs/tutorials/first_reward.md",
-    "pairs": "docs/tutorials/preferences.md",
-    "serve": "docs/tutorials/reward_server.md",
-    "list": "docs/configuration.md",
-    "new": "docs/tutorials/new_method.md",
-    "convert-config": "docs/migration.md",
-    "export": "docs/using_lora.md",
+GROUPS = {
+    "Train": {
+        "train": "docs/tutorials/first_reward.md",
+        "plan": "docs/tutorials/one_card.md",
+        "sweep": "docs/tutorials/compare_methods.md",
+        "ask": "docs/watching.md",
+        "pairs": "docs/tutorials/preferences.md",
+    },
+    "Judge": {
+        "eval": "docs/judging.md",
+        "sample": "docs/judging.md",
+        "gallery": "docs/gallery.md",
+        "watch": "docs/watching.md",
+        "vote": "docs/votes.md",
+        "diagnose": "docs/troubleshooting.md",
+    },
+    "Tools": {
+        "list": "docs/configuration.md",
+        "new": "docs/tutorials/new_method.md",
+        "score": "docs/tutorials/first_reward.md",
+        "serve": "docs/tutorials/reward_server.md",
+        "export": "docs/using_lora.md",
+        "convert-config": "docs/migration.md",
+        "doctor": "docs/tutorials/cluster.md",
+    },
 }
-"""Command -> the page that shows it at work."""
+"""Heading of `flowrl --help` -> command -> the page that shows it at work."""
+PAGES = {name: page for group in GROUPS.values() for name, page in group.items()}
 REFERENCE = "docs/reference/commands.md"
 """The page with the whole texts of all options."""
 COMMANDS = tuple(PAGES)
+_UsageError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[1])
+"""The class of all faults in the words of a command line, by its public heir: typer keeps it in a private module."""
+
+
+@contextmanager
+def _nearest_named(params: Sequence[Any]) -> Generator[None]:
+    """Complete the error about an unknown option of `params`, or an unknown choice of one, with the nearest."""
+    try:
+        yield
+    except _UsageError as error:
+        told = vars(error)
+        choice = re.fullmatch(r"(?:Value error, )?'(.*?)' is not one of (.*)\.", error.message)
+        if choice is not None:
+            meant = suggest(choice[1], re.findall(r"'(.*?)'", choice[2]))
+            told["message"] = f"{error.message.removesuffix('.')}; {meant}".rstrip("; ")
+        elif "possibilities" in told:  # an option that there is not
+            known = [word for one in params for word in (*one.opts, *one.secondary_opts) if word.startswith("--")]
+            told["message"] = f"{error.message}; {suggest(told['option_name'], known)}".rstrip("; ")
+            told["possibilities"] = ()
+        raise
 
 
 class Group(TyperGroup):
-    """A group whose `--help` has the whole first sentence of each command."""
+    """A group whose `--help` has the whole first sentence of each command, below the headings of GROUPS."""
 
     def format_commands(self, ctx: typer.Context, formatter: Any) -> None:
         """Write the commands in their order."""
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, each.get_short_help_str(limit=500)) for name, each in commands if each])
+        widest = max(map(len, COMMANDS))
+        for heading, names in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(f"{name:{widest}}", self.commands[name].get_short_help_str(500)) for name in names]
+                )
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words before the command; for an unknown option the nearest is named."""
+        with _nearest_named(self.get_params(ctx)):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of the first word; an unknown one is refused with the nearest."""
+        if args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}; {suggest(args[0], COMMANDS)}there are: {', '.join(COMMANDS)}")
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
@@ -66,7 +111,12 @@ app = typer.Typer(
 
 
 class Command(TyperCommand):
-    """A command whose `--help` puts the options of a group under a heading of their own."""
+    """A command whose `--help` has headings for groups of options, and which names what a wrong word may mean."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words; for an unknown option or choice the nearest is named."""
+        with _nearest_named(self.get_params(ctx)):
+            return super().parse_args(ctx, args)
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:
         """Write the arguments, the options, and each group of them in the order of the first of it."""

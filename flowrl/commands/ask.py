@@ -49,7 +49,7 @@ def command(
     seed: Seed = None,
     no_wait: NoWait = False,
 ) -> None:
-    """Ask a run under way to save, sample, evaluate or stop. Its training does not change by a bit.
+    """Ask a run to save, sample, evaluate or stop. Its training does not change by a bit.
 
     It is done after the iteration under way (stop: before the next forward). Ctrl-C withdraws a request that still
     waits. Exit code 0: done; 1: it failed, or the run ended before; 2: a fault in the input; 130: withdrawn.

@@ -34,7 +34,7 @@ Strict = Annotated[
 
 
 def command(file: File, tool: From = None, gpus: Gpus = None, out: Out = None, strict: Strict = False) -> None:
-    """Make a recipe of another tool's configuration. Keys without a counterpart go to the error stream."""
+    """Make a recipe of another tool's file. Keys without a counterpart go to the error stream."""
     import sys
 
     from flowrl.apps.migration.engine import convert, recipe_text, shown

@@ -18,7 +18,7 @@ Json = Annotated[
 
 
 def command(run: Folder, as_json: Json = False) -> None:
-    """Explain in plain words what keeps a run from learning, likeliest cause first."""
+    """Explain what keeps a run from learning. In plain words, the likeliest cause first."""
     from flowrl.apps.diagnosis import diagnose
     from flowrl.apps.gallery.runs import load_run
     from flowrl.core.files import json_ready

@@ -34,8 +34,9 @@ def command(
     check: Check = None,
     guidance: Guidance = 4.0,
 ) -> None:
-    """Test this machine, and with CONFIG its model and rewards. It prints versions, devices, the process group.
+    """Test this machine, a model or a component. It prints versions, devices, the process group.
 
+    With CONFIG: its model and rewards too.
     With --model: what the generic adapter reads from a pipeline, and whether it reproduces the pipeline's own call.
     With --check: the laws of a component. Exit code 1 if something fails.
     """

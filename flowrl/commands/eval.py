@@ -192,7 +192,7 @@ def command(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a run with fixed seeds, or with --suite any model on a benchmark.
+    """Evaluate a run, or any model on a benchmark. The latter with --suite; seeds are fixed.
 
     A run folder has its tuned weights. Without --suite prompts, seeds and rival are the run's own.
     """

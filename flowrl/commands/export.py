@@ -48,7 +48,7 @@ def command(
     private: Private = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Export the trained weights of a run with a model card. It prints the file or folder to load.
+    """Export a run's weights with a model card. It prints the file or folder to load.
 
     With --push the exported folder is uploaded too.
     """

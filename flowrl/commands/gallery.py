@@ -24,7 +24,7 @@ Out = Annotated[
 
 
 def command(runs: Runs, accept: Accept = False, out: Out = None) -> None:
-    """Build the HTML report of one run, or of several side by side. It opens from disk."""
+    """Build the HTML report of one or more runs. Several stand side by side. It opens from disk."""
     from flowrl.apps.gallery import build
     from flowrl.apps.gallery.places import PAGE
     from flowrl.core.errors import ConfigError

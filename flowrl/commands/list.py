@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from flowrl.commands._arguments import argument, option
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from flowrl.reward import Card
 
 
+KINDS = ("models", "samplers", "algorithms", "rewards", "credits", "suites", "recipes")
 Kind = Annotated[
-    Literal["models", "samplers", "algorithms", "rewards", "credits", "suites", "recipes"],
-    argument("KIND", "models, samplers, algorithms, rewards, credits (advantage rules), suites or recipes."),
+    str, argument("KIND", "models, samplers, algorithms, rewards, credits (advantage rules), suites or recipes.")
 ]
 Name = Annotated[
     str | None,
@@ -29,7 +29,7 @@ Json = Annotated[bool, option("One JSON value on the output stream.", "For progr
 
 
 def command(kind: Kind, name: Name = None, as_json: Json = False) -> None:
-    """List components with their levels, recipes, or one component's options. Downloads nothing."""
+    """List components, their options, and recipes. Downloads nothing."""
     import json
     import shlex
 
@@ -38,6 +38,8 @@ def command(kind: Kind, name: Name = None, as_json: Json = False) -> None:
     from flowrl.core.errors import ConfigError, Remedy
     from flowrl.core.files import json_ready
 
+    if kind not in KINDS:
+        _refuse(kind)
     if name is not None:
         if kind == "recipes":
             raise ConfigError(
@@ -65,6 +67,25 @@ def command(kind: Kind, name: Name = None, as_json: Json = False) -> None:
         wrong = registry.collision(kind, each)
         if wrong is not None:
             print(f"note: {wrong}")
+
+
+def _refuse(kind: str) -> NoReturn:
+    """Refuse a KIND that there is not; where it is like the name of a component or recipe, that is what is meant."""
+    from flowrl.commands._listed import credit_rules
+    from flowrl.core import assets, registry
+    from flowrl.core.errors import ConfigError, Remedy
+
+    commands = {each: f"flowrl list {each}" for each in KINDS}
+    named = {name: f"flowrl list {each} {name}" for each in registry.FOLDERS for name in registry.names(each)}
+    named |= {name: f"flowrl list credits {name}" for name in credit_rules()}
+    recipes = {name: f"flowrl plan {name}" for name in assets.recipes()}
+    meant = registry.near(kind, KINDS, cutoff=0.8) or registry.near(kind, [*named, *recipes])
+    # A recipe has the name of a method in its own.
+    meant = [each for each in meant if each not in recipes] or meant or registry.near(kind, KINDS)
+    raise ConfigError(
+        f"KIND={kind!r} is none; there are: {', '.join(KINDS)}",
+        remedies=[Remedy(command=(commands | named | recipes)[each]) for each in meant[:3]],
+    )
 
 
 def _rows(kind: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -19,7 +19,7 @@ STARTING = Path(__file__).parent / "starting"
 
 
 def command(kind: Kind, name: Name, path: Folder = Path("."), short: Short = False) -> None:
-    """Write a commented file to start from: reward, method, sampler, suite, config. It runs as it is."""
+    """Write a commented file to start from. A reward, method, sampler, suite or config. It runs as it is."""
     print(write(kind, name, path, short=short))
 
 

@@ -64,7 +64,7 @@ def command(
     check: Check = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make preference pairs: the best and the worst sample of each prompt."""
+    """Make preference pairs by rewards. A pair is the best and the worst sample of a prompt."""
     from flowrl.core.errors import ConfigError
     from flowrl.core.files import out_folder
 

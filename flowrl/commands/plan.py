@@ -25,7 +25,7 @@ PROCESSES = (1, 2, 8)
 
 
 def command(config: Config, overrides: Overrides = None) -> None:
-    """Show what a run will do: options, batch geometry, steps, memory and compute. Uses no network."""
+    """Show what a run will do and need. Options, batch geometry, steps, memory, compute; no network is used."""
     import yaml
 
     with imports():

@@ -80,7 +80,7 @@ def command(
     fps: Fps = None,
     quiet: Quiet = False,
 ) -> None:
-    """Sample images or videos from a model or a run. They are PNG, animated WebP or MP4, by the pipeline's own call.
+    """Sample images or videos of a model or a run. They are PNG, animated WebP or MP4, by the pipeline's own call.
 
     Each file holds its prompt, seed and settings, those of a video in a .json next to it.
     """

@@ -60,7 +60,7 @@ def command(
     request_s: Request = 900,
     grace_s: Grace = 30,
 ) -> None:
-    """Serve rewards over HTTP until a signal; a run reads them by `remote`."""
+    """Serve rewards over HTTP until a signal. A run reads them by `remote`."""
     from flowrl.apps.command_line import reward_entries
     from flowrl.apps.serving.messages import Limits
 

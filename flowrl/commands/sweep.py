@@ -29,7 +29,7 @@ Out = Annotated[
 def command(
     words: Words, methods: Methods = None, seeds: Seeds = "0", out: Out = None, processes: Processes = 1
 ) -> None:
-    """Train configurations x methods x seeds one after another, and compare them.
+    """Train methods and seeds; compare the runs. Configurations too; one run after another.
 
     The same command goes on after an interruption. Exit code 1: a run failed.
     """

@@ -49,7 +49,7 @@ def command(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a model, evaluate it before and after, and write the report.
+    """Train a model and report what it gained. It is evaluated with the same seeds before and after.
 
     It runs alone, in N processes, or inside a torchrun group.
     Exit code 0: finished; 2: a fault in the input, nothing was trained; 1: a failure; 128 + n: saved after signal n.

@@ -23,7 +23,7 @@ Voter = Annotated[
 
 
 def command(run: RunArgument, voter: Voter = None, port: Port = None, open_page: Open = None) -> None:
-    """Let people compare base and tuned, or the samples of a run that waits.
+    """Let people compare samples of a run. Those of base and tuned, or those on which a run waits.
 
     Keys: left or 1, right or 2, down for a tie, s skips, u takes back. The votes are in RUN/votes, as preference pairs
     too. Ctrl-C ends, and prints the numbers.

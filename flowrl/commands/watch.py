@@ -13,7 +13,7 @@ Runs = Annotated[list[Path], argument("RUN", "Run folders, under way or ended; s
 
 
 def command(runs: Runs, port: Port = None, open_page: Open = None, accept: Accept = False) -> None:
-    """Serve the live report of runs to browsers of this machine, until Ctrl-C. It only reads the run folders."""
+    """Serve the live report of runs to a browser. On this machine, until Ctrl-C. It only reads the run folders."""
     import os
 
     from flowrl.apps.gallery.server import Server

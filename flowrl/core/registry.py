@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -47,30 +48,53 @@ def stored(kind: str) -> dict[str, dict[str, Any]]:
     return json.loads(Path(__file__).with_name("components.json").read_bytes()).get(kind, {})
 
 
-def close_to(name: str, valid: Sequence[str], cutoff: float = 0.5) -> str | None:
-    """The valid name most like this one, or whose words it abbreviates; None if there is none.
+def near(name: str, valid: Sequence[str], cutoff: float = 0.5) -> list[str]:
+    """Valid names that may be meant, the likeliest first: the same but for letter case and separators, the short name
+    of a paper, initials, those that have these parts, then the one with most letters in common.
 
-    The case of letters says nothing.
+    Args:
+        name: word that is none of them.
+        valid: names to choose from.
+        cutoff: least share of letters in common, in [0, 1].
 
-    >>> close_to("lr", ["betas", "learning_rate"]), close_to("widht", ["width"]), close_to("x", ["y"])
-    ('learning_rate', 'width', None)
-    >>> close_to("Flow_GRPO", ["flow_grpo", "dgpo"]), close_to("grpo", ["g2rpo", "flow_grpo"])
-    ('flow_grpo', 'flow_grpo')
+    >>> near("Flow-GRPO", ["flow_grpo", "dgpo"]), near("grpo", ["g2rpo", "flow_grpo"]), near("lr", ["learning_rate"])
+    (['flow_grpo'], ['flow_grpo'], ['learning_rate'])
+    >>> near("fast", ["flow_grpo", "flow_grpo_fast"]), near("tree", ["dynamic_tree_rpo", "tree_grpo", "tp_grpo"])
+    (['flow_grpo_fast'], ['tree_grpo', 'dynamic_tree_rpo'])
+    >>> near("widht", ["width"]), near("x", ["y"])
+    (['width'], [])
     """
-    small = {known.lower(): known for known in valid}
-    name = name.lower()
-    if name in small or _SHORT.get(name) in small:
-        return small[name if name in small else _SHORT[name]]
-    initials = {known for known in small if "_" in known and name == "".join(word[:1] for word in known.split("_"))}
+    parts = {known: _parts(known) for known in valid}
+    own = _parts(name)
+    same = [known for known, each in parts.items() if "".join(each) == "".join(own)]
+    short = [known for known, each in parts.items() if "_".join(each) == _SHORT.get("_".join(own))]
+    initials = [known for known, each in parts.items() if len(each) > 1 and own == ["".join(word[0] for word in each)]]
+    having = sorted((known for known, each in parts.items() if own and set(own) <= set(each)), key=len)
     # Of two names with these initials neither is taken.
-    result = initials if len(initials) == 1 else difflib.get_close_matches(name, list(small), n=1, cutoff=cutoff)
-    return next((small[known] for known in result), None)
+    result = same or short or (initials if len(initials) == 1 else having)
+    if result:
+        return result
+    small = {known.lower(): known for known in valid}
+    return [small[known] for known in difflib.get_close_matches(name.lower(), list(small), n=1, cutoff=cutoff)]
+
+
+def _parts(name: str) -> list[str]:
+    return [part.lower() for part in re.split(r"[\W_]+", name) if part]
+
+
+def close_to(name: str, valid: Sequence[str], cutoff: float = 0.5) -> str | None:
+    """The valid name that is most likely meant (`near`); None if there is none."""
+    return next(iter(near(name, valid, cutoff)), None)
 
 
 def suggest(name: str, valid: Sequence[str]) -> str:
-    """ "did you mean X? " or ""."""
-    result = close_to(name, valid)
-    return "" if result is None else f"did you mean {result!r}? "
+    """ "did you mean X? ", of up to three names, or "".
+
+    >>> suggest("Tree", ["tree_grpo", "dynamic_tree_rpo"])
+    "did you mean 'tree_grpo' or 'dynamic_tree_rpo'? "
+    """
+    meant = " or ".join(map(repr, near(name, valid)[:3]))
+    return f"did you mean {meant}? " if meant else ""
 
 
 def names(kind: str) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.cli import COMMANDS, DEBUG, PAGES, REFERENCE
+from flowrl.cli import COMMANDS, DEBUG, GROUPS, PAGES, REFERENCE
 from flowrl.commands._arguments import in_full, option
 from flowrl.core import registry
 from tests.e2e.test_bad_input import command
@@ -69,7 +69,7 @@ def test_a_failure_shows_its_traceback_on_debug_alone(monkeypatch, capsys, tmp_p
 
 
 SCREEN = 40
-LONG = {"": 31, "sample": 30, "eval": 40}
+LONG = {"": 35, "sample": 30, "eval": 40}
 """Help texts of more than 24 lines, with their number of lines."""
 
 
@@ -95,6 +95,50 @@ def test_a_help_text_fits_a_screen_of_100_columns(name, monkeypatch, capsys):
 def test_the_list_of_commands_has_whole_sentences_in_a_narrow_terminal(monkeypatch, capsys):
     lines = help_of([], monkeypatch, capsys, 80)
     assert not [line for line in lines[1:] if line.endswith("...")]
+
+
+def test_commands_stand_once_in_their_groups_with_a_sentence_of_at_most_45_letters(monkeypatch, capsys):
+    heading, listed = "", dict[str, tuple[str, str]]()
+    for line in help_of([], monkeypatch, capsys, 66):  # which 45 letters and the widest name just fit
+        if not line.startswith("  "):
+            heading = line.removesuffix(":")
+        elif heading in GROUPS:
+            name, _, text = line.strip().partition(" ")
+            assert name not in listed
+            listed[name] = heading, text.strip()
+    assert {name: place for name, (place, _) in listed.items()} == {
+        name: place for place, names in GROUPS.items() for name in names
+    }
+    for name, (_, text) in listed.items():
+        assert 10 < len(text) <= 45, f"{name}: {text}"
+        assert text.endswith("."), f"{name}: a whole sentence, on one line"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("Train", "No such command 'Train'; did you mean 'train'? there are: train, plan, "),
+        ("config quickstart", "No such command 'config'; did you mean 'convert-config'? there are"),
+        ("zzz", "No such command 'zzz'; there are: train"),
+        ("--Verson", "No such option: --Verson; did you mean '--version'?"),
+        ("eval runs/a --limt 3", "No such option: --limt; did you mean '--limit'?"),
+        ("sample m p --format Mp4", "'Mp4' is not one of 'webp', 'mp4'; did you mean 'mp4'?"),
+        ("new rewards mine", "did you mean 'reward'?"),
+        ("list Flow-GRPO", "KIND='Flow-GRPO' is none; there are: models, samplers, algorithms, rewards, credits, "),
+        ("list Flow-GRPO", "suites, recipes; run flowrl list algorithms flow_grpo\n"),
+        ("list guard", "; run flowrl list algorithms grpo_guard\n"),
+        ("list reward", "; run flowrl list rewards\n"),
+        ("list quickstrt", "; run flowrl plan quickstart\n"),
+        ("list zzz", "suites, recipes\n"),
+        ("list algorithms guard", "algorithm name='guard' is unknown; did you mean 'grpo_guard'?"),
+        ("train quickstart algorithm.name=grpo", "algorithm name='grpo' is unknown; did you mean 'flow_grpo'?"),
+        ("plan grpo_guard-pickscore", "did you mean 'sd3/grpo_guard-pickscore' or 'flux/grpo_guard-pickscore'?"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_nearest(words, told, monkeypatch, capsys):
+    code, printed = command(monkeypatch, capsys, *words.split())
+    assert code == 2
+    assert told in printed
 
 
 def test_what_the_terminal_leaves_out_stands_on_the_reference_page(monkeypatch, capsys):
