@@ -14,16 +14,16 @@ find_python() {
     exit 2
 }
 
+# `environment` has what runs flowrl; `environment dev` what its tests need too.
 environment() {
-    local python stamp
-    stamp=".venv/flowrl-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1).stamp"
-    if [ ! -f "$stamp" ]; then
+    local python stamps
+    stamps=(".venv/flowrl-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)"{,-run}.stamp)
+    [ "${1:-}" != dev ] || unset "stamps[1]"
+    if [ -z "$(ls "${stamps[@]}" 2>/dev/null)" ]; then
         python="$(find_python)"
-        echo "making .venv with $python (a few minutes, about 6 GB with the libraries' GPU parts)"
-        "$python" -m venv .venv
-        .venv/bin/python -m pip install --quiet --upgrade pip
-        .venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-        touch "$stamp"
+        echo "making .venv with $python (about 7 GB with the libraries' GPU parts)"
+        "$python" scripts/install.py .venv constraints.txt ".${1:+[$1]}"
+        touch "${stamps[-1]}"
     fi
     # One thread per process: two single-thread processes use two cores better than two threads.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$PWD/.venv/bin:$PATH"

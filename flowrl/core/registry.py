@@ -49,8 +49,10 @@ def stored(kind: str) -> dict[str, dict[str, Any]]:
 
 
 def near(name: str, valid: Sequence[str], cutoff: float = 0.5) -> list[str]:
-    """Valid names that may be meant, the likeliest first: the same but for letter case and separators, the short name
-    of a paper, initials, those that have these parts, then the one with most letters in common.
+    """Valid names that may be meant, the likeliest first.
+
+    The same but for letter case and separators; the short name of a paper; initials; one with nearly all letters in
+    common; those that have these parts; the one with most letters in common.
 
     Args:
         name: word that is none of them.
@@ -61,8 +63,8 @@ def near(name: str, valid: Sequence[str], cutoff: float = 0.5) -> list[str]:
     (['flow_grpo'], ['flow_grpo'], ['learning_rate'])
     >>> near("fast", ["flow_grpo", "flow_grpo_fast"]), near("tree", ["dynamic_tree_rpo", "tree_grpo", "tp_grpo"])
     (['flow_grpo_fast'], ['tree_grpo', 'dynamic_tree_rpo'])
-    >>> near("widht", ["width"]), near("x", ["y"])
-    (['width'], [])
+    >>> near("widht", ["width"]), near("num_epoch", ["num_epochs", "num_batches_per_epoch"]), near("x", ["y"])
+    (['width'], ['num_epochs'], [])
     """
     parts = {known: _parts(known) for known in valid}
     own = _parts(name)
@@ -70,12 +72,12 @@ def near(name: str, valid: Sequence[str], cutoff: float = 0.5) -> list[str]:
     short = [known for known, each in parts.items() if "_".join(each) == _SHORT.get("_".join(own))]
     initials = [known for known, each in parts.items() if len(each) > 1 and own == ["".join(word[0] for word in each)]]
     having = sorted((known for known, each in parts.items() if own and set(own) <= set(each)), key=len)
-    # Of two names with these initials neither is taken.
-    result = same or short or (initials if len(initials) == 1 else having)
-    if result:
-        return result
     small = {known.lower(): known for known in valid}
-    return [small[known] for known in difflib.get_close_matches(name.lower(), list(small), n=1, cutoff=cutoff)]
+    alike = [small[known] for known in difflib.get_close_matches(name.lower(), list(small), n=1, cutoff=cutoff)]
+    if difflib.get_close_matches(name.lower(), [each.lower() for each in alike if each not in having], cutoff=0.85):
+        having = []  # a slip of the fingers
+    # Of two names with these initials neither is taken.
+    return same or short or (initials if len(initials) == 1 else having or alike)
 
 
 def _parts(name: str) -> list[str]:
