@@ -3,8 +3,6 @@
 Nothing is downloaded: a fake interpreter stands for the environment's, and writes down what it is asked.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
