@@ -5,7 +5,7 @@ the reference "The image contains {prompt}" in that answer, precision and F1 are
 mode `strict`: the judge answers each of the record's `questions`; raw is the share of them whose string in `answers`
 occurs in its answer, letter by letter.
 
-A sample with a question that was not answered, or answered with nothing, is NaN. The judge sees pictures through JPEG
+A sample with a question that was not answered, or answered with nothing, is NaN. The judge sees images through JPEG
 of quality 80, as the paper's did, unless `jpeg_quality` is null.
 
 The paper's LLaVA of 13 billion parameters is older than the one that transformers loads; its server compared with

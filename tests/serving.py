@@ -99,7 +99,7 @@ def message(count: int = 1, request_id: str = "a", **changes: Any) -> dict[str, 
             "id": f"item-{k}",
             "prompt": str(k),
             "metadata": {},
-            "picture": write_image(pack(picture, "png")),
+            "image": write_image(pack(picture, "png")),
         }
         for k, picture in enumerate(pictures(count))
     ]

@@ -1,4 +1,4 @@
-"""An advantage rule with its memory, credit where a value network follows, and that of a tree's edges."""
+"""An advantage rule with its memory, credit where a critic follows, and that of a tree's edges."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Rule:
 
 
 def plain_rewards(rewards: Tensor, weights: Tensor) -> Advantages:
-    """Rewards as they are, for a method that subtracts the expectation of a value network later.
+    """Rewards as they are, for a method that subtracts the expectation of a critic later.
 
     Nothing is compared within a group, so no group is dead.
     """

@@ -25,7 +25,7 @@ from flowrl.algorithms._options import EdgeOptions, NoiseOptions, Options, Sampl
 from flowrl.core.registry import name_of
 from flowrl.core.types import Edges, Identity, Member, SampleId, Unit
 from flowrl.credit.advantages import Advantages, RuleConfig
-from flowrl.credit.critic import ValueConfig, ValueNetwork
+from flowrl.credit.critic import Critic, CriticConfig
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.credit.tree_credit import LeafRewards, propagated
 from flowrl.diffusion.plan import StepPlan, solver_plan, window
@@ -217,7 +217,7 @@ class EdgeMethod(Method[C]):
     transitions: Transitions | None = None
     """Transitions of this and earlier iterations, of which each update draws its own; None: an iteration trains its own
     steps, each once a pass."""
-    critic: ValueNetwork | None = None
+    critic: Critic | None = None
     """The network that expects the rewards of `transitions`."""
     path_weight: float = 0.0
     """Weight of a leaf's log-prob where a tree's leaves are averaged; 0: all alike."""
@@ -263,7 +263,7 @@ class EdgeMethod(Method[C]):
         """The edges of a rollout that are trained, [E] bool in their order (sample, step); None: all."""
         return None
 
-    def make_critic(self, features: int, num_steps: int, seed: int, device: torch.device) -> ValueNetwork:
+    def make_critic(self, features: int, num_steps: int, seed: int, device: torch.device) -> Critic:
         """The critic of `transitions`, made for so many features of a transition where there is none yet."""
         raise NotImplementedError
 
@@ -359,8 +359,8 @@ class NoiseMethod(Method[C]):
     """Solver of the rollout, deterministic."""
     train_std: bool = True
     """False learns the means alone."""
-    value: ValueConfig | None = None
-    """Options of the value network V; None: there is none."""
+    critic: CriticConfig | None = None
+    """Options of the critic V; None: there is none."""
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         """Steps of a deterministic solver."""

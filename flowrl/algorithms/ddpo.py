@@ -8,7 +8,7 @@
        score:      -A log p(x'|x), whose gradient is right only before the policy moves: one update per rollout
        log p is the mean over latent dims; the loss the mean over samples and steps
 
-No KL, no reference, no value network. The guided prediction is what is trained (`rollout.guidance_scale`).
+No KL, no reference, no critic. The guided prediction is what is trained (`rollout.guidance_scale`).
 
 Source: arXiv 2305.13301; kvablack/ddpo-pytorch:scripts/train.py, config/base.py; jannerm/ddpo.
 """

@@ -1,7 +1,7 @@
-"""DPOK: policy gradient on remembered transitions, with a value network and a KL to the pretrained model.
+"""DPOK: policy gradient on remembered transitions, with a critic and a KL to the pretrained model.
 
     1. roll out by DDIM with eta = 1; all transitions (x, x', step, log p_old, r) go into a buffer of the newest 1000
-    2. V(x, text, step) makes `value.steps` steps of its own AdamW on the mean of (V - r)^2 over 256 of them
+    2. V(x, text, step) makes `critic.steps` steps of its own AdamW on the mean of (V - r)^2 over 256 of them
     3. `policy_steps` times: 24 of them, A = r - V, ratio = exp(log p(x'|x) - log p_old(x'|x)), log p the mean over dims
        loss = -w A clamp(ratio, 1 - c, 1 + c) + kl.coef * KL(policy | reference)
 
@@ -27,7 +27,7 @@ from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages
-from flowrl.credit.critic import ValueConfig, ValueNetwork
+from flowrl.credit.critic import Critic, CriticConfig
 from flowrl.diffusion.plan import noisy_steps
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import LossOutput, Microbatch
@@ -38,7 +38,7 @@ LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticConfig(ValueConfig):
+class BatchedCriticConfig(CriticConfig):
     batch_size: int = 256
     """Transitions of a critic's step."""
 
@@ -73,7 +73,7 @@ class Config(ClipOptions, StepOptions):
     """Transitions of a policy step, over all processes."""
     policy_steps: int = 5
     """Optimizer steps per iteration."""
-    value: CriticConfig = field(default_factory=CriticConfig)
+    critic: BatchedCriticConfig = field(default_factory=BatchedCriticConfig)
     """V, the baseline of a reward."""
     reward_weight: float = 100.0
     """w, against the KL."""
@@ -121,16 +121,16 @@ class Dpok(EdgeMethod[Config]):
         super().__init__(config)
         self.passes = config.policy_steps
         self.transitions: Transitions = Transitions(config.buffer)
-        self.critic: ValueNetwork | None = None
+        self.critic: Critic | None = None
         self.saved: dict[str, Tensor] = {}  # a checkpoint's critic, until its features are known
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         """Rewards as they are: V is subtracted when transitions are drawn."""
         return plain_rewards(rewards, weights)
 
-    def make_critic(self, features: int, num_steps: int, seed: int, device: torch.device) -> ValueNetwork:
+    def make_critic(self, features: int, num_steps: int, seed: int, device: torch.device) -> Critic:
         if self.critic is None:
-            self.critic = ValueNetwork(features, seed, self.config.value.learning_rate, device, num_steps)
+            self.critic = Critic(features, seed, self.config.critic.learning_rate, device, num_steps)
             if self.saved:
                 self.critic.load_state(self.saved)
         return self.critic
@@ -169,15 +169,15 @@ class Dpok(EdgeMethod[Config]):
     def tensors(self) -> dict[str, Tensor]:
         critic = self.saved if self.critic is None else self.critic.state()
         result = {f"transitions.{name}": value for name, value in self.transitions.tensors().items()}
-        return result | {f"value.{name}": value for name, value in critic.items()}
+        return result | {f"critic.{name}": value for name, value in critic.items()}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        parts: dict[str, dict[str, Tensor]] = {"transitions": {}, "value": {}}
+        parts: dict[str, dict[str, Tensor]] = {"transitions": {}, "critic": {}}
         for name, value in tensors.items():
             section, _, rest = name.partition(".")
             parts[section][rest] = value
         self.transitions.load_tensors(parts["transitions"])
-        self.critic, self.saved = None, parts["value"]
+        self.critic, self.saved = None, parts["critic"]
 
 
 build = Dpok

@@ -26,7 +26,7 @@ from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import AdvantageConfig, Advantages, RuleConfig
-from flowrl.credit.critic import ValueConfig
+from flowrl.credit.critic import CriticConfig
 from flowrl.losses.batches import InitialBatch, LossOutput, summed
 from flowrl.losses.ratio import NoiseForm, clipped_ratio_loss, gaussian_log_prob, noise_prior
 from flowrl.models.weights.roles import Weights
@@ -38,9 +38,9 @@ _GROUP = AdvantageConfig(std="none", clip=None)
 
 @dataclass(frozen=True, kw_only=True)
 class Config(NoiseOptions, CreditOptions):
-    baseline: Literal["value", "group"] = "value"
+    baseline: Literal["critic", "group"] = "critic"
     """Baseline of a reward: V, or the other samples of its prompt (`advantages`)."""
-    value: ValueConfig = field(default_factory=ValueConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     """V, the baseline of a reward."""
     advantages: AdvantageConfig = field(default_factory=lambda: _GROUP)
     """Rule of `baseline: group`."""
@@ -63,7 +63,7 @@ class Config(NoiseOptions, CreditOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.baseline == "value" and self.advantages != _GROUP:
+        if self.baseline == "critic" and self.advantages != _GROUP:
             raise OptionError(
                 "advantages is the rule of baseline=group",
                 remedies=[Remedy({"baseline": "group"}), Remedy(without="advantages")],
@@ -89,7 +89,7 @@ class Find(NoiseMethod[Config]):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.iterations = 0
-        self.train_std, self.value = config.train_std, config.value if config.baseline == "value" else None
+        self.train_std, self.critic = config.train_std, config.critic if config.baseline == "critic" else None
         self.behaviour = "policy" if config.refresh == 1 else "old"
         self.roles = () if config.refresh == 1 else ("old",)
 
@@ -104,13 +104,13 @@ class Find(NoiseMethod[Config]):
         critic, total = weights.calibration, credit.values.squeeze(2)
         if critic is None:
             return total, None
-        assert self.value is not None
+        assert self.critic is not None
         with torch.no_grad():
             distributions = weights.network.distributions(numbers)
             advantage = total - critic(distributions, numbers).cpu()[:, None]
         rewards = torch.where(credit.valid, total, torch.nan).to(distributions.mean)
         # Not before: fitted to these very rewards, it would take a part of their noise for its own.
-        critic.fit(distributions, numbers, rewards, self.value.steps)
+        critic.fit(distributions, numbers, rewards, self.critic.steps)
         return advantage, float(advantage[credit.valid].square().mean())
 
     def log_prob(self, latents: Tensor, numbers: Tensor, weights: NoiseWeights) -> Tensor:

@@ -24,7 +24,7 @@ from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClipOptions, clipped_loss
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import LeafRewards, Scale, by_grain
-from flowrl.diffusion.tree_shapes import Branching, least_way
+from flowrl.diffusion.tree_shapes import Branching, steps_to_differ
 from flowrl.losses.batches import LossOutput, Microbatch
 
 LEVEL = "tested"
@@ -51,7 +51,7 @@ class Config(OffshootOptions, NodeOptions, ClipOptions, RatioOptions):
         return tuple(self.strides)
 
     def every_step(self, num_steps: int) -> list[int]:
-        last = num_steps - self.merge - least_way(self.strides)
+        last = num_steps - self.merge - steps_to_differ(self.strides)
         return list(range(min(num_steps // 2, last + 1))) if self.steps is None else self.steps
 
 

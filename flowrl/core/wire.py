@@ -1,7 +1,7 @@
 """Messages between a reward server and its clients: JSON, never pickle.
 
     GET  /rewards  ->  {"schema", "limits": {"items", "bytes", "pixels"}, "rewards": {NAME: {"card", ...}}}
-    POST /score        {"schema", "request_id", "reward", "items": [{"id", "prompt", "metadata", "picture", "sources"}]}
+    POST /score        {"schema", "request_id", "reward", "items": [{"id", "prompt", "metadata", "image", "sources"}]}
                    ->  {"schema", "request_id", "reward", "fingerprint", "results": [{"id", "scores", "error"}]}
     any refusal    ->  {"schema", "error": {"kind", "text"}}
 

@@ -14,7 +14,7 @@ _WIDTHS = (256, 256, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueConfig:
+class CriticConfig:
     """Options of V."""
 
     learning_rate: float = 1e-4
@@ -50,7 +50,7 @@ class Perceptron(nn.Module):
         return self.out(features).squeeze(1)
 
 
-class ValueNetwork:
+class Critic:
     """A perceptron with an AdamW of its own.
 
     Args:

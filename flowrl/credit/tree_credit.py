@@ -333,7 +333,7 @@ class DepthWindow:
         return range(start, min(start + self.size, last + 1))
 
 
-def log_probs_on_ways(edges: Edges, ids: Sequence[SampleId], plan: StepPlan, scale: Tensor) -> Tensor:
+def log_probs_on_paths(edges: Edges, ids: Sequence[SampleId], plan: StepPlan, scale: Tensor) -> Tensor:
     """Old log-probs of the steps on the path to each of B leaves of whole trees, [K, B]; NaN where none is kept.
 
     `scale` [K] makes them comparable between steps (`flowrl.samplers.base.density_scale`): a path's is their sum.

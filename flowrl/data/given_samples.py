@@ -141,7 +141,7 @@ class Given:
         """Contents of the sets and the reasons of skipped records, for provenance.json."""
         result = {"pairs": self.pairs.report.facts()}
         if isinstance(self.records, LabelledSet):
-            result["pairs"]["pictures"] = self.records.counts
+            result["pairs"]["images"] = self.records.counts
         return result if self.held_out is None else result | {"eval_pairs": self.held_out.report.facts()}
 
     def contents(self) -> list[Input]:

@@ -19,7 +19,7 @@ from flowrl.media import media
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-BY_RULE = ("tie", "same picture twice", "no label")
+BY_RULE = ("tie", "same image twice", "no label")
 """Reasons that are no fault: pairs without a preference, of which there may be any number."""
 Result = TypeVar("Result")
 EXAMPLES = 3

@@ -199,11 +199,11 @@ class PreferenceSet:
         won = self._image(record, chosen, its, row)
         lost = None if record.get(rejected) is None and not self.voted else self._image(record, rejected, other, row)
         if lost is None and self.paired:
-            raise Unfit("no rejected picture", "")
+            raise Unfit("no rejected image", "")
         if lost is not None and isinstance(won.source, Path) and won.source == lost.source:
-            raise Unfit("same picture twice", won.source.name)
+            raise Unfit("same image twice", won.source.name)
         if lost is not None and won.uid is not None and won.uid == lost.uid:
-            raise Unfit("same picture twice", won.uid)
+            raise Unfit("same image twice", won.uid)
         options = self.options
         apart = (self.text, options.chosen, options.rejected, options.first, options.second, "margin")
         metadata = {name: value for name, value in record.items() if name not in apart}
@@ -248,17 +248,17 @@ class PreferenceSet:
         if isinstance(value, bytes) and value:
             return StoredImage(value, where, name)
         if not isinstance(value, str) or not value:
-            raise Unfit("missing picture", f"{column}={str(value)[:60]}")
+            raise Unfit("missing image", f"{column}={str(value)[:60]}")
         file = Path(os.path.expanduser(value))  # Path.expanduser() raises where there is no such user
         if not file.is_absolute() and self.records.folder is None:
-            raise Unfit("missing picture", f"{column}={value[:60]!r} is a relative path, and the set has no folder")
+            raise Unfit("missing image", f"{column}={value[:60]!r} is a relative path, and the set has no folder")
         file = file if self.records.folder is None else self.records.folder / file
         try:
             there = file.is_file() or file.is_dir()  # of a video's frames
         except OSError:  # such as a name that is too long
             there = False
         if not there:
-            raise Unfit("missing picture", f"{column}={value[:60]!r}")
+            raise Unfit("missing image", f"{column}={value[:60]!r}")
         return StoredImage(file.resolve(), f"{where} ({value})", name)
 
 

@@ -269,7 +269,7 @@ def _image(given: Any, column: str, where: str, folder: Path | None, read: set[P
 
 def image_folder() -> Path:
     """Cache folder of images from data sets."""
-    return cache_folder() / "pictures"
+    return cache_folder() / "images"
 
 
 def _kept(data: bytes, what: str, read: set[Path]) -> Path:

@@ -166,7 +166,7 @@ def offshoots(
             f"children cannot leave at steps {steps} with merge={merge}, children={children} and strides "
             f"{list(strides)}: there are {num_steps} steps, and each number must be at least 1"
         )
-    if num_steps - steps[-1] - merge < least_way(strides):
+    if num_steps - steps[-1] - merge < steps_to_differ(strides):
         raise ValueError(
             f"after step {steps[-1]} a child has {num_steps - steps[-1] - merge} steps to go, so some of the strides "
             f"{list(strides)} would take the same steps; leave the trunk earlier, or use fewer strides"
@@ -187,10 +187,10 @@ def offshoots(
     return Branching(node, ends, noisy)
 
 
-def least_way(strides: Sequence[int]) -> int:
+def steps_to_differ(strides: Sequence[int]) -> int:
     """Steps that must be left so that strides differ: at most one of them may reach the end in one step.
 
-    >>> least_way((1,)), least_way((1, 2, 3))
+    >>> steps_to_differ((1,)), steps_to_differ((1, 2, 3))
     (0, 3)
     """
     return sorted(strides)[-2] + 1 if len(strides) > 1 else 0

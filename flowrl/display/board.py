@@ -21,7 +21,7 @@ PHASES = {
     "reward": "scoring",
     "maps": "computing saliency maps",
     "explore": "exploring",
-    "pictures": "reading the images",
+    "images": "reading the images",
     "update": "updating",
 }
 """Names of phases (`phases.phase`, `Timer.phase`) and their words; "": the work around it has them."""

@@ -36,7 +36,7 @@ from flowrl.core.errors import Diverged, RewardError
 from flowrl.core.files import json_ready, write_atomically
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import Advantages, aggregate
-from flowrl.credit.tree_credit import LeafRewards, fuse, log_probs_on_ways
+from flowrl.credit.tree_credit import LeafRewards, fuse, log_probs_on_paths
 from flowrl.data.prompts import identity
 from flowrl.diffusion.plan import StepPlan
 from flowrl.display.console import log
@@ -142,7 +142,7 @@ class EvalTree:
             bar.close()
         paths = None
         if method.weighs_paths:
-            paths = log_probs_on_ways(drawn.edges, ids, plan, sampling.path_scale(plan)).T[None]
+            paths = log_probs_on_paths(drawn.edges, ids, plan, sampling.path_scale(plan)).T[None]
         return drawn.scored(torch.empty(0), prompts=(identity(prompt),), paths=paths)
 
     def _scored(self, rollout: Rollout, images: Images, stop: Stop) -> tuple[Rollout, Tensor]:
@@ -179,8 +179,8 @@ def tree_record(rollout: Rollout, weights: Tensor, credit: Advantages | None, pa
     """Sigmas, splits, nodes, edges and leaves of a scored tree, as in the file."""
     tree, total = rollout.plan.tree, aggregate(rollout.rewards, weights)
     assert tree is not None
-    ways = LeafRewards(tree, rollout.rewards, weights, rollout.paths).path_weights(path_weight)
-    fused = fuse(total, tree, ways)[0]
+    by_path = LeafRewards(tree, rollout.rewards, weights, rollout.paths).path_weights(path_weight)
+    fused = fuse(total, tree, by_path)[0]
     places = [(k, leaf) for k in range(tree.num_steps + 1) for leaf in tree.at(k).tolist()]
     number, scored = {place: row for row, place in enumerate(places)}, total[0][total[0].isfinite()]
     rewards = [float(scored.mean()) if len(scored) else math.nan] + [math.nan] * (len(places) - 1)

@@ -235,7 +235,7 @@ def _work(resolved: Resolved, plan: StepPlan, samples: int, slots: int) -> tuple
 def _phases(resolved: Resolved) -> tuple[str, ...]:
     """Phases of an iteration and of evaluations on the device."""
     drawn = ("rollout",) if resolved.drawn else ()
-    return (*drawn, "pictures" if resolved.members else "decode", "evaluation", "update")
+    return (*drawn, "images" if resolved.members else "decode", "evaluation", "update")
 
 
 def _images(resolved: Resolved, adapter: Any, samples: int) -> int:
@@ -291,7 +291,7 @@ def _measure(
             held_out = attempt("rollout", lambda: forwards.predict(adapter, batch, eval_guidance))
         decode, given = attempt("decode", lambda: forwards.decode(adapter, batch)), (0, 0.0)
         if resolved.members:
-            given = attempt("pictures", lambda: forwards.latents(adapter, batch))
+            given = attempt("images", lambda: forwards.latents(adapter, batch))
         # One by one, a batch takes hardly more than an image; otherwise bytes are proportional to it.
         images = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
         update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
@@ -312,7 +312,7 @@ def _measure(
         "encode": max(texts, default=0),
         "rollout": forward[0],
         "decode": None if decode[0] is None else decode[0] + leaf["vae"],
-        "pictures": None if given[0] is None else given[0] + leaf["vae"],
+        "images": None if given[0] is None else given[0] + leaf["vae"],
         "evaluation": evaluation,
         "update": update[0],
         "forward_flop": _times(forward[1], 1 / batch),

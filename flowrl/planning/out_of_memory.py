@@ -29,7 +29,7 @@ _ESTIMATED = {
     "explore": "rollout",
     "rollout": "rollout",
     "decode": "decode",
-    "pictures": "pictures",
+    "images": "images",
     "update": "update",
     "evaluation": "evaluation",
 }
@@ -123,7 +123,7 @@ def _remedies(phases: Sequence[str], resolved: Resolved, world: World) -> Iterat
     batch = _batch(there, resolved)
     if batch is not None:
         yield batch
-    if there & {"decode", "pictures", "evaluation"}:
+    if there & {"decode", "images", "evaluation"}:
         if not memory.vae_slicing:
             yield Remedy({"model.memory.vae_slicing": True})
         if not memory.vae_tiling:
@@ -154,7 +154,7 @@ def _batch(phases: set[str], resolved: Resolved) -> Remedy | None:
         key, size = "optim.batch_size", run.optim.batch_size
     elif "explore" in phases and run.rollout.exploration is not None:
         key, size = "rollout.exploration.batch_size", run.rollout.exploration.batch_size
-    elif phases & {"rollout", "decode", "pictures", "maps", "iteration"}:
+    elif phases & {"rollout", "decode", "images", "maps", "iteration"}:
         key, size = "rollout.batch_size", run.rollout.batch_size
     else:
         return None

@@ -45,13 +45,13 @@ def facts(model: Generic) -> Iterator[tuple[str, str]]:
     held = "; the pipeline's other latents are those of the image" if model.images.holds else ""
     yield "latents", "x".join(str(n) for n in model.latent_shape()) + held
     rows = encoded(model, PROMPTS[:1]).tensors
-    yield "embedding of a prompt", _shapes(rows[name] for name in rows if not name.startswith("pictures."))
+    yield "embedding of a prompt", _shapes(rows[name] for name in rows if not name.startswith("images."))
     least, most = model.image_limits
     if most:
         several = f"{least} or more" if most == ANY else f"{least} to {most}"
         yield "images with a prompt", str(least) if least == most else several
     if least:
-        own = [rows[name] for name in rows if name.startswith("pictures.")]
+        own = [rows[name] for name in rows if name.startswith("images.")]
         yield "kept of them", _shapes(own)
     yield f"sigmas of {STEPS} steps", ", ".join(f"{s:.4g}" for s in model.schedule(STEPS).sigmas.tolist())
     yield "LoRA targets", ", ".join(model.lora_targets) or "none: give model.lora.targets"

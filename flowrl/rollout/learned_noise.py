@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flowrl.core.tensors import sent
 from flowrl.core.types import Gaussians, Identity
-from flowrl.credit.critic import ValueNetwork
+from flowrl.credit.critic import Critic
 from flowrl.models.weights.roles import Weights
 
 FILE = "learned_noise.safetensors"
@@ -101,7 +101,7 @@ class Calibration:
 
     def __init__(self, text: Tensor, values: int, seed: int, learning_rate: float) -> None:
         self.text = text
-        self.critic = ValueNetwork(2 * values + text.shape[1], seed, learning_rate, text.device)
+        self.critic = Critic(2 * values + text.shape[1], seed, learning_rate, text.device)
 
     def __call__(self, distributions: Gaussians, numbers: Tensor) -> Tensor:
         """Expected rewards, [P], of the distributions of the prompts `numbers` [P]."""
@@ -115,7 +115,7 @@ class Calibration:
             self.critic.descend((self(distributions, numbers)[:, None] - rewards.nan_to_num())[known])
 
 
-_CRITIC = "value"
+_CRITIC = "critic"
 _ROUNDING = 1e-5  # a distribution that is scaled already rests
 
 

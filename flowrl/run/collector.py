@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.credit.advantages import Advantages, aggregate
-from flowrl.credit.tree_credit import log_probs_on_ways
+from flowrl.credit.tree_credit import log_probs_on_paths
 from flowrl.data.prompts import PromptSource, identity
 from flowrl.display.console import log
 from flowrl.rollout.noise import Noise
@@ -92,7 +92,7 @@ class Collector:
         """Log-probs of all samples along the paths of a tree, [P, G, K]; None where credit does not weigh them."""
         if drawn.plan.tree is None or not self.method.weighs_paths:
             return None
-        own = log_probs_on_ways(drawn.edges, drawn.samples.ids, drawn.plan, self.sampling.path_scale(drawn.plan))
+        own = log_probs_on_paths(drawn.edges, drawn.samples.ids, drawn.plan, self.sampling.path_scale(drawn.plan))
         return by_identity(self.world, drawn.samples.ids, own, *rewards.shape[1:]).permute(1, 2, 0)
 
     def noise(self, iteration: int) -> Noise:

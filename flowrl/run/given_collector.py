@@ -65,7 +65,7 @@ class PairCollector:
             return slot_of(given.records, numbers[slot], given.members)
 
         def prepare() -> tuple[Latents, Condition]:
-            with timer.phase("pictures"):
+            with timer.phase("images"):
                 size = self.learner.context.rollout_batch_size
                 result = latents_of(of_slot, own, sampling.adapter, batch_size=size, look=look, stop=self.stop.here)
             with timer.phase("text"):

@@ -155,7 +155,7 @@ def sample_metrics(
     shares = variance_shares(rollout.rewards, weights, credit.valid) if len(entries) > 1 else None
     for entry, share in zip(entries, shares or (), strict=False):
         row[f"advantage/{next(iter(entry.shares()))}_share"] = share
-    row["sample/group_spread"] = rollout.image_std
+    row["sample/image_std"] = rollout.image_std
     return row
 
 

@@ -93,13 +93,13 @@ class NoiseTraining(Training[NoiseMethod]):
 
     def begin(self, weights: Weights, texts: Texts, train: Sequence[Prompt], seed: int) -> None:
         """Give the distributions their V, on the features of their prompts, where the method wants one."""
-        if self.method.value is None:
+        if self.method.critic is None:
             return
         noise = as_noise_weights(weights)
         by_identity = {identity(prompt): prompt for prompt in train}
         prompts, mean = [by_identity[key] for key in noise.network.prompts], noise.network.mean[0]
         parts = [text_features(texts.lookup(prompts[low : low + _TEXTS])) for low in range(0, len(prompts), _TEXTS)]
-        text, rate = torch.cat(parts).to(mean.device), self.method.value.learning_rate
+        text, rate = torch.cat(parts).to(mean.device), self.method.critic.learning_rate
         noise.calibration = Calibration(text, mean.numel(), derive(seed, "value"), rate)
 
     def work(self, context: UpdateContext, iteration: Iteration) -> Work:
@@ -134,7 +134,7 @@ class NoiseBatches(Work):
             advantage, error = self.context.method.calibrated(self.iteration.credit, self.slot_numbers, self.weights)
         self.advantage = advantage.flatten()[self.identity]
         if error is not None:
-            self.iteration.sums.add("noise/value_error", error)
+            self.iteration.sums.add("noise/critic_error", error)
 
     def batches(self, number: int) -> Iterator[tuple[InitialBatch, bool]]:
         """Parts of a share of at most `optim.batch_size` samples; all of them count."""

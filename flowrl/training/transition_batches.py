@@ -59,13 +59,13 @@ class TransitionBatches(Work):
         new = Table.join(self.world.gather(self._own()))
         if len(new):
             self.memory.add(new, self.rollout.prompts)
-        value = self.method.config.value
-        for number in range(value.steps if len(self.memory) else 0):
-            rows = self._drawn(value.batch_size, "value", number)
+        options = self.method.config.critic
+        for number in range(options.steps if len(self.memory) else 0):
+            rows = self._drawn(options.batch_size, "value", number)
             part, expected, _, _ = self._expected(rows)
             error = expected - sent(part.reward, expected.device).to(expected)
             if number == 0:
-                self.iteration.sums.add("policy/value_error", float(error.detach().square().mean()))
+                self.iteration.sums.add("policy/critic_error", float(error.detach().square().mean()))
             assert self.method.critic is not None
             self.method.critic.descend(error)
 

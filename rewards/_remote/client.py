@@ -165,7 +165,7 @@ class Client:
                 "id": str(part.row),
                 "prompt": part.prompt,
                 "metadata": part.metadata,
-                "picture": write_image(pack(part.sample, self.config.encoding)),
+                "image": write_image(pack(part.sample, self.config.encoding)),
                 "sources": [write_image(source) for source in part.sources],
             }
             for part in chunk

@@ -43,7 +43,7 @@ _MIN_PIECE_COSINE = 0.974
 # two of them grown together overlap by 0.82 or less, even without noise. A circle and a square of one area share 0.83.
 _MIN_OVERLAP = 0.84
 _MIN_LEAD = 0.025
-# Level of a piece's inside, 1 being the palette's: a picture of 0.85 of the brightness, saved as JPEG, has 0.69.
+# Level of a piece's inside, 1 being the palette's: an image of 0.85 of the brightness, saved as JPEG, has 0.69.
 _MIN_LEVEL, _MAX_LEVEL = 0.6, 1.3
 # Smaller pieces are specks; pieces below the second number are too small to be an object.
 _SPECK, _OBJECT = 8, 16
@@ -66,7 +66,7 @@ _BLOCK[1] = True
 class Found:
     """A recognised object: shape ("blob" if none fits), colour (None if no palette hue), centre and radius in pixels.
 
-    The radius of a leftover is NaN, and `excess` how many times over the widest of its bounds the picture is.
+    The radius of a leftover is NaN, and `excess` how many times over the widest of its bounds the image is.
     """
 
     shape: str
@@ -95,15 +95,15 @@ def _detect(images: np.ndarray) -> list[list[Found]]:
     inside = _inside(pieces)
     shapes = _recognise(pieces, inside)
     found: list[list[Found]] = [[] for _ in images]
-    for n, picture in enumerate(pieces.picture):
+    for n, image in enumerate(pieces.image):
         shape = SHAPES[shapes.best[n]] if shapes.fits[n] else BLOB
         color = COLORS[pieces.hue[n]] if pieces.named[n] else None
-        found[picture].append(Found(shape, color, float(shapes.x[n]), float(shapes.y[n]), float(shapes.radius[n])))
+        found[image].append(Found(shape, color, float(shapes.x[n]), float(shapes.y[n]), float(shapes.radius[n])))
     left = _left_over(offset, fine, pieces, inside, shapes)
     too_much, no_background = _too_much(left), _no_background(offset)
-    for picture in np.flatnonzero(too_much | no_background):
-        excess = math.inf if no_background[picture] else _excess(left, int(picture))
-        found[picture] += [replace(each, excess=excess) for each in _strangers(left.energy[picture])]
+    for image in np.flatnonzero(too_much | no_background):
+        excess = math.inf if no_background[image] else _excess(left, int(image))
+        found[image] += [replace(each, excess=excess) for each in _strangers(left.energy[image])]
     down, across = (full / cells for full, cells in zip(images.shape[-2:], offset.shape[-2:], strict=True))
     if down == across == 1:
         return found
@@ -140,9 +140,9 @@ def _cells(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Connected regions of one hue, N of them, by picture; masks and maps are [N, h, w]."""
+    """Connected regions of one hue, N of them, by image; masks and maps are [N, h, w]."""
 
-    picture: np.ndarray
+    image: np.ndarray
     hue: np.ndarray
     size: np.ndarray
     named: np.ndarray
@@ -151,7 +151,7 @@ class _Pieces:
     near: np.ndarray
     """The piece and the cells that touch it, without those of other pieces."""
     offset: np.ndarray
-    """[N, 3, h, w] of its picture, from the background."""
+    """[N, 3, h, w] of its image, from the background."""
     cover: np.ndarray
     """Coverage by the hue, before its level is known."""
 
@@ -163,24 +163,24 @@ def _pieces(offset: np.ndarray) -> _Pieces:
     sure = along.max(axis=1) > _MIN_CELL_COSINE * np.sqrt(np.square(offset).sum(axis=1))
     best = np.where(offset.max(axis=1) > _FOREGROUND, np.where(sure, best, _UNNAMED), -1)
     counts = np.stack([np.count_nonzero(best == hue, axis=(1, 2)) for hue in range(_UNNAMED)], axis=1)
-    # One plane for each hue of each picture; labels ascend with the planes.
-    picture, hue = (counts >= _SPECK).nonzero()
-    labels = np.zeros((len(picture), *best.shape[1:]), dtype=np.int32)
-    ndimage.label(best[picture] == hue[:, None, None], _PLANE, output=labels)
+    # One plane for each hue of each image; labels ascend with the planes.
+    image, hue = (counts >= _SPECK).nonzero()
+    labels = np.zeros((len(image), *best.shape[1:]), dtype=np.int32)
+    ndimage.label(best[image] == hue[:, None, None], _PLANE, output=labels)
     sizes = np.bincount(labels.ravel())
     kept = np.flatnonzero(sizes[1:] >= _SPECK) + 1
     last = np.maximum.accumulate(labels.reshape(len(labels), -1).max(axis=1)) if len(labels) else sizes[:0]
     plane = np.searchsorted(last, kept)
     mask = labels[plane] == kept[:, None, None]
-    picture, hue = picture[plane], hue[plane]
+    image, hue = image[plane], hue[plane]
     taken = np.zeros(best.shape, dtype=bool)
-    np.logical_or.at(taken, picture, mask)
-    near = mask | (ndimage.binary_dilation(mask, _BLOCK) & ~taken[picture])
-    mine = offset[picture]
+    np.logical_or.at(taken, image, mask)
+    near = mask | (ndimage.binary_dilation(mask, _BLOCK) & ~taken[image])
+    mine = offset[image]
     total = (mine * mask[:, None]).sum(axis=(2, 3))
     named = (total * _OFFSETS[hue]).sum(axis=1) > _MIN_PIECE_COSINE * _LENGTHS[hue] * np.linalg.norm(total, axis=1)
-    cover = along[picture, hue] / _LENGTHS[hue][:, None, None]
-    return _Pieces(picture, hue, sizes[kept], named, mask, near, mine, cover)
+    cover = along[image, hue] / _LENGTHS[hue][:, None, None]
+    return _Pieces(image, hue, sizes[kept], named, mask, near, mine, cover)
 
 
 class _Shapes(NamedTuple):
@@ -275,10 +275,10 @@ def _left_over(offset: np.ndarray, fine: np.ndarray, pieces: _Pieces, inside: np
         )
     least, most = np.clip(0.5 - _RIM - edge, 0.0, 1.0), np.clip(0.5 + _RIM - edge, 0.0, 1.0)
     color, fine = offset.copy(), np.broadcast_to(fine, offset[:, 0].shape).copy()
-    slots = np.arange(len(paint)) - np.searchsorted(pieces.picture, pieces.picture)
+    slots = np.arange(len(paint)) - np.searchsorted(pieces.image, pieces.image)
     for slot in range(slots.max(initial=-1) + 1):
         n = np.flatnonzero(slots == slot)
-        at = pieces.picture[n]
+        at = pieces.image[n]
         power = np.square(paint[n]).sum(axis=1)
         amount = np.einsum("nchw,nc->nhw", color[at], paint[n] / power[:, None])
         amount = np.clip(amount, least[n], most[n])
@@ -293,7 +293,7 @@ def _left_over(offset: np.ndarray, fine: np.ndarray, pieces: _Pieces, inside: np
 
 
 def _too_much(left: _Leftover) -> np.ndarray:
-    """[B] where more is left over than noise and compression leave of a right picture."""
+    """[B] where more is left over than noise and compression leave of a right image."""
     energy = _windows(left.energy, _WINDOW)
     color = _windows(left.color, _WINDOW)
     return (
@@ -304,9 +304,9 @@ def _too_much(left: _Leftover) -> np.ndarray:
     )
 
 
-def _excess(left: _Leftover, picture: int) -> float:
-    """How many times over its bound the largest of the left-over measures of a picture is."""
-    energy, color = left.energy[picture], left.color[picture]
+def _excess(left: _Leftover, image: int) -> float:
+    """How many times over its bound the largest of the left-over measures of an image is."""
+    energy, color = left.energy[image], left.color[image]
     measures = (
         np.count_nonzero(energy > _LEFT_LEVEL**2) / _LEFT_CELLS,
         energy.mean() / _LEFT_ENERGY,
@@ -317,7 +317,7 @@ def _excess(left: _Leftover, picture: int) -> float:
 
 
 def _no_background(offset: np.ndarray) -> np.ndarray:
-    """[B] where foreground fills the picture, or its outermost cells."""
+    """[B] where foreground fills the image, or its outermost cells."""
     foreground = offset.max(axis=1) > _FOREGROUND
     inner = np.zeros(foreground.shape[1:], dtype=bool)
     inner[1:-1, 1:-1] = True
@@ -325,7 +325,7 @@ def _no_background(offset: np.ndarray) -> np.ndarray:
 
 
 def _strangers(energy: np.ndarray) -> list[Found]:
-    """One blob for each solid region of what is left over in a picture, and one where there is none."""
+    """One blob for each solid region of what is left over in an image, and one where there is none."""
     labels = np.zeros(energy.shape, dtype=np.int32)
     ndimage.label(energy > _LEFT_LEVEL**2, _BLOCK[1], output=labels)
     solid = np.flatnonzero(np.bincount(labels.ravel())[1:] >= _SPECK) + 1

@@ -56,7 +56,7 @@ def requests(clients: int, items: int) -> tuple[list[list[dict[str, Any]]], list
         assert isinstance(scores, torch.Tensor)
         expected.append(scores.tolist())
         images = [write_image(image) for image in packed]
-        bodies.append([{"id": str(k), "prompt": "", "metadata": {}, "picture": p} for k, p in enumerate(images)])
+        bodies.append([{"id": str(k), "prompt": "", "metadata": {}, "image": p} for k, p in enumerate(images)])
     return bodies, expected
 
 

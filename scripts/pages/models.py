@@ -78,7 +78,7 @@ may have the images in a column:
 - Transparent areas become white, and 16-bit grey becomes 8 bits; grey of 32 bits or of floats is refused.
 - The features that a pipeline computes from the images are computed once and cached with the text.
 - Rewards find the absolute paths, in their order, in `metadata["images"]` (a list also if the record has `image`).
-- Images from inside a data set are written to `~/.cache/flowrl/pictures` (or below `FLOWRL_CACHE`) under the hash of
+- Images from inside a data set are written to `~/.cache/flowrl/images` (or below `FLOWRL_CACHE`) under the hash of
   their content.
 
 Images of one size go through the network together, those of different sizes do not. If the pipeline embeds the image by

@@ -1,4 +1,4 @@
-"""DPOK: the buffer, the value network, the clamped ratio, the two forms of the KL."""
+"""DPOK: the buffer, the critic, the clamped ratio, the two forms of the KL."""
 
 import copy
 import dataclasses
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.algorithms.dpok import AnchorKL, Config, CriticConfig, build
+from flowrl.algorithms.dpok import AnchorKL, BatchedCriticConfig, Config, build
 from flowrl.core.types import Condition
-from flowrl.credit.critic import ValueNetwork
+from flowrl.credit.critic import Critic
 from flowrl.losses.ratio import clamped_ratio_loss, clipped_ratio_loss
 from flowrl.rollout.trajectories import Rollout
 from flowrl.rollout.transitions import Table, Transitions
@@ -39,7 +39,7 @@ from tests.toys import (
 DDIM = ddim.build(ddim.Config())
 REWARDS = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])
 PROMPTS = (("prompt 0", ()), ("prompt 1", ()))
-SMALL = {"batch": 8, "policy_steps": 3, "value": CriticConfig(learning_rate=1e-2, steps=4, batch_size=16)}
+SMALL = {"batch": 8, "policy_steps": 3, "critic": BatchedCriticConfig(learning_rate=1e-2, steps=4, batch_size=16)}
 
 
 def session(vp: bool = True, **options) -> Session:
@@ -147,7 +147,7 @@ def test_the_advantage_is_the_reward_less_the_value_there():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_share_a_draw_out_between_them(size):
-    """The same transitions, each once; the value network is fitted alike on all."""
+    """The same transitions, each once; the critic is fitted alike on all."""
     whole, parts = session(), []
     work = recall(whole)
     work.prepare()
@@ -165,7 +165,7 @@ def test_processes_share_a_draw_out_between_them(size):
     assert all(torch.equal(w, whole.algorithm.critic.network.out.weight) for w in weights)
 
 
-# ---- the value network
+# ---- the critic
 
 
 def test_the_critic_learns_rewards_that_depend_on_latents_text_and_step():
@@ -173,7 +173,7 @@ def test_the_critic_learns_rewards_that_depend_on_latents_text_and_step():
     features = torch.randn(256, 6, generator=generator)
     step = torch.randint(0, 3, (256,), generator=generator)
     reward = features[:, 0] + torch.tensor([-1.0, 0.0, 2.0])[step] * features[:, 1]
-    critic = ValueNetwork(6, 0, 3e-3, num_steps=3)
+    critic = Critic(6, 0, 3e-3, num_steps=3)
     before = float((critic(features, step) - reward).square().mean().detach())
     for _ in range(150):
         critic.descend(critic(features, step) - reward)
@@ -188,7 +188,7 @@ def test_its_own_steps_bring_the_value_towards_the_rewards_of_the_run():
     for iteration in range(1, 9):
         sums = Sums()
         recall(run, REWARDS + 3, iteration, sums=sums).prepare()
-        errors.append(sums.means()["policy/value_error"])
+        errors.append(sums.means()["policy/critic_error"])
     assert errors[-1] < 0.2 * errors[0]
 
 
@@ -288,7 +288,7 @@ def test_an_iteration_takes_its_policy_steps_through_the_parity_gate():
     sums = iterate(run, work, 1, gate=torch.float32)
     assert work.optimizer.updates == 3
     assert sums.means()["policy/ratio_mean"] == pytest.approx(1.0, abs=0.1)
-    assert {"policy/value_error", "policy/kl_reference", "policy/clip_fraction"} <= set(sums.means())
+    assert {"policy/critic_error", "policy/kl_reference", "policy/clip_fraction"} <= set(sums.means())
     assert all(not torch.equal(a, b) for a, b in zip(before, run.adapter.network.parameters(), strict=True))
 
 
@@ -333,5 +333,5 @@ def test_defaults_are_those_of_the_released_code():
     """The KL's form is the paper's."""
     config = Config()
     assert (config.buffer, config.batch, config.policy_steps, config.reward_weight) == (1000, 24, 5, 100.0)
-    assert (config.value.learning_rate, config.value.steps, config.value.batch_size) == (1e-4, 5, 256)
+    assert (config.critic.learning_rate, config.critic.steps, config.critic.batch_size) == (1e-4, 5, 256)
     assert (config.clip(DDIM), config.surrogate, config.kl.coef, config.kl.form) == (1e-4, "clamp", 0.01, "gaussian")

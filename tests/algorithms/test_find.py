@@ -43,9 +43,9 @@ DIMS = 32
 PROMPTS = [(f"prompt {k}", ()) for k in range(4)]
 
 
-def weights_of(count: int = 4, *, value: bool = False, **options: Any) -> NoiseWeights:
+def weights_of(count: int = 4, *, critic: bool = False, **options: Any) -> NoiseWeights:
     weights = NoiseWeights(LearnedNoise(PROMPTS[:count], SHAPE), **options)
-    if value:
+    if critic:
         weights.calibration = Calibration(torch.eye(count), DIMS, seed=0, learning_rate=1e-3)
     return weights
 
@@ -214,7 +214,7 @@ def test_the_clip_ends_a_gain_and_not_the_correction_of_a_loss():
     assert float(loss_at(sharp, -2.0, 0.1)[1].min()) > 0
 
 
-@pytest.mark.parametrize("config", [group(), Config()], ids=["group", "value"])
+@pytest.mark.parametrize("config", [group(), Config()], ids=["group", "critic"])
 def test_on_a_quadratic_reward_every_mean_goes_to_its_own_target(config):
     torch.manual_seed(0)
     targets = torch.randn(2, DIMS)
@@ -222,7 +222,7 @@ def test_on_a_quadratic_reward_every_mean_goes_to_its_own_target(config):
     def reward(latents: Tensor, law: Tensor) -> Tensor:
         return -(latents.flatten(1) - targets[law]).square().sum(dim=1) / DIMS
 
-    run = Run(config, weights_of(2, value=config.baseline == "value"), optim(learning_rate=0.03, batch_size=64))
+    run = Run(config, weights_of(2, critic=config.baseline == "critic"), optim(learning_rate=0.03, batch_size=64))
     scores = [run.rollout(k, [0, 1], 16, reward).rewards.mean() for k in (1001, 1002)]
     for iteration in range(1, 121):
         run.iterate(iteration, [0, 1], 32, reward)
@@ -237,7 +237,7 @@ def test_on_a_quadratic_reward_every_mean_goes_to_its_own_target(config):
 
 
 def test_an_advantage_is_the_reward_less_what_v_said_before_it_was_fitted_to_it():
-    weights = weights_of(value=True)
+    weights = weights_of(critic=True)
     run = Run(Config(), weights, optim())
     rollout = run.rollout(1, [3, 1], 4, first_value)
     rollout.rewards[0, 1, 2] = torch.nan
@@ -252,19 +252,19 @@ def test_an_advantage_is_the_reward_less_what_v_said_before_it_was_fitted_to_it(
     assert_close(work.advantage[valid], expected[valid])
     assert sorted(work.shares[0].tolist()) == valid.nonzero().squeeze(1).tolist()
     assert not torch.equal(weights.calibration(laws, rollout.noise.numbers), before)
-    error = work.iteration.sums.means()["noise/value_error"]
+    error = work.iteration.sums.means()["noise/critic_error"]
     assert error == pytest.approx(float(expected[valid].square().mean()), rel=1e-5)
 
 
 def test_v_learns_what_tells_prompts_and_laws_apart_and_its_state_goes_on_bitwise():
-    weights = weights_of(value=True)
+    weights = weights_of(critic=True)
     judge, numbers = weights.calibration, torch.arange(4)
     rewards = torch.tensor([[0.0, 0.2], [1.0, 1.2], [2.0, torch.nan], [3.0, 3.2]])
     laws = weights.network.distributions(numbers)
     laws = dataclasses.replace(laws, mean=laws.mean.detach(), std=laws.std.detach())
     assert judge is not None
     judge.fit(laws, numbers, rewards, 10)
-    other = weights_of(value=True)
+    other = weights_of(critic=True)
     other.load_state({name: value.clone() for name, value in weights.state().items()})
     assert other.calibration is not None
     for one in (judge, other.calibration):
@@ -332,9 +332,9 @@ def test_a_law_that_keeps_its_moment_rests_where_it_is_not_drawn():
 
 def test_the_parts_of_two_processes_have_together_the_gradient_of_one():
     def gradient(*halves: tuple[World, slice]) -> dict[str, Tensor]:
-        run = Run(Config(), weights_of(value=True), optim(), batch_size=3)
+        run = Run(Config(), weights_of(critic=True), optim(), batch_size=3)
         for world, own in halves:
-            run.weights.calibration = weights_of(value=True).calibration  # each process has its own, alike
+            run.weights.calibration = weights_of(critic=True).calibration  # each process has its own, alike
             work = run.initials(run.rollout(1, [0, 2], 6, first_value, own), world)
             for batch, _ in work.batches(0):
                 run.algorithm.loss(batch, run.networks).loss.backward()

@@ -288,7 +288,7 @@ def test_times_of_pairs_are_those_of_training_and_the_run_fits_its_device(name, 
         # Uniform over 0..999: the mean of 400 has a std of 288 / 20.
         assert abs(float(times.mean()) - 499.5) < 4 * 14.4
     result: Any = memory.estimate(run, model, algorithm.plan(grid, Ode(), 1, 0), prompts=100)  # all is known of it
-    assert [phase.name for phase in result.phases] == ["encode", "pictures", "evaluation", "update"]
+    assert [phase.name for phase in result.phases] == ["encode", "images", "evaluation", "update"]
     assert not result.unknown
     assert result.rollout_flop == 0
     assert result.embeddings == 0, "captions are embedded when drawn"

@@ -118,13 +118,13 @@ def test_pictures_are_turned_upright(put, tmp_path):
 
 BROKEN = {
     "no caption": [pair() | {"prompt": " "}, pair() | {"prompt": None}, {"chosen": "a.png", "rejected": "b.png"}],
-    "missing picture": [pair("gone.png"), pair("a.png", "gone.png"), pair("", "b.png"), pair(3, "b.png"),
+    "missing image": [pair("gone.png"), pair("a.png", "gone.png"), pair("", "b.png"), pair(3, "b.png"),
         pair("~nobody/a.png"), pair("x" * 9000), pair("nul\0.png"), pair("\ud800.png")],
     "margin not a number from 0": [pair(margin=-1), pair(margin="much"), pair(margin=True), pair(margin=10**400),
         '{"prompt": "x", "chosen": "a.png", "rejected": "b.png", "margin": NaN}'],
-    "no rejected picture": [pair("a.png", None), {"prompt": "x", "chosen": "a.png"}],
+    "no rejected image": [pair("a.png", None), {"prompt": "x", "chosen": "a.png"}],
     "not a record": ['{"prompt": "x"', '{"prompt": ' + "[" * 100_000, "[1]", "words", '"x"'],
-    "same picture twice": [pair("a.png", "a.png"), pair("a.png", "./a.png")],
+    "same image twice": [pair("a.png", "a.png"), pair("a.png", "./a.png")],
     "tie": [pair(margin=0), pair(margin=0.0)],
 }  # fmt: skip
 
@@ -155,8 +155,8 @@ def test_what_cannot_be_used_is_skipped_counted_and_shown_by_its_line(put, reaso
         ({"label_0": True}, "label not 0, 0.5 or 1"),
         ({"label_0": 1, "label_1": 1}, "label not 0, 0.5 or 1"),
         *(({"has_label": no}, "no label") for no in (False, 0, 0.0, None, "", "0", "False", "false")),
-        ({"image_0_uid": "u", "image_1_uid": "u"}, "same picture twice"),
-        ({"jpg_1": None}, "missing picture"),
+        ({"image_0_uid": "u", "image_1_uid": "u"}, "same image twice"),
+        ({"jpg_1": None}, "missing image"),
     ],
 )
 def test_a_label_that_says_nothing_is_left_out_by_its_reason(put, change, reason):
@@ -185,14 +185,14 @@ def test_ties_may_be_most_of_a_set_but_broken_records_only_a_few(put):
     assert len(load_preferences(put(*[good] * 9, gone), "data.pairs")) == 9
     message = refusal(put(*[good] * 8, gone, gone), PreferenceOptions())
     assert "2 of 10 records are broken, more than max_broken=0.1 allows" in message
-    assert "skipped 2, missing picture: line 9 (chosen='gone.png'); line 10" in message
+    assert "skipped 2, missing image: line 9 (chosen='gone.png'); line 10" in message
 
 
 def test_a_set_with_nothing_to_use_is_refused_with_the_counts(put, tmp_path):
     message = refusal(put(pair(margin=0), pair("gone.png")))
     assert "no record can be used" in message
     assert "skipped 1, tie: line 1" in message
-    assert "skipped 1, missing picture: line 2" in message
+    assert "skipped 1, missing image: line 2" in message
     assert "needs a column" in refusal(put(""))
     assert "no such file or folder" in refusal(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
@@ -211,7 +211,7 @@ def test_winners_only_are_of_use_where_no_pair_is_needed(put):
     assert "3 of 3 records are used, 2 of them with a chosen image only" in str(found.report)
     assert len(load_preferences(folder, "data.pairs", ALL)) == 1
     alone = put({"prompt": "y", "chosen": "d.png"})
-    assert "skipped 1, no rejected picture" in refusal(alone)
+    assert "skipped 1, no rejected image" in refusal(alone)
 
 
 def test_a_picture_that_turns_out_unreadable_says_where_it_lies(put, tmp_path):
@@ -229,7 +229,7 @@ def test_a_picture_that_turns_out_unreadable_says_where_it_lies(put, tmp_path):
         assert "cannot be read" in str(caught.value)
     for k in "abcd":
         (tmp_path / f"{k}.png").unlink()
-    with pytest.raises(Unreadable, match=r"line 2.*missing picture"):
+    with pytest.raises(Unreadable, match=r"line 2.*missing image"):
         found.read(1)  # it was there when the set was loaded
     (tmp_path / "pairs.jsonl").unlink()
     with pytest.raises(Unreadable, match=r"line 2.*No such file"):
@@ -340,7 +340,7 @@ def test_a_picture_that_a_table_lacks_is_told_of_when_it_is_read():
     rows = [voted(0), voted(1) | {"jpg_1": None}]
     found = table(Stored([[rows]]))
     assert found.read(0).key
-    with pytest.raises(Unreadable, match=r"part-0.parquet, row 2.*missing picture"):
+    with pytest.raises(Unreadable, match=r"part-0.parquet, row 2.*missing image"):
         found.read(1)
 
 
@@ -470,7 +470,7 @@ def test_parquet_of_chosen_and_rejected_with_bytes_structs_and_paths(tmp_path):
     assert (found.margin, red(found.chosen)) == (0.5, 1)
     found = load_preferences(str(tmp_path / "struct.parquet"), "data.pairs").read(0)
     assert red(found.chosen) == 3
-    assert "missing picture: paths.parquet, row 1 (rejected='gone.png')" in refusal(str(tmp_path / "paths.parquet"))
+    assert "missing image: paths.parquet, row 1 (rejected='gone.png')" in refusal(str(tmp_path / "paths.parquet"))
     (tmp_path / "broken.parquet").write_text("no table")
     assert "broken.parquet is not a readable parquet file" in refusal(str(tmp_path / "broken.parquet"))
 

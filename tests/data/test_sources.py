@@ -234,7 +234,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    return tmp_path / "cache" / "pictures"
+    return tmp_path / "cache" / "images"
 
 
 TABLE = {"prompt": ["a", "b", "a"], "level": [1, 2, 3], "image": [png(10), png(20), png(10)]}
@@ -403,6 +403,6 @@ def test_a_missing_package_is_named_with_the_command(tmp_path, monkeypatch):
 def test_images_are_kept_in_the_users_cache_unless_set_otherwise(monkeypatch, tmp_path):
     monkeypatch.delenv("FLOWRL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert image_folder() == tmp_path / "flowrl" / "pictures"
+    assert image_folder() == tmp_path / "flowrl" / "images"
     monkeypatch.setenv("FLOWRL_CACHE", str(tmp_path / "own"))
-    assert image_folder() == tmp_path / "own" / "pictures"
+    assert image_folder() == tmp_path / "own" / "images"

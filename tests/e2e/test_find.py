@@ -30,7 +30,7 @@ def test_a_run_trains_the_noise_alone_resumes_bitwise_and_draws_its_own_prompts(
     train("name=parts", "iterations=2", *FIND, resume=True)
     assert digest("parts", 2) == digest("whole", 2) != digest("whole", 1)
     weights = [name.split("/") for name in load_file(state("whole", 2)) if name.startswith("weights/")]
-    assert {role for _, role, _ in weights} == {"policy", "ema", "value"}
+    assert {role for _, role, _ in weights} == {"policy", "ema", "critic"}
     laws = {name for _, role, name in weights if role == "policy"}
     assert laws == {f"{kind}.{k}" for kind in ("mean", "std") for k in range(3)}  # no weight of the network
     rows = [json.loads(line) for line in Path("runs/whole/metrics.jsonl").read_text().splitlines()]

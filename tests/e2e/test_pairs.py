@@ -129,9 +129,9 @@ def test_rounds_go_on_with_fresh_noise_until_there_are_enough_whatever_comes_bet
     code, printed = pairs("--out", "parts", "--count", "7", *words, "rollout.batch_size=2")
     assert code == 0, printed
     assert Path("parts/pairs.jsonl").read_bytes() == Path("once/pairs.jsonl").read_bytes()
-    assert sorted(os.listdir("parts/pictures")) == sorted(os.listdir("once/pictures"))
-    for name in os.listdir("parts/pictures"):  # those behind the fourth pair were drawn in other batches
-        one, other = (media.read(Path(out, "pictures", name)) for out in ("once", "parts"))
+    assert sorted(os.listdir("parts/images")) == sorted(os.listdir("once/images"))
+    for name in os.listdir("parts/images"):  # those behind the fourth pair were drawn in other batches
+        one, other = (media.read(Path(out, "images", name)) for out in ("once", "parts"))
         assert float((one - other).abs().max()) <= 1 / 255 + 1e-6  # rounding to 8 bits may fall to either side
     monkeypatch.setattr("flowrl.apps.pairs.drawing.Pairing", None)  # there is nothing to load a model for
     code, printed = pairs("--out", "parts", "--count", "7", *words)
@@ -174,7 +174,7 @@ def test_what_cannot_give_pairs_is_refused_and_nothing_is_drawn(pairs, place, wo
     assert code == 2, printed
     assert reason in printed
     assert "Traceback" not in printed
-    assert not list(place.glob("*/pictures/*"))
+    assert not list(place.glob("*/images/*"))
 
 
 def test_a_folder_of_pairs_made_otherwise_is_refused_with_what_differs(pairs):
@@ -214,7 +214,7 @@ def test_processes_share_the_prompts_and_make_the_same_pairs(pairs, place):
     assert code == 0, printed
     assert lines("two") == lines("one")
     assert header("two")["done"] == header("one")["done"]
-    assert sorted(os.listdir("two/pictures")) == sorted(os.listdir("one/pictures"))
+    assert sorted(os.listdir("two/images")) == sorted(os.listdir("one/images"))
 
 
 # ---- the parts
@@ -338,7 +338,7 @@ def test_a_folder_whose_making_was_killed_is_gone_on_with(tmp_path, monkeypatch)
                 folder.begin()
         assert PairFolder(out, {"seed": 0}, {}).begin().pairs == 0
         assert (out / "pairs.jsonl").read_bytes() == b""
-        assert (out / "pictures").is_dir()
+        assert (out / "images").is_dir()
         # Nothing is made yet, so a call that was refused may go on with other options.
         assert PairFolder(out, {"seed": 1}, {}).begin().pairs == 0
         assert json.loads((out / "pairs.json").read_text())["made_with"] == {"seed": 1}

@@ -13,7 +13,7 @@ DDPO = (
     "rollout.group_size=2",
 )
 DPOK = (
-    "algorithm={name: dpok, clip_range: 1.0e-3, buffer: 10, batch: 6, policy_steps: 2, value: {batch_size: 8}}",
+    "algorithm={name: dpok, clip_range: 1.0e-3, buffer: 10, batch: 6, policy_steps: 2, critic: {batch_size: 8}}",
     "rollout.group_size=2",
     "optim.updates_per_iteration=1",
 )

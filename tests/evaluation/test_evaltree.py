@@ -16,7 +16,16 @@ from flowrl.core.errors import Abandoned
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.credit.history import HistoryConfig
-from flowrl.credit.tree_credit import Scale, by_grain, by_path, depthwise, extremes, fuse, log_probs_on_ways, propagated
+from flowrl.credit.tree_credit import (
+    Scale,
+    by_grain,
+    by_path,
+    depthwise,
+    extremes,
+    fuse,
+    log_probs_on_paths,
+    propagated,
+)
 from flowrl.data.prompts import Prompt
 from flowrl.diffusion.tree_shapes import Branching
 from flowrl.evaluation.evaluation_tree import EvalTree
@@ -189,7 +198,7 @@ def test_the_likelier_ways_weigh_more_as_in_training(tmp_path):
     record = place.record()
     plan, ids, _, edges = place.drawn()
     tree, total = plan.tree, torch.tensor(record["leaves"]["reward"], dtype=torch.float64)[None]
-    ways = by_path(log_probs_on_ways(edges, ids, plan, torch.ones(len(plan))).T[None], tree, 2.0)
+    ways = by_path(log_probs_on_paths(edges, ids, plan, torch.ones(len(plan))).T[None], tree, 2.0)
     close(column(record, "reward"), on_edges(tree, record, fuse(total, tree, ways)[0]))
     plain = fuse(total, tree)[0]
     assert max(abs(a - b) for a, b in zip(column(record, "reward"), on_edges(tree, record, plain), strict=True)) > 1e-4

@@ -108,7 +108,7 @@ def test_the_limit_of_pixels_is_that_of_the_header_which_is_decoded(tmp_path, mo
     (tmp_path / "a.png").write_bytes(png_of_headers((4, 4), (60, 60)))
     assert media.read(tmp_path / "a.png").shape == (3, 60, 60)
     monkeypatch.setattr(PngImageFile, "load", lambda image: pytest.fail("it was decoded"))
-    sent = read_image(write_image(WireImage("png", (3, 4, 4), (tmp_path / "a.png").read_bytes())), "picture")
+    sent = read_image(write_image(WireImage("png", (3, 4, 4), (tmp_path / "a.png").read_bytes())), "image")
     assert sent.pixels == 16
     with pytest.raises(ValueError, match=r"the PNG holds \(60, 60\) pixels of RGB, not the shape \[3, 4, 4\]"):
         unpack(sent)

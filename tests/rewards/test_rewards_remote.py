@@ -47,7 +47,7 @@ def agrees(reward, count: int) -> None:
 
 def number(item) -> float:
     """What `brightness` gives, from the message alone."""
-    picture = unpack(read_image(item["picture"], "picture"))
+    picture = unpack(read_image(item["image"], "image"))
     return round(255 * float(picture.mean())) + 256 * int(item["prompt"]) + 65536 * item["metadata"].get("k", 0)
 
 

@@ -27,7 +27,7 @@ REMEDIES = {
     "rollout": ("rollout.batch_size", "larger; or fewer rollout.num_inference_steps, or model.compile=blocks"),
     "explore": ("rollout.exploration.pool", "smaller"),
     "decode": ("model.vae_precision", "bfloat16 on a GPU; and memory.vae_slicing=false"),
-    "pictures": ("data.pairs", "images on a local disk, of the size that is trained"),
+    "images": ("data.pairs", "images on a local disk, of the size that is trained"),
     "maps": ("algorithm.spatial", "null; or a smaller size of its maps"),
     "reward": ("rewards", "score on another device or server (flowrl serve), with a cache, or a larger batch"),
     "update": ("optim.batch_size", "larger; or model.gradient_checkpointing=false where the memory suffices"),

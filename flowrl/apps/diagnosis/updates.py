@@ -52,7 +52,7 @@ def dead_groups(seen: Evidence) -> Seen | None:
         return None
     size, change = int(seen.option("rollout.group_size")), "prompts that the model solves now and then"
     advice = Change("rollout.group_size", f"{2 * size}, or {change}")
-    if "sample/group_spread" in seen.columns and float(np.median(seen.column("sample/group_spread"))) < SAME_IMAGES:
+    if "sample/image_std" in seen.columns and float(np.median(seen.column("sample/image_std"))) < SAME_IMAGES:
         advice = Change("rollout.sampler.noise_level", "larger, or rollout.shared_noise=false: the images are the same")
     return Seen(
         share,

@@ -84,9 +84,9 @@ def _data(draft: Draft) -> None:
     gpus, size, many = draft.gpus(), draft.whole("train_batch_size"), draft.whole("gradient_accumulation_steps")
     keys = ("train_batch_size", "gradient_accumulation_steps")
     draft.put("data.pairs.per_iteration", gpus * size * many, *keys, note=f"{gpus} GPUs x {size} x {many}")
-    draft.copy("proportion_empty_prompts", note="of pairs; theirs of pictures")
+    draft.copy("proportion_empty_prompts", note="of pairs; theirs of images")
     draft.put("data.pairs.crop", "random" if draft.get("random_crop") else "center", "random_crop")
-    note = "pairs alike; theirs each picture by itself"
+    note = "pairs alike; theirs each image by itself"
     draft.put("data.pairs.flip", not draft.get("no_hflip"), "no_hflip", note=note)
     draft.put("optim.batch_size", 2 * size, "train_batch_size", note="two rows a pair; per process, memory alone")
 

@@ -19,7 +19,7 @@ from flowrl.core.files import write_atomically, writing
 from flowrl.run.changes import differences
 
 FORMAT = "flowrl-pairs-1"
-HEADER, LINES, IMAGES = "pairs.json", "pairs.jsonl", "pictures"
+HEADER, LINES, IMAGES = "pairs.json", "pairs.jsonl", "images"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def pack_items(items: list[Item]) -> list[bytes]:
 
     def plain(item: Item) -> dict[str, Any]:
         images = [(p.format, p.shape, len(p.data)) for p in (item.image, *item.sources)]
-        return {"id": item.id, "prompt": item.prompt, "metadata": item.metadata, "pictures": images}
+        return {"id": item.id, "prompt": item.prompt, "metadata": item.metadata, "images": images}
 
     data = tuple(image.data for item in items for image in (item.image, *item.sources))
     return pack_frame([plain(item) for item in items], data)
@@ -41,7 +41,7 @@ def unpack_items(records: list[dict[str, Any]], data: bytes) -> list[Item]:
     items, place = [], 0
     for record in records:
         images = []
-        for kind, shape, size in record["pictures"]:
+        for kind, shape, size in record["images"]:
             images.append(WireImage(kind, tuple(shape), data[place : place + size]))
             place += size
         items.append(Item(record["id"], record["prompt"], record["metadata"], images[0], tuple(images[1:])))

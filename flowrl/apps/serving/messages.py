@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from flowrl.core.wire import SCHEMA, WireError, WireImage, read_image, require_schema
 
 _REQUEST_KEYS = {"schema", "request_id", "reward", "items"}
-_ITEM_KEYS = {"id", "prompt", "metadata", "picture", "sources"}
+_ITEM_KEYS = {"id", "prompt", "metadata", "image", "sources"}
 _ID_LENGTH = 128
 _DEPTH = 32
 """Lists and objects inside each other in a sample's metadata."""
@@ -138,8 +138,8 @@ def _items(records: list[Any], limits: Limits) -> tuple[Item, ...]:
 
 
 def _item(record: Any, where: str, limits: Limits) -> Item:
-    if not isinstance(record, dict) or not {"id", "prompt", "picture"} <= set(record) <= _ITEM_KEYS:
-        raise Refusal(400, "form", f"{where}: must be an object with id, prompt, picture, and metadata or sources")
+    if not isinstance(record, dict) or not {"id", "prompt", "image"} <= set(record) <= _ITEM_KEYS:
+        raise Refusal(400, "form", f"{where}: must be an object with id, prompt, image, and metadata or sources")
     name, prompt, metadata, sources = (
         record["id"],
         record["prompt"],
@@ -158,9 +158,9 @@ def _item(record: Any, where: str, limits: Limits) -> Item:
         images = [read_image(source, f"{where}.sources[{k}]") for k, source in enumerate(sources)]
         if any(image.format != "png" for image in images):
             raise WireError(f"{where}.sources: must be png")
-        return Item(name, prompt, metadata, read_image(record["picture"], f"{where}.picture"), tuple(images))
+        return Item(name, prompt, metadata, read_image(record["image"], f"{where}.image"), tuple(images))
     except WireError as error:
-        raise Refusal(400, "picture", str(error)) from None
+        raise Refusal(400, "image", str(error)) from None
 
 
 def _is_id(value: Any) -> bool:

@@ -39,7 +39,7 @@ def score_items(entry: WeightedReward, items: list[Item]) -> list[Result]:
         try:
             samples[row] = unpack(item.image)
         except Exception as error:  # PIL raises many kinds for what is no image; none may end the worker
-            results[row] = failed(outputs, "picture", f"the image cannot be decoded: {error}")
+            results[row] = failed(outputs, "image", f"the image cannot be decoded: {error}")
     if whole and results:
         text = "another image of the group cannot be decoded"
         return [results.get(row) or failed(outputs, "raised", text) for row in range(len(items))]

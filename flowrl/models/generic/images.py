@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Sizes = tuple[tuple[int, int], ...]
 Place = tuple[str, int, int]
 """(method, number of its call, number of the part)."""
-LAYOUT, CONTENT, HELD = "pictures.layout", "pictures.content", "pictures.held"
+LAYOUT, CONTENT, HELD = "images.layout", "images.content", "images.held"
 PREPARE, EMBED = "prepare_latents", "encode_image"
 ANY = 1000  # a list of images has no limit of its own
 
@@ -334,4 +334,4 @@ class ReferenceImages:
 
 
 def _name(place: Place) -> str:
-    return "pictures." + ".".join(map(str, place))
+    return "images." + ".".join(map(str, place))

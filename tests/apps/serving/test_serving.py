@@ -107,7 +107,7 @@ def nested(levels: int) -> list:
         (message() | {"request_id": 7}, "form"),
         (message(request_id="x" * 1000), "form"),
         *((message(reward=value), "form") for value in ([], {}, None, 7)),
-        *((message(items=[ITEM | {"picture": {"format": kind, "data": ""}}]), "picture") for kind in ([], {}, None)),
+        *((message(items=[ITEM | {"image": {"format": kind, "data": ""}}]), "image") for kind in ([], {}, None)),
     ],
 )
 def test_malformed_messages_are_refused_with_the_reason(url, body, kind):
@@ -135,11 +135,11 @@ def test_an_unknown_reward_too_many_items_and_other_types_are_refused(url, body,
 def test_a_truncated_picture_has_an_error_and_no_score_while_its_neighbours_are_scored(url):
     body = message(3, "truncated")
     whole = pack(torch.rand(3, 30, 30, generator=torch.Generator().manual_seed(0)), "png")
-    body["items"][1]["picture"] = write_image(WireImage("png", whole.shape, whole.data[: len(whole.data) // 2]))
+    body["items"][1]["image"] = write_image(WireImage("png", whole.shape, whole.data[: len(whole.data) // 2]))
     answer = post(url, body)
     assert values(answer) == [0.0, None, 514.0]
     error = answer.json()["results"][1]["error"]
-    assert error["kind"] == "picture"
+    assert error["kind"] == "image"
     assert "truncated" in error["text"]
 
 
@@ -157,18 +157,18 @@ def png_that_says(width: int, height: int) -> bytes:
 def test_a_decompression_bomb_is_refused_by_its_header_before_it_is_decoded(url, shape, monkeypatch):
     monkeypatch.setattr("flowrl.media.transport.unpack", lambda picture: pytest.fail("it was decoded"))
     body = message()
-    body["items"][0]["picture"] = write_image(WireImage("png", shape, png_that_says(shape[2], shape[1])))
+    body["items"][0]["image"] = write_image(WireImage("png", shape, png_that_says(shape[2], shape[1])))
     answer = post(url, body)
     assert (answer.status_code, answer.json()["error"]["kind"]) == (413, "pixels")
 
 
 def test_a_bomb_whose_shape_lies_is_refused_and_many_small_ones_are_added_up(url):
     body = message()
-    body["items"][0]["picture"] = write_image(WireImage("png", (3, 4, 4), png_that_says(60_000, 60_000)))
-    assert post(url, body).json()["error"]["kind"] == "picture"
+    body["items"][0]["image"] = write_image(WireImage("png", (3, 4, 4), png_that_says(60_000, 60_000)))
+    assert post(url, body).json()["error"]["kind"] == "image"
     body = message(6)
     for item in body["items"]:
-        item["picture"] = write_image(WireImage("png", (3, 50, 40), png_that_says(40, 50)))
+        item["image"] = write_image(WireImage("png", (3, 50, 40), png_that_says(40, 50)))
     assert post(url, body).json()["error"]["kind"] == "pixels"
 
 
@@ -417,11 +417,11 @@ def test_a_decoder_may_raise_anything_and_costs_its_own_picture_alone(monkeypatc
 
     monkeypatch.setattr(worker, "unpack", decoded)
     body = message(3, "strange picture")
-    body["items"][1]["picture"] = write_image(pack(torch.zeros(3, 2, 2), "png"))
+    body["items"][1]["image"] = write_image(pack(torch.zeros(3, 2, 2), "png"))
     with serving(Inline()) as url:
         answer = post(url, body)
     assert values(answer) == [0.0, None, 514.0]
-    assert answer.json()["results"][1]["error"]["kind"] == "picture"
+    assert answer.json()["results"][1]["error"]["kind"] == "image"
 
 
 @pytest.fixture(scope="module")
