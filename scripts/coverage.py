@@ -1,4 +1,4 @@
-"""Coverage of the 95 % intervals of flowrl/statistics in simulation: the table of docs/judging.md.
+"""Coverage of the 95 % intervals of flowrl/statistics in simulation: the table of docs/judging/statistics.md.
 
     python scripts/coverage.py [RUNS]
 

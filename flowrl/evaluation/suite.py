@@ -288,7 +288,7 @@ def suite_of(name: str, module: ModuleType) -> Suite:
     """
     own = vars(module)
     if lacking := [part for part in ("FACTS", "items", "aggregate") if part not in own]:
-        raise ConfigError(f"{name} is not a suite: its file must define {', '.join(lacking)} (docs/judging.md)")
+        raise ConfigError(f"{name} is not a suite: its file must define {', '.join(lacking)} (docs/judging/suites.md)")
     optional = {key: own.get(key) for key in ("layout", "extras", "read_results", "from_answers", "rewards", "compat")}
     return Suite(name, own["FACTS"], own["items"], own["aggregate"], **optional)
 

@@ -4,7 +4,7 @@ The unit that is drawn is the group: a prompt with all its images and duplicates
 them unlike the commonest value, the interval is the percentile bootstrap. Below, where that is too narrow, it is the
 wider of two at each end: the t interval, which holds for symmetric values, and the bootstrap-t (Efron and Tibshirani
 1993, section 12.5), which follows a skewed distribution. Ties, groups of the same value, take degrees of freedom from
-the t interval (`_freedom`). docs/judging.md has the measured coverage.
+the t interval (`_freedom`). docs/judging/statistics.md has the measured coverage.
 """
 
 from __future__ import annotations
