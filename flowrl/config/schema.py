@@ -155,7 +155,7 @@ class RunConfig:
     """Checkpoints."""
     trackers: list[Any] = field(default_factory=list)
     """Trackers that are sent rows, evaluations and the summary: names, or mappings of `name` and options; empty: none.
-    docs/watching.md has the names; a tracker may be added when a run is resumed."""
+    docs/watching/trackers.md has the names; a tracker may be added when a run is resumed."""
     deterministic: bool = True
     """Deterministic kernels, which make a resumed run bitwise equal; false: faster on a GPU.
     An operation of the update that has no such kernel stops the run, and is named."""

@@ -65,7 +65,7 @@ on moving. But it is a proxy too: objects become larger, crosses become blobs, a
 rewards here, changes by {strict:+.1f} points. The gate stops the freezing, not the over-optimisation.
 
 **What to do.** Look at videos, not at the reward alone. Use `motion` beside a reward that reads the caption, and let
-[the guard](../watching.md#the-guard) watch one that is not trained on.
+[the guard](../watching/guard.md) watch one that is not trained on.
 """
 
 

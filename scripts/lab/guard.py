@@ -1,6 +1,6 @@
 """The guard in the lab: does it stop the runs that hack their reward, and leave the healthy ones alone?
 
-    python -m scripts.lab guard                             run missing cells, then write the table of docs/watching.md
+    python -m scripts.lab guard                             run missing cells, then write the table of docs/watching/guard.md
     python -m scripts.lab guard --write                     only write the table
     python -m scripts.lab guard NAME ... --seeds 0          only these recipes and seeds
     python -m scripts.lab guard --again NAME ... --seeds 0  run them anew
@@ -31,7 +31,7 @@ from scripts.lab.cells import Job, load, run_missing
 from scripts.lab.recipes import ROOT
 from scripts.lab.runs import RUNS, Failed, Run, code_now, costs, origin, read, train, write
 
-NUMBERS, PAGE = ROOT / "docs" / "lab" / "guard.json", ROOT / "docs" / "watching.md"
+NUMBERS, PAGE = ROOT / "docs" / "lab" / "guard.json", ROOT / "docs" / "watching" / "guard.md"
 LAB, PROXY = ROOT / "configs" / "lab", ROOT / "configs" / "proxy"
 GOLD, COSINE = "shapes_strict", "clip_cos"
 EVERY = "eval.every=10"
@@ -136,7 +136,7 @@ def table(cells: dict[str, dict[str, Any]]) -> str:
 
 
 def write_page(cells: dict[str, dict[str, Any]]) -> None:
-    """Put the table between its marks in docs/watching.md."""
+    """Put the table between its marks in docs/watching/guard.md."""
     marked = f"<!-- guard_lab -->\n{table(cells)}\n<!-- end of guard_lab -->"
     text, found = re.subn(
         r"<!-- guard_lab -->.*<!-- end of guard_lab -->",
