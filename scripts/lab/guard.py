@@ -1,6 +1,6 @@
 """The guard in the lab: does it stop the runs that hack their reward, and leave the healthy ones alone?
 
-    python -m scripts.lab guard                             run missing cells, then write the table of docs/watching/guard.md
+    python -m scripts.lab guard                             run missing cells; write the table of docs/watching/guard.md
     python -m scripts.lab guard --write                     only write the table
     python -m scripts.lab guard NAME ... --seeds 0          only these recipes and seeds
     python -m scripts.lab guard --again NAME ... --seeds 0  run them anew
