@@ -32,7 +32,7 @@ captions x 2 seeds; gains are points of strict accuracy over the base's on the c
 best mean of {WINDOW} neighbouring evaluations, at the iteration of the middle one. *Fall* is the mean of the last
 {WINDOW} minus that of the best {WINDOW}, paired by caption with a 95 % bootstrap interval; the best are chosen on one
 half of the captions and compared on the other, both ways, so that the luck of the choice is not in it. A recipe *falls*
-where the whole interval is below 0, and *holds* otherwise. In the picture the dot is the recipe's own cell.
+where the whole interval is below 0, and *holds* otherwise. In the figure the dot is the recipe's own cell.
 """
 
 
