@@ -14,7 +14,8 @@ other outputs, none is to be trained on alone. Frames f are 8-bit, as saved; |.|
                          frames an eighth of a second apart, less the change of the whole image: no optical flow;
                          flashes and the noise of single pixels count little
     motion_consistency   with `backbone`: mean_i (max(0, cos(e_i, e_i-1)) + max(0, cos(e_i, e_0))) / 2 of embeddings e:
-                         VBench's subject consistency with DINO ViT-B/16, its background consistency with CLIP B/32
+                         VBench's subject consistency with DINO ViT-B/16 (frames keep their aspect), its background
+                         consistency with CLIP B/32 (their central square)
     motion_degree        with `flow_weights`: 1 where VBench calls the video dynamic by RAFT's optical flow, else 0; the
                          gate is then the number of moving pairs over that which makes it dynamic, at most 1
 
@@ -119,10 +120,9 @@ def consistency(embeddings: Tensor) -> float:
     return ((before + first) / 2).mean().clamp(max=1).item()
 
 
-def spaced(frames: Sequence[np.ndarray], fps: float) -> tuple[Sequence[np.ndarray], float]:
-    """Frames about an eighth of a second apart and their number per second, two at least."""
-    step = min(max(1, round(fps / _FLOW_FPS)), len(frames) - 1)
-    return frames[::step], fps / step
+def spaced(frames: Sequence[np.ndarray], fps: float) -> Sequence[np.ndarray]:
+    """Frames about an eighth of a second apart, two at least."""
+    return frames[:: min(max(1, round(fps / _FLOW_FPS)), len(frames) - 1)]
 
 
 def card_of(config: Config) -> Card:
@@ -136,7 +136,7 @@ def build(config: Config) -> Reward:
     embed: Embed | None = None
     speed: Magnitude | None = None
     if config.backbone is not None:
-        embed = network(config.backbone, config.device, reward="motion")
+        embed = network(config.backbone, config.device, reward="motion", whole=True)
     if config.flow_weights is not None:
         speed = load_raft(config.flow_weights, device=config.device, reward="motion")
 
@@ -151,7 +151,7 @@ def build(config: Config) -> Reward:
         if len(frames) < len(pixels):
             return dict.fromkeys(card.outputs, math.nan)
         strength = fmean(difference(a, b) for a, b in pairwise(frames))
-        apart, fps = spaced(frames, config.fps)
+        apart = spaced(frames, config.fps)
         moved = dynamics(apart)
         gate, quality = min(moved / config.enough, 1.0), [smoothness(frames)]
         values = {
@@ -165,7 +165,8 @@ def build(config: Config) -> Reward:
             quality.append(values["motion_consistency"])
         if speed is not None:
             speeds = [speed(a, b) for a, b in pairwise(apart)]
-            gate = moving_share(speeds, frames=len(apart), shorter_side=min(apart[0].shape[:2]), fps=fps)
+            side = min(apart[0].shape[:2])
+            gate = moving_share(speeds, frames=len(apart), shorter_side=side, fps=config.fps)
             values["motion_degree"] = float(gate >= 1)
         return values | {"motion": min(gate, 1.0) * fmean(quality)}
 

@@ -18,7 +18,7 @@ Embed = Callable[[Sequence[Tensor]], Tensor]
 """n finite images [3, H, W] in [0, 1] -> [n, D] on the CPU."""
 
 
-def network(name: str, device: str | None, *, reward: str, instead: str = "") -> Embed:
+def network(name: str, device: str | None, *, reward: str, instead: str = "", whole: bool = False) -> Embed:
     """Projected image embeddings of a CLIP, else the class token of a ViT such as DINO or DINOv2.
 
     The network is float32 and frozen, after its own preprocessing.
@@ -28,6 +28,8 @@ def network(name: str, device: str | None, *, reward: str, instead: str = "") ->
         device: where it runs; none takes the GPU if there is one.
         reward: whose it is, for the error.
         instead: what else the user may give, for the error.
+        whole: whether a ViT such as DINO, whose preprocessing makes squares, sees images in their own aspect: their
+            shorter side gets the square's, and position embeddings are interpolated. Others keep the central square.
 
     Raises:
         RewardError: the weights can neither be found nor downloaded.
@@ -45,12 +47,15 @@ def network(name: str, device: str | None, *, reward: str, instead: str = "") ->
         ) from error
     place = checkpoints.place(device)
     model.to(place)
+    size, position = {}, {}
+    if whole and model.config.model_type == "vit":
+        size, position = {"size": {"shortest_edge": processor.size["height"]}}, {"interpolate_pos_encoding": True}
 
     def part(images: Images) -> Tensor:
-        pixels = processor(images=[to_uint8(p) for p in images], return_tensors="pt")["pixel_values"].to(place)
+        pixels = processor(images=[to_uint8(p) for p in images], return_tensors="pt", **size)["pixel_values"].to(place)
         with torch.autocast(place.type, enabled=False):
             if hasattr(model, "get_image_features"):
                 return projected(model.get_image_features(pixel_values=pixels)).cpu()
-            return model(pixel_values=pixels).last_hidden_state[:, 0].cpu()
+            return model(pixel_values=pixels, **position).last_hidden_state[:, 0].cpu()
 
     return lambda images: torch.cat([part(images[i : i + _CHUNK]) for i in range(0, len(images), _CHUNK)])

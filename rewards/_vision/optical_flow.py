@@ -81,8 +81,9 @@ def load_raft(file: str, *, device: str | None, reward: str) -> Magnitude:
 def moving_share(magnitudes: Sequence[float], *, frames: int, shorter_side: int, fps: float) -> float:
     """How many pairs move, over how many must for VBench to call a video dynamic: 1 or more where it is.
 
-    A pair moves above 6 * shorter_side / 256 pixels, more where there are fewer than 8 frames a second. A quarter of
-    the frames must, one at least: the released code calls videos of one or two frames dynamic whatever they show.
+    A pair moves above 6 * shorter_side / 256 pixels, more where `fps`, the rate of the video itself and not of the
+    frames that were taken of it, is below 8. A quarter of the frames must, one at least: the released code calls videos
+    of one or two frames dynamic whatever they show.
 
     >>> moving_share([9.0, 9.0, 1.0, 1.0, 1.0, 1.0, 9.0], frames=8, shorter_side=256, fps=8.0)
     1.5

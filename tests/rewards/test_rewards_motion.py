@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from flowrl.rewards._vision import optical_flow
 from flowrl.rewards.motion import Config, build, consistency, dynamics, spaced
+from transformers import ViTModel
 
 from flowrl.reward import RewardError
 from flowrl.rewards import motion
 from tests.tiny_rewards import raw_scores
-from tests.tiny_rewards.diversity import save_clip
+from tests.tiny_rewards.diversity import save_clip, save_dino
 
 FRAMES, SIZE = 9, 64
 
@@ -103,10 +104,10 @@ def test_values_are_those_of_the_definitions(reward):
 
 def test_a_clip_of_more_frames_a_second_is_looked_at_at_an_eighth_of_a_second():
     frames = [np.array(number) for number in range(33)]
-    assert spaced(frames, 8.0) == (frames, 8.0)
-    assert spaced(frames, 24.0) == (frames[::3], 8.0)
-    assert spaced(frames, 4.0) == (frames, 4.0)
-    assert spaced(frames[:3], 60.0) == ([frames[0], frames[2]], 30.0)
+    assert spaced(frames, 8.0) == frames
+    assert spaced(frames, 24.0) == frames[::3]
+    assert spaced(frames, 4.0) == frames
+    assert spaced(frames[:3], 60.0) == [frames[0], frames[2]]
 
 
 def test_a_large_picture_has_32_by_32_cells():
@@ -146,6 +147,22 @@ def test_a_backbone_adds_its_consistency_to_the_quality(tmp_path):
     assert found["motion_consistency"][1] < 1
     quality = (found["motion_consistency"][2] + found["motion_smoothness"][2]) / 2
     assert found["motion"][2] == pytest.approx(quality * min(found["motion_dynamics"][2] / 0.05, 1))
+
+
+def test_dino_sees_frames_in_their_own_aspect_as_vbench_shows_them(tmp_path):
+    """Vchitect/VBench:vbench/utils.py:dino_transform: the shorter side to the network's, nothing cut or squashed."""
+    folder = save_dino(tmp_path)
+    wide = panned(3)[..., :32, :]
+    model = ViTModel.from_pretrained(folder).eval()
+    saved = F.interpolate((wide * 255).round(), size=(16, 32), mode="bilinear", antialias=True)
+    with torch.no_grad():
+        pixels = (saved / 255 - 0.5) / 0.5
+        rows = model(pixel_values=pixels, interpolate_pos_encoding=True).last_hidden_state[:, 0]
+    found = scored(build(Config(backbone=folder, device="cpu")), wide[None])["motion_consistency"][0]
+    assert found == pytest.approx(consistency(rows), abs=2e-4)  # the processor rounds the resized image to 8 bits
+    squashed = F.interpolate(pixels, size=(16, 16))
+    with torch.no_grad():
+        assert abs(consistency(model(pixel_values=squashed).last_hidden_state[:, 0]) - found) > 2e-3
 
 
 # ---- with optical flow
@@ -197,6 +214,15 @@ def test_the_speed_is_the_mean_of_the_fastest_twentieth_of_the_padded_flow(raft,
         flow = model(prepared(first), prepared(second), num_flow_updates=20)[-1][0].numpy()
     speeds = np.sort(np.sqrt(flow[0] ** 2 + flow[1] ** 2).flatten())[::-1]
     assert magnitude(first, second) == pytest.approx(speeds[: int(136 * 136 * 0.05)].mean(), rel=1e-3)
+
+
+@pytest.mark.parametrize(("fps", "degree"), [(4.0, 0.0), (6.0, 0.0), (8.0, 1.0), (12.0, 1.0), (24.0, 1.0)])
+def test_the_bound_of_a_speed_follows_the_videos_own_rate(monkeypatch, fps, degree):
+    """VBench divides 8 by the file's rate; at 12, of which every second frame is taken, the bound stays."""
+    speed = 1.1 * 6 * SIZE / 256
+    monkeypatch.setattr(motion, "load_raft", lambda *args, **options: lambda first, second: speed)
+    found = scored(build(Config(flow_weights="anything", fps=fps)), panned(3)[None])
+    assert found["motion_degree"] == [degree]
 
 
 def test_flow_decides_the_gate(monkeypatch):

@@ -29,6 +29,17 @@ def save_dinov2(folder: Path) -> str:
     return str(folder)
 
 
+def save_dino(folder: Path) -> str:
+    """A DINO with its preprocessing, which makes squares."""
+    from transformers import ViTConfig, ViTImageProcessor, ViTModel
+
+    size: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder)
+    shape = ViTConfig(**size, image_size=16, patch_size=8, initializer_range=0.5)
+    toy_clip.drawn(lambda: ViTModel(shape, add_pooling_layer=False), 0).save_pretrained(folder)
+    return str(folder)
+
+
 def cases(folder: Path, stack: ExitStack) -> dict[str, Reward]:
     backbones = {"fixed": "fixed", "clip": save_clip(folder / "clip"), "dinov2": save_dinov2(folder / "dinov2")}
     return {name: build(Config(backbone=place, device="cpu")) for name, place in backbones.items()}
