@@ -110,10 +110,11 @@ def interval(
         bounds: least and largest possible value, at which an interval of few prompts ends; None: not known.
 
     Returns:
-        `mean`, `low`, `high`, `n`. One group alone has no interval: its `low` and `high` are NaN.
+        `mean`, `low`, `high`, `n`. One group alone, and equal values without `bounds`, have no interval: `low` and
+        `high` are NaN.
 
     >>> interval(np.asarray([0.5, 0.5]))
-    {'mean': 0.5, 'low': 0.5, 'high': 0.5, 'n': 2}
+    {'mean': 0.5, 'low': nan, 'high': nan, 'n': 2}
     """
     values = per_prompt[~np.isnan(per_prompt)]
     if not len(values):
@@ -181,7 +182,8 @@ def of_few(sample: Clusters, mean: float, seed: int, bounds: Bounds | None) -> t
 
     Groups of one size that are all at one bound or the other are n passes and failures: Wilson's interval. Where all
     values are equal, the sample says nothing of their spread. With bounds between which they lie the interval is then
-    the score interval of none of n, Tango's (1998) of n pairs without a difference. Without bounds it has no width.
+    the score interval of none of n, Tango's (1998) of n pairs without a difference. Without bounds there is none: NaN,
+    since ends without a width would claim to be certain.
     """
     n, error, count = len(sample), sample.error, sample.count.astype(np.float64)
     if n < 2:
@@ -191,8 +193,9 @@ def of_few(sample: Clusters, mean: float, seed: int, bounds: Bounds | None) -> t
         ends = wilson(int((each == bounds[1]).sum()), n)
         return bounds[0] + ends[0] * (bounds[1] - bounds[0]), bounds[0] + ends[1] * (bounds[1] - bounds[0])
     if float(np.ptp(each)) == 0.0 or error == 0.0:
-        reach = wilson(0, n)[1] if bounds is not None and bounds[0] <= mean <= bounds[1] else 0.0
-        least, largest = bounds or (mean, mean)
+        if bounds is None or not bounds[0] <= mean <= bounds[1]:
+            return math.nan, math.nan
+        reach, (least, largest) = wilson(0, n)[1], bounds
         return mean - reach * (mean - least), mean + reach * (largest - mean)
     # Centred, so that squares of large values do not cancel.
     total = sample.total - mean * count

@@ -108,9 +108,12 @@ def test_a_skewed_sample_has_the_longer_end_on_its_long_side():
     assert (turned["low"], turned["high"]) == (pytest.approx(-found["high"]), pytest.approx(-found["low"]))
 
 
-def test_equal_values_have_an_interval_without_width_and_one_prompt_has_none():
-    equal = interval(np.zeros(7))
-    assert (equal["low"], equal["high"]) == (0.0, 0.0)
+def test_equal_values_without_bounds_and_one_prompt_have_no_interval():
+    for n in (2, 7, 80):
+        equal = interval(np.full(n, 2.5))
+        assert (equal["mean"], equal["n"]) == (2.5, n)
+        assert np.isnan([equal["low"], equal["high"]]).all()
+        assert interval(np.full(n, 2.5), bounds=(0.0, 5.0))["high"] > 2.5
     assert np.isnan([interval(np.ones(1))["low"], interval(np.ones(3), np.zeros(3, dtype=int))["high"]]).all()
 
 

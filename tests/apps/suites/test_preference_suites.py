@@ -121,6 +121,6 @@ def test_ocr_is_the_mean_and_the_share_of_texts_read_whole(tmp_path):
     table = ocr.aggregate(rows_of(items, [(1.0, 0.999), (0.5, None)], "ocr"), items)
     assert means(table) == pytest.approx({"ocr": 2.499 / 3, "whole text read": 1 / 3})
     assert len(ocr.items(Path("sd3-ocr-heldout.jsonl"))) == 96
-    other = ocr.aggregate(rows_of(items, [(1.0, 0.5), (0.5, 1.0)], "mine"), items)
+    other = ocr.aggregate(rows_of(items, [(1.0, 0.5), (0.5, 0.5)], "mine"), items)
     assert list(means(other)) == ["mine"]
     assert not math.isnan(other.lines[0].low)
