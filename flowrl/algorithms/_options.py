@@ -20,6 +20,24 @@ from flowrl.diffusion.training_times import TimesConfig, of_process
 from flowrl.diffusion.tree_shapes import Branching
 from flowrl.samplers.base import KLDivisor, Sampler
 
+ClipRange = float | list[float]
+"""The bound on |ratio - 1|, or its largest fall and rise."""
+
+
+def clip_bounds(clip_range: ClipRange) -> tuple[float, float]:
+    """(fall, rise) of a clip range of one number or two.
+
+    Raises:
+        ValueError: it is something else, or a number is not above 0.
+
+    >>> clip_bounds(0.2), clip_bounds([0.2, 0.28])
+    ((0.2, 0.2), (0.2, 0.28))
+    """
+    given = clip_range if isinstance(clip_range, list) else [clip_range, clip_range]
+    if len(given) != 2 or not all(bound > 0 for bound in given):
+        raise ValueError(f"clip_range={clip_range} must be positive, one number or two: the largest fall and rise")
+    return given[0], given[1]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -53,9 +71,9 @@ class Options:
         """Rule that makes advantages of rewards; None: the method credits by itself."""
         return None
 
-    def clip(self, sampler: Sampler) -> float:
-        """The bound on |ratio - 1| in use; inf: none."""
-        return float("inf")
+    def clip(self, sampler: Sampler) -> tuple[float, float]:
+        """The ratio's largest fall and rise in use; inf: not bounded."""
+        return float("inf"), float("inf")
 
     def terms(self, num_steps: int) -> int:
         """Training times of a sample on a grid of so many steps.
@@ -208,6 +226,10 @@ class PathOptions(Options):
     path_weight: float = 0.0
     """beta: leaves after an edge count by exp(beta z), z how likely the path to them was among them (standardised
     log-prob); 0: all alike."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_not_negative(vars(self), "path_weight")
 
 
 @dataclass(frozen=True, kw_only=True)

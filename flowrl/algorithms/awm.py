@@ -21,9 +21,10 @@ from typing import Literal
 from torch import Tensor
 
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, pull, pulling
-from flowrl.algorithms._options import CreditOptions, SolverOptions, TimesOptions
+from flowrl.algorithms._options import ClipRange, CreditOptions, SolverOptions, TimesOptions, clip_bounds
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages
 from flowrl.diffusion.training_times import TimesConfig
@@ -44,8 +45,8 @@ class Config(CreditOptions, SolverOptions, TimesOptions):
     """p of `ghuber`, in (0, 1]."""
     ratio: Literal["term", "sample"] = "term"
     """One ratio for each time, or one per sample, of the mean log-prob over its times."""
-    clip_range: float = 1.0
-    """Bound on |ratio - 1|, in units of a mean over dims."""
+    clip_range: ClipRange = 1.0
+    """Bound on |ratio - 1|, in units of a mean over dims; two numbers: its largest fall and rise."""
     advantage_max: float = 1.0
     """The clipped advantages are rescaled to this bound."""
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1e-3))
@@ -61,8 +62,8 @@ class Config(CreditOptions, SolverOptions, TimesOptions):
         super().__post_init__()
         if not 0 < self.power <= 1:
             raise ValueError(f"power={self.power} must be in (0, 1]")
-        if self.clip_range <= 0 or self.advantage_max <= 0:
-            raise ValueError("clip_range and advantage_max must be positive")
+        clip_bounds(self.clip_range)
+        require_positive(vars(self), "advantage_max")
         if self.advantages.clip is None:
             raise OptionError(
                 "advantages.clip=null: AWM rescales clipped advantages to advantage_max",
@@ -99,8 +100,7 @@ class Awm(SampleMethod[Config]):
         log_ratio = log_prob - (log_prob.detach() if batch.old is None else batch.old)
         if config.ratio == "sample":
             log_ratio = group_mean(log_ratio, batch.sample)
-        clip = (config.clip_range, config.clip_range)
-        policy, clipped = clipped_ratio_loss(log_ratio, batch.advantage.double(), clip)
+        policy, clipped = clipped_ratio_loss(log_ratio, batch.advantage.double(), clip_bounds(config.clip_range))
         policy = policy + pull(config.ema_kl, outputs, "anchor")
         metrics = {
             "policy/loss": policy,

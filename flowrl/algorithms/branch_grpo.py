@@ -25,11 +25,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._options import PathOptions, RatioOptions
+from flowrl.algorithms._options import PathOptions, RatioOptions, clip_bounds
 from flowrl.algorithms._tree import NodeOptions, by_nodes
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClipOptions, clipped_loss
 from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.strict import require_positive
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import DepthWindow, LeafRewards, Scale, depthwise, extremes, fuse, parent_top1
 from flowrl.diffusion.plan import StepPlan
@@ -72,15 +73,16 @@ class Config(NodeOptions, PathOptions, ClipOptions, RatioOptions):
         super().__post_init__()
         if self.spread is not None and not (math.isfinite(self.spread) and self.spread >= 0):
             raise ValueError(f"spread={self.spread} must be a number of at least 0, or null for independent siblings")
+        require_positive(vars(self), "split_inflation", "keep")
         given = self.splits
         if (given is not None and (not given or len(set(given)) < len(given))) or self.children < 2:
             raise ValueError(
                 f"splits={given}, children={self.children}: at least one split, none twice, and 2 children"
             )
 
-    def clip(self, sampler: Sampler) -> float:
+    def clip(self, sampler: Sampler) -> tuple[float, float]:
         preset = _PRESET.get(sampler.name) if self.clip_range is None else None
-        return super().clip(sampler) if preset is None else preset
+        return super().clip(sampler) if preset is None else clip_bounds(preset)
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         super().check(sampler, num_steps)

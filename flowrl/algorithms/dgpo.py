@@ -21,7 +21,7 @@ import torch
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, pull, pulling
 from flowrl.algorithms._options import CreditOptions, ReferenceOptions, SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
-from flowrl.core.strict import require_positive
+from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
@@ -52,6 +52,7 @@ class Config(ReferenceOptions, CreditOptions, SolverOptions, TimesOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(vars(self), "beta", "clip_range")
+        require_not_negative(vars(self), "sample_average_from")
 
 
 class Dgpo(SampleMethod[Config]):

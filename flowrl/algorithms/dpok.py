@@ -139,9 +139,9 @@ class Dpok(EdgeMethod[Config]):
         config, policy, sampler = self.config, networks.policy, networks.policy.sampler
         prediction = policy.predict(batch.latents, batch.start, batch.cond)
         transition = by_edge(policy.distribution(prediction, batch.latents, batch.start), batch)
-        log_ratio, bound = self.log_ratio(transition, batch, sampler), config.clip(sampler)
+        log_ratio = self.log_ratio(transition, batch, sampler)
         rule = clamped_ratio_loss if config.surrogate == "clamp" else clipped_ratio_loss
-        surrogate, clipped = rule(log_ratio, single_advantage(batch), (bound, bound))
+        surrogate, clipped = rule(log_ratio, single_advantage(batch), config.clip(sampler))
         loss = config.reward_weight * surrogate
         metrics = ratio_metrics(log_ratio, loss) | {"policy/clip_fraction": clipped.float().sum()}
         if config.kl.coef > 0:

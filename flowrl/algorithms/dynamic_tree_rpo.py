@@ -171,9 +171,9 @@ class DynamicTreeRpo(EdgeMethod[Config]):
         config, policy = self.config, networks.policy
         prediction = policy.predict(batch.latents, batch.start, batch.cond)
         transition = by_edge(policy.distribution(prediction, batch.latents, batch.start), batch)
-        clip, advantage = config.clip(policy.sampler), single_advantage(batch)
+        (low, high), advantage = config.clip(policy.sampler), single_advantage(batch)
         lean = config.clip_sensitivity * advantage
-        bounds = Bounds(clip * (1 - lean).clamp(min=_LEAST), clip * (1 + lean).clamp(min=_LEAST))
+        bounds = Bounds(low * (1 - lean).clamp(min=_LEAST), high * (1 + lean).clamp(min=_LEAST))
         terms = clipped_terms(self.log_ratio(transition, batch, policy.sampler), [advantage], bounds)
         if config.tuning is not None:
             error = (batch.by_edge(prediction.velocity) - batch.columns["target"]).square().flatten(1).mean(dim=1)

@@ -3,7 +3,8 @@
     1. z ~ N(mu, s^2), per prompt; x0 by a deterministic solver: z decides the image, one decision an episode
     2. A = r - V(mu, s, text), and 5 steps of V towards r; or r less the group's mean
     3. rho = exp(log p(z; mu, s) - log p_old(z)), p_old the distribution that drew z
-    4. loss = max(-k A rho, -k A clamp(rho, 1 - c, 1 + c)) + prior * mean[mu^2 + (s - 1)^2];  s >= 1e-4 after each step
+    4. loss = max(-k A rho, -k A clamp(rho, 1 - c, 1 + c)) + prior * mean[mu^2 + (s - 1)^2];
+       s >= least_std after each step
 
 At first mu = 0 and s = 1: the base sampler's own noise. Only the prompts of an update move.
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import plain_rewards
-from flowrl.algorithms._options import CreditOptions, NoiseOptions
+from flowrl.algorithms._options import ClipRange, CreditOptions, NoiseOptions, clip_bounds
 from flowrl.algorithms.base import Networks, NoiseMethod
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_not_negative, require_positive
@@ -48,14 +49,14 @@ class Config(NoiseOptions, CreditOptions):
     """k: times the advantage, against the prior."""
     log_prob: NoiseForm = "sqrt"
     """Sum over the latent's D values, over 1, sqrt(D) or D (`mean`, published)."""
-    clip_range: float = 0.2
-    """c, in the units of `log_prob`."""
+    clip_range: ClipRange = 0.2
+    """c, in the units of `log_prob`; two numbers: the ratio's largest fall and rise."""
     prior_coef: float = 0.01
     """Pull to N(0, 1)."""
     train_std: bool = True
     """False learns the means alone."""
-    least_std: float = 1e-4
-    """s is at least this after each step."""
+    least_std: float = 0.5
+    """s is at least this after each step; at the published 1e-4 single values lose their std, and gradients explode."""
     keep_moment: bool = False
     """After each step scale mu and s back to mean(mu^2 + s^2) = 1: z keeps the size that the network was trained on."""
     refresh: int = 1
@@ -75,7 +76,8 @@ class Config(NoiseOptions, CreditOptions):
             )
         if not 0 < self.least_std <= 1:
             raise ValueError(f"least_std={self.least_std} must be in (0, 1]: every std begins at 1")
-        require_positive(vars(self), "reward_scale", "clip_range", "refresh")
+        require_positive(vars(self), "reward_scale", "refresh")
+        clip_bounds(self.clip_range)
         require_not_negative(vars(self), "prior_coef")
 
     def credit_rule(self) -> RuleConfig | None:
@@ -124,7 +126,7 @@ class Find(NoiseMethod[Config]):
         log_prob = gaussian_log_prob(batch.latents, distributions.mean, distributions.std, config.log_prob)
         log_ratio = log_prob - batch.old_log_prob
         credit = config.reward_scale * batch.advantage.to(log_ratio)
-        policy, clipped = clipped_ratio_loss(log_ratio, credit, (config.clip_range, config.clip_range))
+        policy, clipped = clipped_ratio_loss(log_ratio, credit, clip_bounds(config.clip_range))
         prior = noise_prior(distributions.mean, distributions.std)
         metrics = {
             "policy/loss": policy,

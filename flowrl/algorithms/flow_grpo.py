@@ -21,7 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._options import KLConfig, Options, RatioOptions, SpatialOptions, StepOptions
+from flowrl.algorithms._options import (
+    ClipRange,
+    KLConfig,
+    Options,
+    RatioOptions,
+    SpatialOptions,
+    StepOptions,
+    clip_bounds,
+)
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.diffusion.plan import StepPlan, window
@@ -40,30 +48,30 @@ LEVEL = "tested"
 class ClipOptions(Options):
     """The bound of a ratio."""
 
-    clip_range: float | None = None
+    clip_range: ClipRange | None = None
     """Bound on |ratio - 1|, in the units of the sampler's log-prob form (means over 4096 dims and more; small latents
-    need more); null: the published value for sampler and ratio."""
+    need more); two numbers: its largest fall and rise; null: the published value for sampler and ratio."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.clip_range is not None and self.clip_range <= 0:
-            raise ValueError(f"clip_range={self.clip_range} must be positive")
+        if self.clip_range is not None:
+            clip_bounds(self.clip_range)
 
     @property
     def ratio(self) -> Ratio:
         """Kind of ratio, for its published clip range."""
         return "plain"
 
-    def clip(self, sampler: Sampler) -> float:
+    def clip(self, sampler: Sampler) -> tuple[float, float]:
         if self.clip_range is not None:
-            return self.clip_range
+            return clip_bounds(self.clip_range)
         if self.by_position:
             raise OptionError(
                 "clip_range=null: there is no published value for spatial.ratio=position, and those for means over all "
                 "dims are far too small (docs/algorithms/vipo.md has what to look at)",
                 remedies=[Remedy({"spatial.ratio": "sample"})],
             )
-        return sampler.clip_range(self.ratio)
+        return clip_bounds(sampler.clip_range(self.ratio))
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         if self.by_position and sampler.log_prob_form != "mean":
@@ -122,13 +130,12 @@ class Terms:
 
 
 def clipped_terms(
-    log_ratio: Tensor, advantages: Sequence[Tensor], clip_range: float | Bounds, weight: Tensor | None = None
+    log_ratio: Tensor, advantages: Sequence[Tensor], bounds: tuple[float, float] | Bounds, weight: Tensor | None = None
 ) -> Terms:
-    """weight * mean over positions of the sum over advantages of max(-A r, -A clamp(r, 1 - c, 1 + c)), per edge.
+    """weight * mean over positions of the sum over advantages of max(-A r, -A clamp(r, 1 - low, 1 + high)), per edge.
 
     log_ratio and each of the advantages are [E, *pos]; `weight` [E], None is 1.
     """
-    bounds = clip_range if isinstance(clip_range, Bounds) else (clip_range, clip_range)
     parts = [clipped_ratio_loss(log_ratio, each, bounds) for each in advantages]
     loss = per_edge(torch.stack([part for part, _ in parts]).sum(dim=0))
     if weight is not None:

@@ -61,9 +61,9 @@ class Config(SpatialOptions, ClipOptions, RatioOptions):
                     remedies=[Remedy({"branch": None}), Remedy({key: None})],
                 )
 
-    def clip(self, sampler: Sampler) -> float:
-        preset = super().clip(sampler)
-        return preset if self.clip_range is not None else min(preset, _LARGEST_PRESET)
+    def clip(self, sampler: Sampler) -> tuple[float, float]:
+        low, high = super().clip(sampler)
+        return (low, high) if self.clip_range is not None else (min(low, _LARGEST_PRESET), min(high, _LARGEST_PRESET))
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         super().check(sampler, num_steps)

@@ -18,9 +18,8 @@ from typing import Literal
 from torch import Tensor
 
 from flowrl.algorithms._matching import PullOptions, pull, pulling
-from flowrl.algorithms._options import CreditOptions, SolverOptions, TimesOptions
+from flowrl.algorithms._options import ClipRange, CreditOptions, SolverOptions, TimesOptions, clip_bounds
 from flowrl.algorithms.base import Networks, SampleMethod
-from flowrl.core.strict import require_positive
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import group_mean
@@ -35,8 +34,8 @@ _BOUND = 3.0  # of a log ratio
 class Config(PullOptions, CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="uniform", count=8, low=0.0, shift=1.0))
     passes: int = 2
-    clip_range: float = 1e-4
-    """Bound on |ratio - 1|, in units of a mean over dims."""
+    clip_range: ClipRange = 1e-4
+    """Bound on |ratio - 1|, in units of a mean over dims; two numbers: its largest fall and rise."""
     ratio: Literal["sample", "term"] = "sample"
     """Average the pairs of a sample, then exponentiate; or one ratio per pair, finer and biased upwards."""
     supervise: Literal["eps", "velocity"] = "eps"
@@ -44,7 +43,7 @@ class Config(PullOptions, CreditOptions, SolverOptions, TimesOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(vars(self), "clip_range")
+        clip_bounds(self.clip_range)
 
 
 class Fpo(SampleMethod[Config]):
@@ -68,7 +67,7 @@ class Fpo(SampleMethod[Config]):
         log_ratio = (error.detach() if batch.old is None else batch.old) - error
         if config.ratio == "sample":
             log_ratio = group_mean(log_ratio, batch.sample)
-        log_ratio, clip = log_ratio.clamp(-_BOUND, _BOUND), (config.clip_range, config.clip_range)
+        log_ratio, clip = log_ratio.clamp(-_BOUND, _BOUND), clip_bounds(config.clip_range)
         policy, clipped = clipped_ratio_loss(log_ratio, batch.advantage.double(), clip)
         metrics = {
             "policy/loss": policy,

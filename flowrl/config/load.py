@@ -6,6 +6,7 @@ Faults of the file, of the fixed sections and of components' names are told befo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,7 @@ def _with_components(run: RunConfig, *, offline: bool) -> Resolved:
     model = model_component(run.model, offline=offline)
     algorithm = component("algorithms", run.algorithm, "algorithm", "flow_grpo")
     algorithm = on_its_nodes(algorithm, model, run.algorithm)
-    return Resolved(
+    resolved = Resolved(
         run=run,
         model=model,
         sampler=component("samplers", run.rollout.sampler or {}, "rollout.sampler", algorithm.config.default_sampler),
@@ -142,3 +143,7 @@ def _with_components(run: RunConfig, *, offline: bool) -> Resolved:
         rewards=tuple(reward_plan(options, f"rewards.{i}") for i, options in enumerate(run.rewards)),
         eval_rewards=tuple(reward_plan(o, f"eval.rewards.{i}") for i, o in enumerate(run.eval.rewards)),
     )
+    if run.optim.weight_decay is None:  # written into the run's configuration, as what it was trained with
+        optim = replace(run.optim, weight_decay=resolved.training.weight_decay)
+        resolved = replace(resolved, run=replace(run, optim=optim))
+    return resolved

@@ -73,6 +73,14 @@ def out_folder(path: Path, file: str = "", option: str = "--out") -> Path:
     return path
 
 
+def loads(text: str | bytes) -> Any:
+    """`json.loads` for texts of other people, in which thousands of brackets are a ValueError too."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_object(file: Path, remedy: str) -> dict[str, Any]:
     """The JSON object in a file.
 
@@ -80,7 +88,7 @@ def read_object(file: Path, remedy: str) -> dict[str, Any]:
         ConfigError: the file is damaged; `remedy` says what is safe to do.
     """
     try:
-        result = json.loads(file.read_text(encoding="utf-8"))
+        result = loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # not text, or not JSON
         raise damaged(file, error, remedy) from error
     if not is_mapping(result):
@@ -162,7 +170,7 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = loads(line)
             rows.append(row | {"iteration": int(row["iteration"])})
         except (ValueError, KeyError, TypeError, OverflowError):
             if number == len(lines):

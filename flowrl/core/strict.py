@@ -238,8 +238,12 @@ _LIMITS = frozenset(
 """Options for which infinity means no limit."""
 
 
+_WHOLE = 2**63
+"""Whole numbers that torch and numpy take end below it."""
+
+
 def _refuse_no_number(value: Any, where: str, cls: type | None, *, infinite: bool) -> None:
-    """Refuse NaN, which passes every check of a range, and infinity except as a limit.
+    """Refuse NaN, which passes every check of a range, infinity except as a limit, and what no 64 bits hold.
 
     Args:
         value: plain data to check.
@@ -258,6 +262,8 @@ def _refuse_no_number(value: Any, where: str, cls: type | None, *, infinite: boo
         takes, nested = infinite or key in _LIMITS, fields.get(str(key))
         if isinstance(inner, float) and (math.isnan(inner) or (math.isinf(inner) and not takes)):
             raise ConfigError(f"{place} = {inner}: must be a {'' if math.isnan(inner) else 'finite '}number")
+        if isinstance(inner, int) and abs(inner) >= _WHOLE:
+            raise ConfigError(f"{place} = {inner}: a whole number must be below 2^63 = {_WHOLE}")
         _refuse_no_number(inner, place, nested, infinite=takes or (nested is None and is_mapping(inner)))
 
 

@@ -66,8 +66,8 @@ class RuleConfig:
             raise OptionError(
                 f"std={self.std!r}: gdpo normalises every reward within its group", remedies=[Remedy({"std": "group"})]
             )
-        if self.name == "median" and not self.min_deviation > 0:
-            raise ValueError(f"min_deviation={self.min_deviation} must be positive: the deviation is often 0")
+        if not 0 < self.min_deviation <= 1:
+            raise ValueError(f"min_deviation={self.min_deviation} must be in (0, 1]: a part of the group's std")
         if self.name == "median" and self.clip is None:
             raise OptionError("clip=null: its deviation can be next to 0", remedies=[Remedy({"clip": 5.0})])
         if self.name in ("median", "batch") and self.trimmed_ratio:

@@ -85,8 +85,8 @@ class TimesConfig:
             raise ValueError(f"shift={self.shift} must be positive")
         if not 0 <= self.low < 1:
             raise ValueError(f"low={self.low} must be in [0, 1)")
-        if self.power <= -1:
-            raise ValueError(f"power={self.power} must be above -1, or the density has no mass")
+        if not -1 < self.power <= 100:
+            raise ValueError(f"power={self.power} must be above -1, or the density has no mass, and at most 100")
 
     def terms(self, num_steps: int) -> int:
         """Terms per sample on a grid of so many steps.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import is_mapping, writing
+from flowrl.core.files import is_mapping, loads, writing
 from flowrl.media import mp4
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def read_note(file: Path) -> dict[str, Any]:
                 text = opened.info.get(_NOTE, "{}")
         else:
             text = _note_file(file).read_text(encoding="utf-8") if _note_file(file).is_file() else "{}"
-        result = json.loads(text)
+        result = loads(text)
     # Not an image, or text of another program: whoever reads the pixels reports what is wrong with them.
     except (OSError, SyntaxError, ValueError, TypeError, Pillow.DecompressionBombError):
         return {}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flowrl.core.errors import CheckpointError as CheckpointError
 from flowrl.core.errors import OutOfMemory, UnwritableCheckpoint
-from flowrl.core.files import file_sha256, fsync, write_atomically
+from flowrl.core.files import file_sha256, fsync, loads, write_atomically
 from flowrl.run.people.votes import FOLDER
 from flowrl.training.sharding import Rows
 from flowrl.training.world import ALONE, World
@@ -65,7 +65,7 @@ def available(folder: Path) -> list[int]:
 def kept(folder: Path) -> dict[int, str]:
     """Iterations whose checkpoints are kept whatever retention says, with the reason; {} if the file is damaged."""
     try:
-        return {int(iteration): str(why) for iteration, why in json.loads((folder / KEPT).read_text()).items()}
+        return {int(iteration): str(why) for iteration, why in loads((folder / KEPT).read_text()).items()}
     except (OSError, ValueError, AttributeError):
         return {}
 
@@ -201,12 +201,12 @@ def load(
     others = [i for i in available(folder) if i < iteration]
     remedy = f"delete {source} to go on from " + (f"iteration {others[-1]}" if others else "the start")
     try:
-        manifest = json.loads((source / "manifest.json").read_text(encoding="utf-8"))
+        manifest = loads((source / "manifest.json").read_text(encoding="utf-8"))
         files = sorted(name for name in manifest if _TENSORS.fullmatch(name))
         for name in (STATE, *files[verify]):
             if fingerprint(source / name) != manifest[name]:
                 raise CheckpointError(f"checkpoint {source / name} is truncated or was changed; {remedy}")
-        state = json.loads((source / STATE).read_text())
+        state = loads((source / STATE).read_text())
         index = state.pop("rows", {})
         if not files or index.keys() - set(files):
             raise KeyError("the manifest leaves out a file of tensors")

@@ -121,21 +121,21 @@ def under_way(run: Path) -> list[str]:
 
 
 def peek(run: Path, name: str) -> dict[str, Any]:
-    """A request that waits; {} if it was withdrawn or is damaged."""
-    return known_object(run / WAITING / f"{name}.json")
+    """A request that waits, its word a text; {} if it was withdrawn or is damaged."""
+    found = known_object(run / WAITING / f"{name}.json")
+    return found if isinstance(found.get("word"), str) else {}
 
 
 def take(run: Path, name: str) -> dict[str, Any] | None:
     """Take a request up: from now on it cannot be withdrawn. None: it was.
 
-    A file that holds no request has the word "".
+    A file that holds no request has the word "", and options that cannot be written again are left out.
     """
     file = run / WAITING / f"{name}.json"
     if not file.is_file():
         return None
     found = known_object(file)
-    options = found.get("options")
-    request = {"word": "", "by": "", "at": ""} | found | {"options": options if is_mapping(options) else {}}
+    request = {key: str(found.get(key, ""))[:200] for key in ("word", "by", "at")} | {"options": _options(found)}
     _write(run, name, request | {"state": "under way"})
     file.unlink(missing_ok=True)
     _remove_if_empty(run)
@@ -146,6 +146,15 @@ def answer(run: Path, name: str, state: State, text: str, **facts: Any) -> None:
     """Write the answer to a request that was taken up: a sentence, and facts such as paths."""
     known = answer_to(run, name) or {}
     _write(run, name, known | {"state": state, "text": text, "answered": time.strftime("%Y-%m-%dT%H:%M:%S%z")} | facts)
+
+
+def _options(found: dict[str, Any]) -> dict[str, Any]:
+    options = found.get("options")
+    try:
+        json.dumps(options, indent=1)
+    except RecursionError:
+        return {}
+    return options if is_mapping(options) else {}
 
 
 def _write(run: Path, name: str, record: dict[str, Any]) -> None:

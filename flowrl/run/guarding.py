@@ -22,7 +22,7 @@ from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import known_object
 from flowrl.data.prompts import Prompt, identity
 from flowrl.display.console import log, verdict
-from flowrl.evaluation.guard import KL, Guard, Look, State, Verdict
+from flowrl.evaluation.guard import KL, NORM_RATIO, Guard, Look, State, Verdict
 from flowrl.evaluation.held_out import guards_half
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.signs import signs_of
@@ -164,8 +164,12 @@ class Guarding:
         assert self.base is not None
         if self._base_look is None:
             self._base_look = self._look(self.base)
-        if self.options.kl_budget is not None and KL not in row and not (self._state and self._state.looks):
-            log.warning("guard.kl_budget=%g: this method logs no %s, so there is no alarm", self.options.kl_budget, KL)
+        for key, limit, usual, column in (
+            ("kl_budget", self.options.kl_budget, None, KL),
+            ("norm_ratio", self.options.norm_ratio, GuardConfig().norm_ratio, NORM_RATIO),
+        ):
+            if limit not in (None, usual) and column not in row and not (self._state and self._state.looks):
+                log.warning("guard.%s=%g: this method logs no %s, so there is no alarm", key, limit, column)
         higher = self.higher_is_better
         guard = Guard(self.options, self.metric, higher_is_better=higher, state=copy.deepcopy(self._state))
         verdict = guard.look(self._base_look, self._look(now), row)

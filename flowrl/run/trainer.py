@@ -196,6 +196,13 @@ class Trainer:
             if self.signals.honour(self.world, self.desk.waits()):
                 self.desk.serve(session, saver, last=last)
         saver.settle()
+        optimizer = session.parts.learner.optimizer
+        if optimizer.skipped and not optimizer.updates:
+            log.warning(
+                "none of %d updates was made, since no gradient was finite: the result is the untrained network; "
+                "model.dtype=float32 or a smaller optim.learning_rate may help",
+                optimizer.skipped,
+            )
         self.guard.conclude(saver)
         finished = self.report.finish(before)
         for each in self.after if self.world.main else ():

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from flowrl.core.files import loads
 from flowrl.reward import Images
 
 FORMAT = 1
@@ -67,7 +68,7 @@ class Folder:
 
     def get(self, key: str) -> dict[str, float] | None:
         try:
-            result = json.loads(self._file(key).read_text(encoding="utf-8"))
+            result = loads(self._file(key).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):  # not there, or torn by a machine that went down: score it again
             return None
         return result if isinstance(result, dict) else None

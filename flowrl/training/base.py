@@ -34,7 +34,7 @@ from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler, step_std
 from flowrl.training.metrics import Sums
 from flowrl.training.microbatches import update_chunks
-from flowrl.training.options import OptimConfig
+from flowrl.training.options import WEIGHT_DECAY, OptimConfig
 from flowrl.training.world import World
 
 Lookup = Callable[[Sequence[Identity]], Condition]
@@ -172,6 +172,8 @@ class Training(Generic[M]):
     """True if the network is fitted to finished samples, noised again."""
     own_prompts = False
     """True if the method learns about its training prompts alone, so that none of them are held out."""
+    weight_decay = WEIGHT_DECAY
+    """Where `optim.weight_decay` gives none."""
     takes_sampler = False
     """True if the rollout's stochastic steps are those of `rollout.sampler`."""
 

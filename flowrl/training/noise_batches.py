@@ -31,6 +31,7 @@ class NoiseTraining(Training[NoiseMethod]):
     rows_are = ""
     frozen = True
     own_prompts = True
+    weight_decay = 0.0
 
     def check(self, setting: Setting) -> None:
         super().check(setting)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flowrl.core.errors import OptionError, Remedy
-from flowrl.core.strict import require_positive
+from flowrl.core.strict import require_not_negative, require_positive
 
+WEIGHT_DECAY = 1e-4
+"""Of a network's weights, where none is given."""
 Name = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor"]
 
 
@@ -74,8 +76,9 @@ class OptimConfig:
     """Decays of AdamW's averages of the gradient and of its square, each in [0, 1); adafactor has none."""
     eps: float = 1e-8
     """Addend of AdamW's denominator, against a division by 0; adafactor has its own, 1e-30 to the squared gradient."""
-    weight_decay: float = 1e-4
-    """Weight decay: share of the learning rate by which a weight shrinks at an update; 0: none."""
+    weight_decay: float | None = None
+    """Weight decay: share of the learning rate by which a weight shrinks at an update; 0: none; null: 1e-4, and none
+    for a method that trains the initial noise."""
     warmup_updates: int = 0
     """Updates over which the learning rate rises linearly, from 1 / warmup_updates of it: one update ahead of the
     schedules of diffusers, whose first update has the rate 0."""
@@ -92,10 +95,11 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require_positive(vars(self), "learning_rate", "eps", "max_grad_norm", "updates_per_iteration", "batch_size")
+        if self.eps > 1:
+            raise ValueError(f"eps={self.eps} must be at most 1: next to it a gradient would count for nothing")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
-        if self.weight_decay < 0 or self.warmup_updates < 0:
-            raise ValueError("weight_decay and warmup_updates must not be negative")
+        require_not_negative(vars(self), "weight_decay", "warmup_updates")
         if self.name == "adafactor" and (list(self.betas) != [0.9, 0.999] or self.eps != 1e-8):
             raise OptionError(
                 f"name=adafactor takes neither betas={self.betas} nor eps={self.eps:g}: its decay and its addend are "
@@ -119,4 +123,5 @@ class OptimConfig:
     def settings(self) -> Settings:
         """The options of the optimizer itself."""
         betas = (self.betas[0], self.betas[1])
-        return Settings(self.learning_rate, betas, self.eps, self.weight_decay)
+        decay = WEIGHT_DECAY if self.weight_decay is None else self.weight_decay
+        return Settings(self.learning_rate, betas, self.eps, decay)

@@ -73,7 +73,7 @@ def pass_gate(work: Replayed, dtype: torch.dtype) -> None:
 
 def tolerance(method: EdgeMethod, sampler: Sampler, dtype: torch.dtype) -> float:
     """Largest |log ratio| allowed: a tenth of the clip range, at most 1e-5 in float32 and 2e-3 in half precision."""
-    return min(method.config.clip(sampler) / 10, 1e-5 if dtype == torch.float32 else 2e-3)
+    return min(min(method.config.clip(sampler)) / 10, 1e-5 if dtype == torch.float32 else 2e-3)
 
 
 # ---- what is replayed

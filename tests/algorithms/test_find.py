@@ -15,8 +15,10 @@ from torch.testing import assert_close
 from flowrl.algorithms.base import Networks
 from flowrl.algorithms.find import Config, build
 from flowrl.config.load import load_config, resolve
+from flowrl.config.schema import RunConfig
 from flowrl.contracts.grids import flow_schedule
 from flowrl.core.errors import ConfigError
+from flowrl.core.strict import load_tree, validate
 from flowrl.core.types import Condition, SampleId, Samples, no_edges
 from flowrl.credit.critic import text_features
 from flowrl.data.prompts import Prompt
@@ -408,6 +410,17 @@ def test_an_evaluation_on_other_prompts_is_refused():
 def test_what_has_no_meaning_for_a_frozen_network_is_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         resolve(load_config(ROOT / "configs" / "lab" / "find.yaml", words))
+
+
+def test_a_recipe_of_find_with_a_name_alone_starts_and_keeps_its_stds(tmp_path):
+    """The published least std ends in exploding gradients (docs/algorithms/find.md), and a decay shrinks the stds."""
+    tree = load_tree(ROOT / "configs" / "lab" / "find.yaml") | {"algorithm": {"name": "find"}}
+    optim = {key: value for key, value in tree["optim"].items() if key != "weight_decay"}
+    found = resolve(validate(RunConfig, tree | {"optim": optim}, ""))
+    assert (found.run.optim.weight_decay, found.algorithm.config.least_std) == (0.0, 0.5)
+    assert found.tree()["optim"]["weight_decay"] == 0.0
+    other = tree | {"algorithm": {"name": "flow_grpo", "clip_range": 1e-3}, "optim": optim}
+    assert resolve(validate(RunConfig, other, "")).run.optim.weight_decay == 1e-4
 
 
 def test_a_plan_counts_the_laws_as_what_is_trained_and_no_forward_in_updates(monkeypatch, capsys):

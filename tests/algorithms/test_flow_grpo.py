@@ -102,14 +102,15 @@ def test_the_gradient_of_an_update_does_not_depend_on_the_batch_split(batch_size
     assert_same_gradient(found[1], found[0])
 
 
-def test_off_policy_the_gradient_is_that_of_the_clipped_ratio_written_by_hand():
-    """Per sample max(-A r, -A clamp(r, 1 - c, 1 + c))."""
-    session = roll_out(ToyAdapter(), Config(clip_range=0.02))
+@pytest.mark.parametrize(("clip_range", "low", "high"), [(0.02, 0.98, 1.02), ([0.01, 0.05], 0.99, 1.05)])
+def test_off_policy_the_gradient_is_that_of_the_clipped_ratio_written_by_hand(clip_range, low, high):
+    """Per sample max(-A r, -A clamp(r, low, high))."""
+    session = roll_out(ToyAdapter(), Config(clip_range=clip_range))
     advantage, network = draw_advantages(len(session.edges)), session.adapter.network
     nudge(network, 0.05)
     found = session.gradient(advantage, batch_size=30)
     ratio = (official_log_prob(session, network) - session.edges.old_log_prob).exp()
-    gone = torch.where(advantage > 0, ratio > 1.02, ratio < 0.98)
+    gone = torch.where(advantage > 0, ratio > high, ratio < low)
     assert 0 < int(gone.sum()) < len(gone)
     kept = torch.where(gone, 0.0, advantage)
     assert_gradients_close(found, gradients(-(kept * ratio).mean(), network))

@@ -78,13 +78,13 @@ def test_by_default_the_window_lies_in_the_noisier_half():
     [(SDE, 1e-4, 1e-5), (CPS, 1e-5, 1e-5), (wan_sde.build(wan_sde.Config()), 1e-3, 1e-5)],
 )
 def test_the_default_clip_range_is_the_published_one_of_law_form_and_ratio(sampler, plain, fast):
-    assert flow_grpo.Config().clip(sampler) == plain
-    assert Config().clip(sampler) == fast
+    assert flow_grpo.Config().clip(sampler) == (plain, plain)
+    assert Config().clip(sampler) == (fast, fast)
 
 
 def test_a_given_clip_range_is_used_as_it_is():
-    assert Config(clip_range=0.3).clip(CPS) == 0.3
-    assert flow_grpo.Config(clip_range=0.3).clip(memoryless.build(memoryless.Config())) == 0.3
+    assert Config(clip_range=0.3).clip(CPS) == (0.3, 0.3)
+    assert flow_grpo.Config(clip_range=[0.3, 0.4]).clip(memoryless.build(memoryless.Config())) == (0.3, 0.4)
 
 
 def test_a_sampler_without_a_published_clip_range_asks_for_one():

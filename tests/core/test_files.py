@@ -63,7 +63,7 @@ GOOD = '{"iteration": 1, "a": 0.5}\n'
 
 
 @pytest.mark.parametrize(
-    "line", [b"\xff\xfe\x00garbage", b"[1]", b'{"a": 1}', b'{"iteration": null}', b"\0\0\0", b"nan"]
+    "line", [b"\xff\xfe\x00garbage", b"[1]", b'{"a": 1}', b'{"iteration": null}', b"\0\0\0", b"nan", b"[" * 200_000]
 )
 def test_a_damaged_row_is_named_and_a_torn_last_one_left_out(tmp_path, line):
     file = tmp_path / "metrics.jsonl"

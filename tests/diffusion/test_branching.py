@@ -399,6 +399,6 @@ def test_what_does_not_fit_the_rest_of_a_run_is_refused(algorithm, accepted, ref
 
 def test_the_clip_range_of_branch_grpo_is_its_own_with_its_law_and_the_familys_elsewhere():
     config = branch_grpo.Config()
-    assert config.clip(dance_sde.build(dance_sde.Config())) == 1e-3
-    assert config.clip(flow_sde.build(flow_sde.Config())) == 1e-4
-    assert branch_grpo.Config(clip_range=0.5).clip(dance_sde.build(dance_sde.Config())) == 0.5
+    assert config.clip(dance_sde.build(dance_sde.Config())) == (1e-3, 1e-3)
+    assert config.clip(flow_sde.build(flow_sde.Config())) == (1e-4, 1e-4)
+    assert branch_grpo.Config(clip_range=[0.5, 0.7]).clip(dance_sde.build(dance_sde.Config())) == (0.5, 0.7)

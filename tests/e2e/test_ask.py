@@ -142,6 +142,33 @@ def test_what_was_asked_for_and_fails_does_not_end_the_run(folder, asking, monke
     assert "save, sample, evaluate, stop" in found[2]["text"]
 
 
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+BAD_REQUESTS = {
+    "deep": "[" * 200_000,
+    "options too deep to be written": '{"word": "save", "options": ' + nested(900) + "}",
+    "word of two": '{"word": ["stop"]}',
+    "no object": "[1]",
+    "not text": "\0",
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_file_that_is_no_request_is_taken_and_answered(tmp_path, name):
+    """It neither raises nor stays to meet the next resume."""
+    (tmp_path / requests.WAITING).mkdir()
+    (tmp_path / requests.WAITING / "one.json").write_text(BAD_REQUESTS[name])
+    assert isinstance(requests.peek(tmp_path, "one").get("word", ""), str)
+    taken = requests.take(tmp_path, "one")
+    assert taken is not None
+    assert isinstance(taken["word"], str)
+    requests.answer(tmp_path, "one", "failed", "no request")
+    assert requests.waiting(tmp_path) == []
+    assert requests.answer_to(tmp_path, "one") is not None
+
+
 @pytest.mark.parametrize(
     ("word", "options", "message"),
     [

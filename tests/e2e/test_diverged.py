@@ -26,10 +26,12 @@ def test_a_run_whose_weights_overflow_says_since_when_and_what_to_lower(place, m
 
 
 def test_bad_updates_are_counted_in_a_row_over_a_resume(place, monkeypatch):
-    """Two in an iteration: the run that goes on ends at the fifth, as the undisturbed one does."""
+    """Two in an iteration: the run that goes on ends at the fifth, as the undisturbed one does; the first one says that
+    it has trained nothing."""
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda gradients: torch.tensor(torch.nan))
     words = ("data.max_eval_prompts=1", "eval.num_inference_steps=1", "eval.samples_per_prompt=1")
     train("iterations=2", *words)
+    assert "none of 4 updates was made, since no gradient was finite" in Path("runs/run/train.log").read_text()
     with pytest.raises(Diverged, match="5 updates in a row had a gradient whose norm is nan"):
         train("iterations=3", *words, resume=True)
 

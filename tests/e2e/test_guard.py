@@ -183,6 +183,13 @@ def test_by_default_there_is_a_guard_only_where_it_can_work(place: Path):
     assert load_config("run.yaml", ["guard.mode=off"]).guard.mode in ("off", False)
 
 
+def test_a_limit_of_a_metric_that_the_method_does_not_log_is_told_of(place: Path):
+    words = ("eval.every=1", "eval.rewards=[{name: jpeg}]", "data.max_eval_prompts=4", "iterations=2")
+    train(*words, "eval.num_inference_steps=1", "eval.samples_per_prompt=1", "guard.norm_ratio=1.2")
+    said = Path("runs/run/train.log").read_text()
+    assert said.count("guard.norm_ratio=1.2: this method logs no matching/norm_ratio, so there is no alarm") == 1
+
+
 def test_too_few_prompts_for_two_halves(place: Path):
     words = ("eval.every=1", "eval.rewards=[{name: jpeg}]", "data.max_eval_prompts=3", "iterations=1")
     with pytest.raises(ConfigError, match=r"have 3 different prompts.*it needs 4"):

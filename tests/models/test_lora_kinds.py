@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from flowrl.core.errors import ModelError
 from flowrl.models.base import LoraSettings
 from flowrl.models.sd3 import Config
 from flowrl.models.weights.precision import _Joined
@@ -89,3 +90,13 @@ def test_in_half_precision_the_update_begins_at_zero(kind):
 def test_what_reads_the_frozen_weight_refuses_other_storage(kind, option):
     with pytest.raises(ValueError, match=rf"lora\.kind={kind} with"):
         Config(path="tiny", lora=LoraSettings(kind=kind), **option)
+
+
+def test_a_rank_that_no_adapted_matrix_can_have_is_refused_with_the_largest():
+    model = tiny.adapter()
+    with pytest.raises(
+        ModelError, match=r"rank=4096 is above the width of every adapted matrix, (\d+) at most"
+    ) as told:
+        tiny.lora(model, LoraSettings(rank=4096, alpha=10))
+    (remedy,) = told.value.remedies
+    tiny.lora(tiny.adapter(), LoraSettings(rank=remedy.settings["model.lora.rank"], alpha=10))

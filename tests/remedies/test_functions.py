@@ -146,6 +146,12 @@ def targets(remedy: Remedy, given: list[str]) -> None:
     tiny_sd3.lora(tiny_sd3.adapter(), settings)
 
 
+def rank(remedy: Remedy) -> None:
+    from flowrl.models.base import LoraSettings
+
+    tiny_sd3.lora(tiny_sd3.adapter(), LoraSettings(rank=get(remedy, "model.lora.rank", 4096), alpha=2.0))
+
+
 def no_lora(remedy: Remedy) -> None:
     from flowrl.models.base import LoraSettings
     from flowrl.models.weights.roles import Weights
@@ -477,6 +483,7 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("models/weights/roles.py:Weights._attach 1", no_lora),
     ("models/weights/roles.py:Weights._attach 2", lambda remedy: targets(remedy, ["nowhere"])),
     ("models/weights/roles.py:Weights._attach 3", lambda remedy: targets(remedy, ["attn.to_q", "attn.to_qq"])),
+    ("models/weights/roles.py:Weights._refuse_rank", rank),
     ("models/weights/roles.py:Weights.load_lora 1 2", started),
     ("models/memory/compiled.py:require_compiler 1", lambda remedy: compiled(remedy, compile_disabled)),
     ("models/memory/compiled.py:require_compiler 2", lambda remedy: compiled(remedy, compile_without_cpp)),

@@ -33,7 +33,12 @@ def save_dino(folder: Path) -> str:
     """A DINO with its preprocessing, which makes squares."""
     from transformers import ViTConfig, ViTImageProcessor, ViTModel
 
-    size: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    size: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(folder)
     shape = ViTConfig(**size, image_size=16, patch_size=8, initializer_range=0.5)
     toy_clip.drawn(lambda: ViTModel(shape, add_pooling_layer=False), 0).save_pretrained(folder)

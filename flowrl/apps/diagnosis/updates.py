@@ -62,13 +62,19 @@ def dead_groups(seen: Evidence) -> Seen | None:
     )
 
 
+def _clip(seen: Evidence) -> float:
+    """The bound on |ratio - 1|, the narrower where a run gives two; the smallest published one where it gives none."""
+    given = seen.given("algorithm.clip_range", SMALLEST_CLIP)
+    return float(min(given) if isinstance(given, list) else given)
+
+
 def clip_never(seen: Evidence) -> Seen | None:
     """A policy that stays so close to itself within an iteration that the clip is never met."""
     clipped, log_ratio = seen.column("policy/clip_fraction"), seen.log_ratio()
     seen.require_steps(SPOKEN_FOR)
     if seen.trains_noise or seen.updates < 2 or clipped.any() or seen.moved or seen.faint:
         return None  # one update an iteration: the ratio is 1 whatever the policy does
-    clip = float(seen.given("algorithm.clip_range", SMALLEST_CLIP))
+    clip = _clip(seen)
     if log_ratio >= UNUSED * clip:
         return None
     rate = float(seen.option("optim.learning_rate"))
@@ -89,15 +95,16 @@ def clip_always(seen: Evidence) -> Seen | None:
     share = min(float(clipped.mean()) / (1 - 1 / seen.updates), 1.0)
     if share <= CLIPPED:
         return None
-    clip = seen.given("algorithm.clip_range")
-    if clip is not None and "policy/approx_kl" in seen.columns and seen.log_ratio() < PAST_CLIP * float(clip):
+    given = seen.given("algorithm.clip_range")
+    if given is not None and "policy/approx_kl" in seen.columns and seen.log_ratio() < PAST_CLIP * _clip(seen):
         return None
+    wider = "10 times the sampler's default" if given is None else f"{10 * _clip(seen):g}"
     return Seen(
         share,
         f"The clip takes the gradient of {share:.0%} of the terms that it can reach: those after the first of "
         f"{seen.updates} updates of an iteration.",
         Number("policy/clip_fraction", float(clipped.mean()), CLIPPED * (1 - 1 / seen.updates)),
-        Change("algorithm.clip_range", "10 times the sampler's default" if clip is None else f"{10 * float(clip):g}"),
+        Change("algorithm.clip_range", wider),
     )
 
 
@@ -107,7 +114,7 @@ def ratio_below_one(seen: Evidence) -> Seen | None:
     if seen.trains_noise or "policy/approx_kl" not in seen.columns:
         seen.column("policy/ratio_mean")
         return None  # a ratio of errors, not of densities: its mean need not be 1
-    worst, where, clip = 0.0, "", float(seen.given("algorithm.clip_range", SMALLEST_CLIP))
+    worst, where, clip = 0.0, "", _clip(seen)
     for name in names:
         drop = 1 - seen.column(name, TREND_ROWS)
         mean, error = float(drop.mean()), float(drop.std(ddof=1)) / math.sqrt(len(drop))

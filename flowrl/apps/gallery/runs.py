@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from flowrl.apps.gallery import tags, trees
 from flowrl.apps.gallery.tags import Tagged
 from flowrl.apps.gallery.trees import Tree
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import read_rows
+from flowrl.core.files import loads, read_rows
 from flowrl.data import contents
 from flowrl.evaluation import results
 from flowrl.media import media
@@ -261,7 +260,7 @@ def _read_optional(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"There is no {path.name} yet.")
         return {}
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = loads(path.read_text(encoding="utf-8"))
     except ValueError:
         document = None
     if not isinstance(document, dict):

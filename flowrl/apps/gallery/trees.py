@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from flowrl.apps.gallery.tags import Tagged
 from flowrl.core.errors import ConfigError
+from flowrl.core.files import loads
 from flowrl.media import media
 
 PREFIX = "tree-"
@@ -111,7 +111,7 @@ def read(path: Path) -> Tree:
         ConfigError: the file is damaged; with the remedy.
     """
     try:
-        return _tree(json.loads(path.read_text(encoding="utf-8")), path)
+        return _tree(loads(path.read_text(encoding="utf-8")), path)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ConfigError(f"{path} is not a tree ({type(error).__name__}: {error}); delete it") from error
 

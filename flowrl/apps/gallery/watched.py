@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 from flowrl.apps.gallery.runs import number
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import read_rows
+from flowrl.core.files import loads, read_rows
 from flowrl.run import status
 
 _SUFFIXES = (".json", ".jsonl", ".yaml")
@@ -52,7 +51,7 @@ class Rows:
             return [], False
         whole = new.rfind(b"\n") + 1
         try:
-            found = [json.loads(line) for line in new[:whole].splitlines() if line.strip()]
+            found = [loads(line) for line in new[:whole].splitlines() if line.strip()]
             self.rows = self.rows + [row | {"iteration": int(row["iteration"])} for row in found]
         except (ValueError, KeyError, TypeError, OverflowError):
             # The reader of whole files names the line and the remedy.
@@ -104,7 +103,7 @@ class Watched:
         mark = tuple(entry for entry in self.files if entry[0] == status.SUMMARY)
         if mark != self._summary[0]:
             try:
-                found = json.loads((self.folder / status.SUMMARY).read_text(encoding="utf-8"))
+                found = loads((self.folder / status.SUMMARY).read_text(encoding="utf-8"))
             except (OSError, ValueError):
                 found = {}
             self._summary = (mark, found if isinstance(found, dict) else {})

@@ -105,7 +105,7 @@ def _grpo(draft: Draft, method: str) -> int:
 
 
 def _ratio(draft: Draft) -> None:
-    draft.put("algorithm.clip_range", _bound(draft, "train.clip_range"), "train.clip_range")
+    draft.put("algorithm.clip_range", _bounds(draft, "train.clip_range"), "train.clip_range")
     coef, form = draft.real("train.kl_beta", least=0), draft.get("train.kl_type")
     if coef and form != "x-based":
         draft.leave("train.kl_beta", "a KL of velocities has no counterpart here; none is written", changes=True)
@@ -119,15 +119,23 @@ def _ratio(draft: Draft) -> None:
     _advantages(draft, clip=True)
 
 
-def _bound(draft: Draft, key: str) -> float:
-    """The bound of a symmetric range, given as one number or two."""
+def _bounds(draft: Draft, key: str) -> float | list[float]:
+    """The bound of a range that is given as one number or two; where they differ, its fall and rise."""
     value = draft.get(key)
     pair = list(value) if isinstance(value, list | tuple) else [value]
     if not 1 <= len(pair) <= 2 or not all(is_number(each) and each for each in pair):
         raise draft.fault(key, "it must be a number, or a lower and an upper bound")
-    if len(pair) == 2 and pair[0] != -pair[1]:
-        draft.leave(key, f"ranges are symmetric here: {pair[1]:g} is written", changes=True)
-    return abs(float(pair[-1]))
+    low, high = (abs(float(pair[place])) for place in (0, -1))
+    return high if low == high else [low, high]
+
+
+def _bound(draft: Draft, key: str) -> float:
+    """The bound of a symmetric range."""
+    found = _bounds(draft, key)
+    if isinstance(found, list):
+        draft.leave(key, f"the range is symmetric here: {found[1]:g} is written", changes=True)
+        return found[1]
+    return found
 
 
 def _advantages(draft: Draft, *, clip: bool) -> None:
@@ -307,7 +315,7 @@ def _awm(draft: Draft, updates: int) -> None:
         draft.copy("train.ghuber_power")
     else:
         draft.unread("ghuber alone has it", "train.ghuber_power")
-    draft.put("algorithm.clip_range", _bound(draft, "train.clip_range"), "train.clip_range")
+    draft.put("algorithm.clip_range", _bounds(draft, "train.clip_range"), "train.clip_range")
     note = "clipped and not rescaled"
     draft.put("algorithm.advantage_max", _bound(draft, "train.adv_clip_range"), "train.adv_clip_range", note=note)
     pull, away = draft.real("train.ema_kl_beta", least=0), draft.switch("train.off_policy")

@@ -7,7 +7,6 @@ the page itself: JSON, with the origin of this server and the token that was in 
 from __future__ import annotations
 
 import html
-import json
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from flowrl.apps.gallery.local import LocalHandler, LocalServer
 from flowrl.apps.voting.ballot import LONGEST_NAME, Ballot, Refusal
 from flowrl.core.errors import WriteError
-from flowrl.core.files import is_mapping
+from flowrl.core.files import is_mapping, loads
 from flowrl.media import media
 
 LARGEST_BODY = 4096
@@ -128,7 +127,7 @@ class VoteHandler(LocalHandler):
         why = self._fault()
         if why is None:
             try:
-                said = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                said = loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if is_mapping(said) and all(isinstance(value, str) for value in said.values()):
                     return said
             except ValueError:  # no JSON, or no text

@@ -13,7 +13,6 @@ right.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flowrl.core.errors import ModelError
+from flowrl.core.files import loads
 
 PEFT_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
@@ -214,7 +214,7 @@ def _ranks(tensors: dict[str, Tensor], label: str) -> dict[str, int]:
 
 def _json(text: str, label: str, where: str) -> dict[str, Any]:
     try:
-        result = json.loads(text)
+        result = loads(text)
     except ValueError as error:
         raise ModelError(f"{label}: {where} cannot be read: {error}; copy it again") from None
     if not isinstance(result, dict):

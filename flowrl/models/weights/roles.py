@@ -123,9 +123,22 @@ class Weights:
                     f"model.lora.targets: {target!r} binds to no module of {kind}",
                     remedies=[Remedy({"model.lora.targets": None})],
                 )
+        self._refuse_rank(lora)
         self.layers = [self.network.get_submodule(name) for name in names]
         self._switch(on=True)  # an attribute of each layer from the first forward on
         return config
+
+    def _refuse_rank(self, lora: LoraSettings) -> None:
+        """Refuse a rank that no adapted matrix can have: of A [r, in] and B [out, r] the shorter side is its most."""
+        shapes = {name: p.shape for name, p in self.network.named_parameters() if f".{ADAPTER}.weight" in name}
+        ups = {name: shape[0] for name, shape in shapes.items() if ".lora_B." in name}
+        most = [min(up, shapes[name.replace(".lora_B.", ".lora_A.")][1:].numel()) for name, up in ups.items()]
+        if most and lora.rank > max(most):
+            raise ModelError(
+                f"model.lora.rank={lora.rank} is above the width of every adapted matrix, {max(most)} at most: the "
+                "rest would cost memory and change nothing",
+                remedies=[Remedy({"model.lora.rank": max(most)})],
+            )
 
     @property
     def count(self) -> int:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import fsync, is_mapping, write_atomically, writing
+from flowrl.core.files import fsync, is_mapping, loads, write_atomically, writing
 from flowrl.core.polls import Vote
 
 FOLDER = "votes"
@@ -65,7 +65,7 @@ def read_votes(folder: Path) -> tuple[dict[int, Vote], int]:
     votes: dict[int, Vote] = {}
     for number, line in enumerate(data[:whole].splitlines(), 1):
         try:
-            event = json.loads(line)
+            event = loads(line)
             if "undone" in event:
                 del votes[event["undone"]]
             else:

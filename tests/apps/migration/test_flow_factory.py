@@ -121,3 +121,9 @@ def test_several_data_sets_or_optimizers_are_listed(tmp_path):
     draft = converted("awm", tmp_path, two, sets)
     assert draft.listed["optimizers"].changes
     assert draft.listed["data.datasets"].changes
+
+
+def test_a_range_of_two_bounds_is_written_as_its_fall_and_rise(tmp_path):
+    draft = converted("sd3_5", tmp_path, ("clip_range: 1.0e-4", "clip_range: [-1.0e-4, 2.0e-4]"))
+    assert draft.lines["algorithm.clip_range"].value == [1e-4, 2e-4]
+    assert drafts.resolved(draft, tmp_path).algorithm.config.clip_range == [1e-4, 2e-4]
