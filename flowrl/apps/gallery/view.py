@@ -16,6 +16,7 @@ from flowrl.apps.gallery.pairs import Cards, Page, collect
 from flowrl.apps.gallery.results import Metric
 from flowrl.apps.gallery.runs import Run, nan_mean
 from flowrl.apps.gallery.tags import in_order
+from flowrl.apps.plain_text import Named
 from flowrl.media import media
 
 CURVES = {
@@ -38,6 +39,7 @@ def view(run: Run, index: int, page: Page) -> dict[str, Any]:
     if metrics:
         verdict, tone = results.verdict(run, metrics[0], estimates[metrics[0].name])
     curves, more_curves = _curves(run, metrics)
+    named = Named(run.config)  # a page is shared; an absolute path says who trained where
     return {
         "id": anchor,
         "name": run.name,
@@ -49,7 +51,7 @@ def view(run: Run, index: int, page: Page) -> dict[str, Any]:
         "subject": run.subject,
         "noun": run.noun,
         "remarks": results.remarks(run, metrics, estimates),
-        "facts": facts.facts(run),
+        "facts": [(label, named(text)) for label, text in facts.facts(run)],
         "before": results.settings(run.base) if run.base else "",
         "after": results.settings(run.after) if run.after else "",
         "after_label": run.after.label if run.after else "tuned",
@@ -63,8 +65,8 @@ def view(run: Run, index: int, page: Page) -> dict[str, Any]:
         "curves": curves,
         "more_curves": more_curves,
         "num_during": run.during[-1].num_distinct() if run.during else 0,
-        "config_text": run.config_text,
-        "provenance": list(facts.flatten(run.provenance)),
+        "config_text": named(run.config_text),
+        "provenance": [(key, named(text)) for key, text in facts.flatten(run.provenance)],
     } | _pictures(run, metrics, index, page, num_bytes([curves, more_curves, run.config_text]))
 
 

@@ -14,10 +14,10 @@ import jinja2
 from flowrl.apps.gallery import results
 from flowrl.apps.gallery.facts import commit
 from flowrl.apps.gallery.runs import Run, load_run
+from flowrl.apps.plain_text import escaped
 from flowrl.apps.publish import card_facts
 from flowrl.apps.publish.card_facts import Facts
 from flowrl.apps.publish.card_loading import Base, Layout, how, snippet
-from flowrl.apps.publish.plain_text import escaped
 from flowrl.core.errors import described
 from flowrl.core.files import write_atomically
 from flowrl.display.console import journal, log

@@ -12,7 +12,7 @@ from flowrl.apps.gallery import guard, results
 from flowrl.apps.gallery.facts import seconds
 from flowrl.apps.gallery.results import Estimate, Metric
 from flowrl.apps.gallery.runs import Run, value_at
-from flowrl.apps.publish.plain_text import Named, escaped
+from flowrl.apps.plain_text import Named, escaped
 from flowrl.core import registry
 from flowrl.core.errors import Fault
 from flowrl.display.units import duration

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from flowrl import shapes
@@ -106,6 +107,21 @@ def test_prompts_and_names_are_text_and_never_markup(tmp_path):
     assert ("alt", f"base: {EVIL}") in evil.attributes
     assert "<script>alert(1)</script>" in evil.text()
     assert not any(name.startswith("on") for name, _ in evil.attributes)
+
+
+def test_no_absolute_path_stands_in_a_page(tmp_path):
+    run = make_run(tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["rewards"] = [{"path": "/home/ann/secret place/mine.py", "weight": 1.0}]
+    config["model"]["path"] = "/data/ann/models/tiny"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    known = json.loads((run / "provenance.json").read_text()) if (run / "provenance.json").is_file() else {}
+    (run / "provenance.json").write_text(json.dumps(known | {"command": "flowrl train /home/ann/a.yaml"}))
+    text = build([run]).read_text(encoding="utf-8")
+    assert "mine.py x 1" in text
+    assert "flowrl train a.yaml" in text
+    assert "/home/ann" not in text
+    assert "/data/ann" not in text
 
 
 def test_only_the_pages_own_script_may_run(page):

@@ -20,10 +20,10 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
+from flowrl.apps.plain_text import Named, escaped
 from flowrl.apps.publish import card
 from flowrl.apps.publish.card_loading import Base
 from flowrl.apps.publish.export import export
-from flowrl.apps.publish.plain_text import Named, escaped
 from flowrl.commands.export import command
 from flowrl.models import sd3
 from flowrl.rollout.learned_noise import LearnedNoise
