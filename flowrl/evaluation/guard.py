@@ -91,11 +91,19 @@ class Guard:
         metric: the watched one.
         higher_is_better: its direction.
         state: of an earlier guard, to go on from; None: nothing was seen yet.
+        noun: "image" or "video", for its sentences.
     """
 
     def __init__(
-        self, options: GuardConfig, metric: str, *, higher_is_better: bool = True, state: State | None = None
+        self,
+        options: GuardConfig,
+        metric: str,
+        *,
+        higher_is_better: bool = True,
+        state: State | None = None,
+        noun: str = "image",
     ) -> None:
+        self._noun = noun
         self.options, self.metric, self.sign = options, metric, 1 if higher_is_better else -1
         self.state = State(metric) if state is None else state
 
@@ -187,9 +195,8 @@ class Guard:
         kept = float(after[both].sum() / before[both].sum())
         if not rest["high"] < 0:
             return []
-        text = (
-            f"the images of a prompt differ from each other by {kept:.0%} of what the base's do, less than {share:.0%}"
-        )
+        text = f"the {self._noun}s of a prompt differ from each other by {kept:.0%} of what the base's do"
+        text += f", less than {share:.0%}"
         numbers = {"retention": kept, "least": share, "n": rest["n"]}
         return [Alarm("diversity", iteration, self._said(text, iteration), numbers)]
 
@@ -213,8 +220,8 @@ class Guard:
         if not found:
             return []
         found.sort(key=lambda one: -one[0])
-        text = f"the images have changed their kind: {', '.join(words for _, words, _ in found)}"
-        text += f", more than {limit:g} standard deviations of the base's images"
+        text = f"the {self._noun}s have changed their kind: {', '.join(words for _, words, _ in found)}"
+        text += f", more than {limit:g} standard deviations of the base's {self._noun}s"
         return [Alarm("degeneracy", iteration, self._said(text, iteration), found[0][2])]
 
     # ---- the row

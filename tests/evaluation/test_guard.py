@@ -175,6 +175,14 @@ def test_signs_of_the_images(moved: dict[str, float], expected: list[str]):
     assert not guard(diversity=None, degeneracy=None).look(base, now, {}).alarms
 
 
+def test_a_guard_of_videos_speaks_of_videos():
+    table = scores(0)
+    judge = Guard(GuardConfig(), "gold", noun="video")
+    alarms = judge.look(evaluated(0, table, signs(0)), evaluated(1, table, signs(0, image_std=0.1)), {}).alarms
+    assert alarms
+    assert all("videos" in alarm.sentence and "image" not in alarm.sentence for alarm in alarms)
+
+
 def test_signs_are_those_of_the_kept_images(tmp_path: Path):
     noise = torch.rand(3, 24, 24, generator=torch.Generator().manual_seed(0))
     tiled = noise[:, :12, :12].repeat(1, 2, 2)
