@@ -74,12 +74,13 @@ def _nearest_named(params: Sequence[Any]) -> Generator[None]:
 
 
 class Group(TyperGroup):
-    """A group whose `--help` has the whole first sentence of each command, below the headings of GROUPS."""
+    """A group whose `--help` has the whole first sentence of each command, flowrl's below the headings of GROUPS."""
 
     def format_commands(self, ctx: typer.Context, formatter: Any) -> None:
         """Write the commands in their order."""
-        widest = max(map(len, COMMANDS))
-        for heading, names in GROUPS.items():
+        widest = max(map(len, self.commands))
+        own = self.commands.keys() == PAGES.keys()
+        for heading, names in (GROUPS if own else {"Commands": self.commands}).items():
             with formatter.section(heading):
                 formatter.write_dl(
                     [(f"{name:{widest}}", self.commands[name].get_short_help_str(500)) for name in names]
@@ -93,7 +94,8 @@ class Group(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command of the first word; an unknown one is refused with the nearest."""
         if args[0] not in self.commands:
-            ctx.fail(f"No such command {args[0]!r}; {suggest(args[0], COMMANDS)}there are: {', '.join(COMMANDS)}")
+            known = tuple(self.commands)
+            ctx.fail(f"No such command {args[0]!r}; {suggest(args[0], known)}there are: {', '.join(known)}")
         return super().resolve_command(ctx, args)
 
 

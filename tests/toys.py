@@ -462,6 +462,6 @@ def evaluation(
 ) -> Evaluation:
     """An evaluation whose equal texts are one prompt, and whose images are not known to be the same as any other's."""
     texts = tuple(prompts)
-    told = {"digests": np.full((len(texts), seeds), ""), "sharpness": np.full((len(texts), seeds), 0.1)}
+    told: dict[str, Any] = {"digests": np.full((len(texts), seeds), ""), "sharpness": np.full((len(texts), seeds), 0.1)}
     told |= {"distinct": tuple(distinct_numbers(texts))} | known
     return Evaluation(tag, iteration, guidance_scale, steps, texts, seeds, scores, **told)

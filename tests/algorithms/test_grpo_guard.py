@@ -66,7 +66,7 @@ def velocity_gradients(sampler, form: Reweight, *, normalised: bool = True) -> t
         log_ratio = normalised_log_ratio(policy, old, x_next)
     else:
         log_ratio = policy.log_prob(x_next) - StepDistribution(old, policy.std).log_prob(x_next)
-    terms = clipped_terms(log_ratio, [torch.ones(count)], 1e-3, step_weight(form, sampler, step))
+    terms = clipped_terms(log_ratio, [torch.ones(count)], (1e-3, 1e-3), step_weight(form, sampler, step))
     (gradient,) = torch.autograd.grad(terms.loss.sum(), v)
     return torch.cat([gradient.flatten(1).norm(dim=1), z.norm()[None] / 10])
 
@@ -129,8 +129,8 @@ def test_a_sample_does_not_change_the_ratio_of_another():
 
 
 def test_the_published_clip_range_belongs_to_the_normalised_ratio():
-    assert Config().clip(SDE) == Config().clip(DANCE) == 2e-6
-    assert Config(ratio_norm=False).clip(SDE) == 1e-4
+    assert Config().clip(SDE) == Config().clip(DANCE) == (2e-6, 2e-6)
+    assert Config(ratio_norm=False).clip(SDE) == (1e-4, 1e-4)
 
 
 def test_a_normalised_ratio_of_the_unscaled_form_is_refused():

@@ -204,7 +204,7 @@ def test_clips_have_a_loss_on_their_own_latent_grid(frames):
     log_prob = StepDistribution(mean, torch.tensor([0.5, 0.9])).log_prob(uniform(2, *latents, seed=2), "position")
     advantage = apply_map(torch.tensor([[1.5], [-0.5]]), maps, "position", torch.tensor([5.0]))
     assert advantage.shape == (2, 1, *latents[1:])
-    terms = clipped_terms(log_prob - log_prob.detach(), [advantage.squeeze(1)], CLIP)
+    terms = clipped_terms(log_prob - log_prob.detach(), [advantage.squeeze(1)], (CLIP, CLIP))
     assert terms.loss.shape == (2,)
     assert_close(terms.loss.detach(), -torch.tensor([1.5, -0.5]) * maps.flatten(1).mean(dim=1))
     terms.loss.sum().backward()
