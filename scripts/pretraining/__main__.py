@@ -5,6 +5,9 @@ tiny-sd3: builds a real StableDiffusion3Pipeline (sd3.py), trains it on the shap
 single-thread processes by default: on a small machine they use two cores better than two threads do. About an hour on
 two cores each.
 
+tiny-sd3-student: distils tiny-sd3 to four network evaluations (student.py) and measures both (student_measure.py). One
+thread, under ten minutes of CPU, and a few more for the measurement.
+
 tiny-clip: trains an open_clip model on the same world (clip.py) and measures on samples of tiny-sd3 how far it agrees
 with the verifier (clip_measure.py). One thread, a few minutes.
 
@@ -29,7 +32,17 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
-from scripts.pretraining import clip, clip_measure, geneval_prompts, sd3_prompts, shapes_prompts, wan, wan_stages
+from scripts.pretraining import (
+    clip,
+    clip_measure,
+    geneval_prompts,
+    sd3_prompts,
+    shapes_prompts,
+    student,
+    student_measure,
+    wan,
+    wan_stages,
+)
 from scripts.pretraining.pipelines import MODELS, worker
 from scripts.pretraining.report import record
 from scripts.pretraining.training import Settings
@@ -70,6 +83,15 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         one.add_argument("--measure", action="store_true", help="only measure what the output folder holds")
         one.add_argument("--output", type=Path, default=ASSETS / name)
         one.set_defaults(make=make_pipeline)
+    one = names.add_parser("tiny-sd3-student")
+    one.add_argument("--seed", type=int, default=student.Settings.seed)
+    one.add_argument("--trajectories", type=int, default=student.Settings.trajectories)
+    one.add_argument("--updates", type=int, default=student.Settings.updates)
+    one.add_argument("--explored", type=float, default=student.Settings.explored, help="share with noise at the nodes")
+    one.add_argument("--measure", action="store_true", help="only measure what the output folder holds")
+    one.add_argument("--teacher", type=Path, default=ASSETS / "tiny-sd3")
+    one.add_argument("--output", type=Path, default=ASSETS / "tiny-sd3-student")
+    one.set_defaults(make=make_student)
     one = names.add_parser("tiny-clip")
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--steps", type=int, default=clip.Settings.steps)
@@ -158,6 +180,16 @@ def make_pipeline(args: argparse.Namespace) -> None:
         record(model, settings.output)
         return
     mp.spawn(worker, args=(model, settings, args.port), nprocs=settings.processes)
+
+
+def make_student(args: argparse.Namespace) -> None:
+    """Distil and measure tiny-sd3-student, or measure what there is."""
+    torch.set_num_threads(1)
+    names = ("output", "teacher", "seed", "trajectories", "updates", "explored")
+    settings = student.Settings(**{name: getattr(args, name) for name in names})
+    if not args.measure:
+        student.distil(settings)
+    student_measure.record(settings, anew=not args.measure)
 
 
 def make_clip(args: argparse.Namespace) -> None:

@@ -1,0 +1,210 @@
+"""tiny-sd3-student: tiny-sd3 with guidance in four network evaluations, by regression on segments of its paths.
+
+The teacher walks from N(0, I) by Euler steps with CFG, `substeps` of them between two nodes. The student, without
+guidance and at the nodes alone, learns the mean velocity of each segment (MSE):
+
+    v(x_k, sigma_k) := (x_{k+1} - x_k) / (sigma_{k+1} - sigma_k)
+
+That is a map and no posterior mean, so its images are sharp. The states are the teacher's in the first round, and in
+the further ones those of the student's own walk, from which the teacher takes one segment, so that the student learns
+to mend its errors; a round trains on the states of all rounds so far.
+
+Text encoders and VAE are the teacher's, byte for byte. Captions are the training captions.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flowrl
+from flowrl import shapes
+from flowrl.core import registry
+from flowrl.core.types import Condition
+from flowrl.diffusion.plan import StepPlan, solver_plan
+from flowrl.diffusion.schedules import Schedule
+from flowrl.models.base import ModelAdapter
+from flowrl.rollout.library import Model
+from flowrl.rollout.policy import Policy
+from scripts.pretraining.sd3 import MODEL
+from scripts.pretraining.stages import ramp
+from scripts.pretraining.training import save
+
+NODES = (1.0, 0.75, 0.5, 0.25)
+DECLARATION = {"is_distilled": True, "distilled_sigmas": list(NODES), "distilled_kind": "nodes"}
+TOKENS = 9
+"""T5 tokens, as in the lab."""
+README = """\
+# tiny-sd3-student
+
+tiny-sd3 distilled to four network evaluations without guidance by `python -m scripts.pretraining tiny-sd3-student`: a
+StableDiffusion3Pipeline whose scheduler gives the sigmas 1, 0.75, 0.5 and 0.25 at 4 steps, the only ones it knows.
+`pipe(prompt, num_inference_steps=4, guidance_scale=1.0, max_sequence_length=9)`; `model_index.json` says that it is
+distilled, in keys that diffusers ignores. Transformer weights are stored in half precision and loaded as float32; text
+encoders and VAE are those of tiny-sd3. Licence: Apache-2.0. Measured accuracy: `pretraining.json`.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    output: Path
+    teacher: Path
+    seed: int = 0
+    rounds: tuple[tuple[int, int, float], ...] = ((4096, 1000, 2e-3), (4096, 600, 1e-3))
+    """(trajectories, updates, peak learning rate); the states of all but the first are the student's."""
+    batch_size: int = 64
+    decay_from: float = 0.3
+    """Share of the updates after which the learning rate falls linearly to 0."""
+    average: float = 0.99
+    """Of the weights that are kept."""
+    guidance_scale: float = 4.0
+    """The teacher's."""
+    substeps: int = 2
+    """Euler steps of the teacher between two nodes."""
+
+    def facts(self) -> dict[str, Any]:
+        """What `pretraining.json` tells of them."""
+        return {name: value for name, value in vars(self).items() if name != "output"} | {"teacher": self.teacher.name}
+
+
+def grid(steps: int) -> Schedule:
+    """The even grid from pure noise to data, in tiny-sd3's timesteps."""
+    sigmas = torch.linspace(1, 0, steps + 1)
+    return Schedule(sigmas, 1000 * sigmas[:-1])
+
+
+def load(folder: Path) -> Model:
+    """A pipeline folder in float32, all weights of its denoiser trainable."""
+    return flowrl.load_model(str(folder), device="cpu", max_sequence_length=TOKENS)
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """N trajectories: states at the nodes and what the student answers there."""
+
+    states: Tensor
+    """[N, 4, 4, 8, 8]."""
+    velocities: Tensor
+    """Mean velocity of the teacher's segment from there, like `states`."""
+    captions: Tensor
+    """Rows of the training captions, [N]."""
+
+    def and_more(self, other: Lessons) -> Lessons:
+        """Both, one after the other."""
+        return Lessons(*(torch.cat([one, two]) for one, two in zip(astuple(self), astuple(other), strict=True)))
+
+
+class Teacher:
+    """Tells where a segment leads."""
+
+    def __init__(self, adapter: ModelAdapter, settings: Settings) -> None:
+        self._policy = _policy(adapter, settings.guidance_scale)
+        self._plan = solver_plan(grid(len(NODES) * settings.substeps))
+        self._substeps = settings.substeps
+
+    def velocity(self, x: Tensor, k: int, cond: Condition) -> Tensor:
+        """Mean velocity from x [B, ...] at node k to the next node."""
+        end = x
+        for j in range(k * self._substeps, (k + 1) * self._substeps):
+            end = _stepped(self._policy, self._plan, j, end, cond)
+        return (x - end) * len(NODES)
+
+    def paths(self, x: Tensor, cond: Condition, walker: ModelAdapter | None) -> tuple[Tensor, Tensor]:
+        """(states, velocities), [B, 4, ...] each, from x at pure noise; the teacher walks, or the student."""
+        plan, states, velocities = solver_plan(grid(len(NODES))), [], []
+        for k in range(len(NODES)):
+            states.append(x)
+            velocities.append(self.velocity(x, k, cond))
+            own = walker is None
+            x = x - velocities[-1] / len(NODES) if own else _stepped(_policy(walker), plan, k, x, cond)
+        return torch.stack(states, dim=1), torch.stack(velocities, dim=1)
+
+
+def _policy(adapter: ModelAdapter, guidance_scale: float = 1.0) -> Policy:
+    return Policy(adapter, registry.load("samplers", "ode").build(), guidance_scale)
+
+
+def _stepped(policy: Policy, plan: StepPlan, k: int, x: Tensor, cond: Condition) -> Tensor:
+    step = plan.steps(torch.full((len(x),), k), policy.adapter.process)
+    return policy.transition(x, step, cond).mean
+
+
+@torch.no_grad()
+def lessons(
+    teacher: Model, walker: Model | None, count: int, generator: torch.Generator, settings: Settings
+) -> Lessons:
+    """`count` trajectories of the teacher, or of a student; every caption as often as any other, but for one."""
+    captions = shapes.prompts("train")
+    repeats = -(-count // len(captions))
+    rows = torch.cat([torch.randperm(len(captions), generator=generator) for _ in range(repeats)])[:count]
+    cond, guide, found = teacher.condition(captions), Teacher(teacher.adapter, settings), []
+    for part in rows.split(settings.batch_size):
+        x = torch.randn(len(part), *teacher.latent_shape, generator=generator)
+        found.append(guide.paths(x, cond.index(part), None if walker is None else walker.adapter))
+    states, velocities = zip(*found, strict=True)
+    return Lessons(torch.cat(states), torch.cat(velocities), rows)
+
+
+def regress(
+    student: Model, taught: Lessons, updates: int, rate: float, generator: torch.Generator, settings: Settings
+) -> None:
+    """Train the denoiser; the average of its weights is kept."""
+    parameters = list(student.weights.parameters.values())
+    average = [p.detach().clone() for p in parameters]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
+    cond, nodes = student.condition(shapes.prompts("train")), torch.tensor(NODES)
+    order, shown, started = torch.empty(0, dtype=torch.long), 0.0, time.process_time()
+    for step in range(1, updates + 1):
+        if len(order) < settings.batch_size:
+            order = torch.cat([order, torch.randperm(len(taught.states) * len(NODES), generator=generator)])
+        pick, order = order[: settings.batch_size], order[settings.batch_size :]
+        row, k = pick // len(NODES), pick % len(NODES)
+        texts = cond.index(taught.captions[row])
+        found = student.adapter.predict(taught.states[row, k], 1000 * nodes[k], texts, 1.0)
+        loss = F.mse_loss(found, taught.velocities[row, k])
+        optimizer.param_groups[0]["lr"] = rate * ramp(step, updates, warm=20, decay_from=settings.decay_from)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        decay = min(settings.average, (1 + step) / (10 + step))
+        torch._foreach_lerp_(average, [p.detach() for p in parameters], 1 - decay)
+        shown = loss.item() if step == 1 else 0.98 * shown + 0.02 * loss.item()
+        if step % 50 == 0:
+            spent = time.process_time() - started
+            print(f"update {step}/{updates} loss {shown:.4f} {spent:.0f} s of CPU", flush=True)
+    for p, mean in zip(parameters, average, strict=True):
+        p.data.copy_(mean)
+
+
+def distil(settings: Settings) -> Model:
+    """The student after all rounds."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    teacher, student, taught = load(settings.teacher), load(settings.teacher), None
+    for number, (count, updates, rate) in enumerate(settings.rounds):
+        new = lessons(teacher, student if number else None, count, generator, settings)
+        taught = new if taught is None else taught.and_more(new)
+        regress(student, taught, updates, rate, generator, settings)
+    return student
+
+
+def write(weights: dict[str, Tensor], settings: Settings) -> None:
+    """The teacher's pipeline with these denoiser's weights, the scheduler of the nodes and the declaration."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    pipe = MODEL.load(settings.teacher)
+    pipe.transformer.load_state_dict(weights)
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0, shift_terminal=NODES[-1])
+    save(pipe, MODEL, settings.output)
+    # diffusers drops keys that it does not know.
+    file = settings.output / "model_index.json"
+    facts = json.loads(file.read_text(encoding="utf-8")) | DECLARATION
+    file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    (settings.output / "README.md").write_text(README, encoding="utf-8")

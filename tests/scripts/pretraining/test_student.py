@@ -1,0 +1,133 @@
+"""The four-step student: what it is taught, that its seed decides it, and what the shipped folder is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import flowrl
+from flowrl.core.types import Condition
+from flowrl.diffusion.process import FlowProcess
+from flowrl.samplers.cps import Cps
+from scripts.pretraining import student
+from scripts.pretraining.__main__ import parse
+from scripts.pretraining.student import DECLARATION, NODES, Settings, Teacher
+from scripts.pretraining.student_measure import figures
+from tests.tiny_sd3 import ROOT
+
+TEACHER, FOLDER = ROOT / "assets" / "tiny-sd3", ROOT / "assets" / "tiny-sd3-student"
+
+
+def _settings(output: Path, **changed: Any) -> Settings:
+    return Settings(output=output, teacher=TEACHER, trajectories=12, updates=2, batch_size=4, **changed)
+
+
+class Bend:
+    """An adapter whose velocity is its timestep: 1000 sigma everywhere, times the guidance scale."""
+
+    process, prediction_type = FlowProcess(), "velocity"
+
+    def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
+        return guidance_scale * timestep[:, None].expand_as(x)
+
+
+def test_a_lesson_is_the_mean_velocity_of_the_teachers_own_steps_to_the_next_node(tmp_path: Path):
+    """Of v = 4000 sigma in two steps of 1/8 from each node: the mean of the two steps' velocities."""
+    taught: Any = Bend()
+    teacher = Teacher(taught, _settings(tmp_path))
+    x, none = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)), Condition({"text": torch.zeros(3, 1)})
+    states, velocities = teacher.paths(x, none, None, torch.Generator())
+    wanted = torch.tensor([4000 * (sigma - 1 / 16) for sigma in NODES])
+    assert_close(velocities, wanted[None, :, None].expand(3, 4, 5))
+    assert_close(states[:, 0], x)
+    assert_close(states[:, 1:], states[:, :-1] - velocities[:, :-1] / 4, rtol=1e-5, atol=1e-3)
+
+
+def test_noise_between_the_segments_is_the_samplers_at_each_trajectorys_own_level(tmp_path: Path):
+    """Level 0 is the teacher's path; level 1 of CPS keeps the clean estimate alone."""
+    taught: Any = Bend()
+    teacher, x = Teacher(taught, _settings(tmp_path, guidance_scale=1e-3)), torch.randn(2, 4096)
+    none = Condition({"text": torch.zeros(2, 1)})
+    plain, _ = teacher.paths(x, none, None, torch.Generator())
+    noise = (Cps(None), torch.tensor([0.0, 1.0]))
+    states, velocities = teacher.paths(x, none, noise, torch.Generator().manual_seed(1))
+    assert_close(states[0], plain[0], rtol=1e-5, atol=1e-5)
+    clean = x[1] - velocities[1, 0]
+    drawn = (states[1, 1] - (1 - NODES[1]) * clean) / NODES[1]
+    assert abs(float(drawn.mean())) < 0.05  # 4096 values, whose mean has a std of 1 / 64
+    assert abs(float(drawn.std()) - 1) < 0.05
+    assert abs(float((drawn * x[1]).mean())) < 0.08
+
+
+def test_two_updates_twice_give_the_same_bits_and_another_seed_others(tmp_path: Path):
+    states = []
+    for seed in (3, 3, 4):
+        settings, model = _settings(tmp_path, seed=seed), student.load(TEACHER)
+        student.regress(model, student.lessons(model, settings), settings)
+        states.append(model.adapter.network.state_dict())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert not all(torch.equal(states[0][key], states[2][key]) for key in states[0])
+
+
+def test_the_record_is_of_the_scripts_settings():
+    record = json.loads((FOLDER / "pretraining.json").read_text(encoding="utf-8"))
+    args = parse(["tiny-sd3-student"])
+    names = ("output", "teacher", "seed", "trajectories", "updates", "explored")
+    settings = Settings(**{name: getattr(args, name) for name in names})
+    assert record["settings"] == json.loads(json.dumps(settings.facts()))
+
+
+def test_the_students_folder_declares_itself_shares_its_text_and_vae_and_stays_below_nine_megabytes():
+    index = json.loads((FOLDER / "model_index.json").read_text(encoding="utf-8"))
+    assert {key: index[key] for key in DECLARATION} == DECLARATION
+    files = [file for file in FOLDER.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 9e6
+    shared = [file.relative_to(FOLDER) for file in files if file.parent.name.startswith(("text", "token", "vae"))]
+    assert len(shared) > 10
+    assert all((FOLDER / name).read_bytes() == (TEACHER / name).read_bytes() for name in shared)
+
+
+def test_plain_diffusers_samples_the_student_at_its_four_nodes():
+    """With T5 tokens padded to 256, as the pipeline does by itself."""
+    from diffusers import StableDiffusion3Pipeline
+
+    pipe = StableDiffusion3Pipeline.from_pretrained(FOLDER)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.scheduler.set_timesteps(4)
+    assert pipe.scheduler.sigmas.tolist() == [*NODES, 0.0]
+    seen = []
+
+    def watch(pipe: Any, step: int, timestep: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+        seen.append(float(timestep))
+        return kwargs
+
+    image = pipe(
+        "a red circle", num_inference_steps=4, guidance_scale=1.0, callback_on_step_end=watch, output_type="np"
+    )
+    assert seen == [1000 * sigma for sigma in NODES]
+    assert image.images[0].std() > 0.05
+
+
+def test_flowrl_loads_the_student_by_name_at_the_nodes_with_a_lora():
+    model = flowrl.load_model("tiny-sd3-student", max_sequence_length=9, lora={"rank": 4})
+    assert model.adapter.schedule(4).sigmas.tolist() == [*NODES, 0.0]
+    x0 = model.denoise(torch.randn(1, *model.latent_shape), 1.0, ["a red circle"])
+    x0.square().mean().backward()
+    assert any(bool(p.grad.any()) for p in model.weights.parameters.values() if p.grad is not None)
+
+
+@pytest.mark.slow
+def test_the_shipped_student_passes_as_often_as_its_record_says():
+    """All held-out captions, one seed, the same noise: rounding moves single images only."""
+    from flowrl.diffusion.plan import solver_plan
+
+    record = json.loads((FOLDER / "pretraining.json").read_text(encoding="utf-8"))
+    model = student.load(FOLDER)
+    found = figures(model, solver_plan(model.adapter.schedule(4)), seeds=1)["strict"]["mean"]
+    assert abs(found - record["rows"]["student, 4 steps"]["strict"]["mean"]) < 0.06
