@@ -85,9 +85,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         one.set_defaults(make=make_pipeline)
     one = names.add_parser("tiny-sd3-student")
     one.add_argument("--seed", type=int, default=student.Settings.seed)
-    one.add_argument("--trajectories", type=int, default=student.Settings.trajectories)
-    one.add_argument("--updates", type=int, default=student.Settings.updates)
-    one.add_argument("--explored", type=float, default=student.Settings.explored, help="share with noise at the nodes")
     one.add_argument("--measure", action="store_true", help="only measure what the output folder holds")
     one.add_argument("--teacher", type=Path, default=ASSETS / "tiny-sd3")
     one.add_argument("--output", type=Path, default=ASSETS / "tiny-sd3-student")
@@ -185,10 +182,9 @@ def make_pipeline(args: argparse.Namespace) -> None:
 def make_student(args: argparse.Namespace) -> None:
     """Distil and measure tiny-sd3-student, or measure what there is."""
     torch.set_num_threads(1)
-    names = ("output", "teacher", "seed", "trajectories", "updates", "explored")
-    settings = student.Settings(**{name: getattr(args, name) for name in names})
+    settings = student.Settings(seed=args.seed, teacher=args.teacher, output=args.output)
     if not args.measure:
-        student.distil(settings)
+        student.write(student.distil(settings), settings)
     student_measure.record(settings, anew=not args.measure)
 
 

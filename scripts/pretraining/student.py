@@ -14,7 +14,6 @@ Text encoders and VAE are the teacher's, byte for byte. Captions are the trainin
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from flowrl.core.types import Condition
 from flowrl.diffusion.plan import StepPlan, solver_plan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.models.base import ModelAdapter
+from flowrl.models.pipelines.distilled import Distilled
 from flowrl.rollout.library import Model
 from flowrl.rollout.policy import Policy
 from scripts.pretraining.sd3 import MODEL
@@ -38,7 +38,7 @@ from scripts.pretraining.stages import ramp
 from scripts.pretraining.training import save
 
 NODES = (1.0, 0.75, 0.5, 0.25)
-DECLARATION = {"is_distilled": True, "distilled_sigmas": list(NODES), "distilled_kind": "nodes"}
+DECLARED = Distilled(kind="nodes", sigmas=NODES, evidence="", declared=True)
 TOKENS = 9
 """T5 tokens, as in the lab."""
 README = """\
@@ -195,16 +195,13 @@ def distil(settings: Settings) -> Model:
     return student
 
 
-def write(weights: dict[str, Tensor], settings: Settings) -> None:
-    """The teacher's pipeline with these denoiser's weights, the scheduler of the nodes and the declaration."""
+def write(student: Model, settings: Settings) -> None:
+    """The teacher's pipeline with the student's denoiser, a scheduler of the nodes, and the declaration."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     pipe = MODEL.load(settings.teacher)
-    pipe.transformer.load_state_dict(weights)
+    pipe.transformer.load_state_dict(student.adapter.network.state_dict())
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0, shift_terminal=NODES[-1])
     save(pipe, MODEL, settings.output)
-    # diffusers drops keys that it does not know.
-    file = settings.output / "model_index.json"
-    facts = json.loads(file.read_text(encoding="utf-8")) | DECLARATION
-    file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    DECLARED.write(settings.output)
     (settings.output / "README.md").write_text(README, encoding="utf-8")

@@ -14,18 +14,18 @@ from torch.testing import assert_close
 import flowrl
 from flowrl.core.types import Condition
 from flowrl.diffusion.process import FlowProcess
-from flowrl.samplers.cps import Cps
 from scripts.pretraining import student
 from scripts.pretraining.__main__ import parse
-from scripts.pretraining.student import DECLARATION, NODES, Settings, Teacher
+from scripts.pretraining.student import NODES, Settings, Teacher
 from scripts.pretraining.student_measure import figures
 from tests.tiny_sd3 import ROOT
 
 TEACHER, FOLDER = ROOT / "assets" / "tiny-sd3", ROOT / "assets" / "tiny-sd3-student"
 
 
-def _settings(output: Path, **changed: Any) -> Settings:
-    return Settings(output=output, teacher=TEACHER, trajectories=12, updates=2, batch_size=4, **changed)
+def _settings(output: Path = FOLDER, **changed: Any) -> Settings:
+    rounds = ((12, 2, 1e-3), (8, 1, 1e-3))
+    return Settings(**{"output": output, "teacher": TEACHER, "rounds": rounds, "batch_size": 4} | changed)
 
 
 class Bend:
@@ -37,40 +37,28 @@ class Bend:
         return guidance_scale * timestep[:, None].expand_as(x)
 
 
-def test_a_lesson_is_the_mean_velocity_of_the_teachers_own_steps_to_the_next_node(tmp_path: Path):
+def test_a_lesson_is_the_mean_velocity_of_the_teachers_own_steps_to_the_next_node():
     """Of v = 4000 sigma in two steps of 1/8 from each node: the mean of the two steps' velocities."""
-    taught: Any = Bend()
-    teacher = Teacher(taught, _settings(tmp_path))
+    bend: Any = Bend()
     x, none = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)), Condition({"text": torch.zeros(3, 1)})
-    states, velocities = teacher.paths(x, none, None, torch.Generator())
+    states, velocities = Teacher(bend, _settings()).paths(x, none, None)
     wanted = torch.tensor([4000 * (sigma - 1 / 16) for sigma in NODES])
     assert_close(velocities, wanted[None, :, None].expand(3, 4, 5))
     assert_close(states[:, 0], x)
     assert_close(states[:, 1:], states[:, :-1] - velocities[:, :-1] / 4, rtol=1e-5, atol=1e-3)
 
 
-def test_noise_between_the_segments_is_the_samplers_at_each_trajectorys_own_level(tmp_path: Path):
-    """Level 0 is the teacher's path; level 1 of CPS keeps the clean estimate alone."""
-    taught: Any = Bend()
-    teacher, x = Teacher(taught, _settings(tmp_path, guidance_scale=1e-3)), torch.randn(2, 4096)
-    none = Condition({"text": torch.zeros(2, 1)})
-    plain, _ = teacher.paths(x, none, None, torch.Generator())
-    noise = (Cps(None), torch.tensor([0.0, 1.0]))
-    states, velocities = teacher.paths(x, none, noise, torch.Generator().manual_seed(1))
-    assert_close(states[0], plain[0], rtol=1e-5, atol=1e-5)
-    clean = x[1] - velocities[1, 0]
-    drawn = (states[1, 1] - (1 - NODES[1]) * clean) / NODES[1]
-    assert abs(float(drawn.mean())) < 0.05  # 4096 values, whose mean has a std of 1 / 64
-    assert abs(float(drawn.std()) - 1) < 0.05
-    assert abs(float((drawn * x[1]).mean())) < 0.08
+def test_where_the_student_walks_the_states_are_its_own_and_the_velocities_the_teachers():
+    """The same field without guidance: one step of 1/4 at each node's velocity."""
+    bend: Any = Bend()
+    x, none = torch.zeros(3, 5), Condition({"text": torch.zeros(3, 1)})
+    states, velocities = Teacher(bend, _settings()).paths(x, none, bend)
+    assert_close(states[0, :, 0], torch.tensor([0.0, -250.0, -437.5, -562.5]))
+    assert_close(velocities[0, :, 0], torch.tensor([4000 * (sigma - 1 / 16) for sigma in NODES]), rtol=1e-4, atol=0)
 
 
-def test_two_updates_twice_give_the_same_bits_and_another_seed_others(tmp_path: Path):
-    states = []
-    for seed in (3, 3, 4):
-        settings, model = _settings(tmp_path, seed=seed), student.load(TEACHER)
-        student.regress(model, student.lessons(model, settings), settings)
-        states.append(model.adapter.network.state_dict())
+def test_two_rounds_twice_give_the_same_bits_and_another_seed_others():
+    states = [student.distil(_settings(seed=seed)).adapter.network.state_dict() for seed in (3, 3, 4)]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
     assert not all(torch.equal(states[0][key], states[2][key]) for key in states[0])
 
@@ -78,14 +66,14 @@ def test_two_updates_twice_give_the_same_bits_and_another_seed_others(tmp_path: 
 def test_the_record_is_of_the_scripts_settings():
     record = json.loads((FOLDER / "pretraining.json").read_text(encoding="utf-8"))
     args = parse(["tiny-sd3-student"])
-    names = ("output", "teacher", "seed", "trajectories", "updates", "explored")
-    settings = Settings(**{name: getattr(args, name) for name in names})
+    settings = Settings(seed=args.seed, teacher=args.teacher, output=args.output)
     assert record["settings"] == json.loads(json.dumps(settings.facts()))
 
 
 def test_the_students_folder_declares_itself_shares_its_text_and_vae_and_stays_below_nine_megabytes():
     index = json.loads((FOLDER / "model_index.json").read_text(encoding="utf-8"))
-    assert {key: index[key] for key in DECLARATION} == DECLARATION
+    declared = {"is_distilled": True, "distilled_sigmas": [1.0, 0.75, 0.5, 0.25], "distilled_kind": "nodes"}
+    assert declared.items() <= index.items()
     files = [file for file in FOLDER.rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) < 9e6
     shared = [file.relative_to(FOLDER) for file in files if file.parent.name.startswith(("text", "token", "vae"))]
