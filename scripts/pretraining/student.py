@@ -5,9 +5,10 @@ guidance and at the nodes alone, learns the mean velocity of each segment (MSE):
 
     v(x_k, sigma_k) := (x_{k+1} - x_k) / (sigma_{k+1} - sigma_k)
 
-That is a map and no posterior mean, so its images are sharp. The states are the teacher's in the first round, and in
-the further ones those of the student's own walk, from which the teacher takes one segment, so that the student learns
-to mend its errors; a round trains on the states of all rounds so far.
+That is a map and no posterior mean, so its images are sharp. The states are the teacher's in the first round; in the
+second they are those to which the student's own first step leads, from which the teacher takes one segment. With that
+segment, where the layout is decided, done by the teacher, the student of the first round is as good as the teacher
+(docs/lab/notes.md). A round trains on the states of all rounds so far.
 
 Text encoders and VAE are the teacher's, byte for byte. Captions are the training captions.
 """
@@ -15,7 +16,8 @@ Text encoders and VAE are the teacher's, byte for byte. Captions are the trainin
 from __future__ import annotations
 
 import time
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +55,25 @@ encoders and VAE are those of tiny-sd3. Licence: Apache-2.0. Measured accuracy: 
 
 
 @dataclass(frozen=True, kw_only=True)
+class Round:
+    trajectories: int
+    nodes: tuple[int, ...]
+    """Those at which the teacher is asked."""
+    updates: int
+    rate: float
+    """Peak learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     output: Path
     teacher: Path
     seed: int = 0
-    rounds: tuple[tuple[int, int, float], ...] = ((4096, 1000, 2e-3), (4096, 600, 1e-3))
-    """(trajectories, updates, peak learning rate); the states of all but the first are the student's."""
+    rounds: tuple[Round, ...] = (
+        Round(trajectories=4096, nodes=(0, 1, 2, 3), updates=800, rate=2e-3),
+        Round(trajectories=12288, nodes=(1,), updates=900, rate=1.5e-3),
+    )
+    """The teacher walks in the first; the student, as it is then, in the others."""
     batch_size: int = 64
     decay_from: float = 0.3
     """Share of the updates after which the learning rate falls linearly to 0."""
@@ -71,7 +86,9 @@ class Settings:
 
     def facts(self) -> dict[str, Any]:
         """What `pretraining.json` tells of them."""
-        return {name: value for name, value in vars(self).items() if name != "output"} | {"teacher": self.teacher.name}
+        return {name: value for name, value in asdict(self).items() if name != "output"} | {
+            "teacher": self.teacher.name
+        }
 
 
 def grid(steps: int) -> Schedule:
@@ -87,18 +104,21 @@ def load(folder: Path) -> Model:
 
 @dataclass(frozen=True)
 class Lessons:
-    """N trajectories: states at the nodes and what the student answers there."""
+    """N states at nodes and what the student answers there."""
 
     states: Tensor
-    """[N, 4, 4, 8, 8]."""
+    """[N, 4, 8, 8]."""
     velocities: Tensor
     """Mean velocity of the teacher's segment from there, like `states`."""
+    nodes: Tensor
+    """Numbers of the nodes, [N]."""
     captions: Tensor
     """Rows of the training captions, [N]."""
 
-    def and_more(self, other: Lessons) -> Lessons:
-        """Both, one after the other."""
-        return Lessons(*(torch.cat([one, two]) for one, two in zip(astuple(self), astuple(other), strict=True)))
+    @staticmethod
+    def joined(parts: Sequence[Lessons]) -> Lessons:
+        """All, one after the other."""
+        return Lessons(*map(torch.cat, zip(*map(astuple, parts), strict=True)))
 
 
 class Teacher:
@@ -116,15 +136,16 @@ class Teacher:
             end = _stepped(self._policy, self._plan, j, end, cond)
         return (x - end) * len(NODES)
 
-    def paths(self, x: Tensor, cond: Condition, walker: ModelAdapter | None) -> tuple[Tensor, Tensor]:
-        """(states, velocities), [B, 4, ...] each, from x at pure noise; the teacher walks, or the student."""
-        plan, states, velocities = solver_plan(grid(len(NODES))), [], []
-        for k in range(len(NODES)):
-            states.append(x)
-            velocities.append(self.velocity(x, k, cond))
-            own = walker is None
-            x = x - velocities[-1] / len(NODES) if own else _stepped(_policy(walker), plan, k, x, cond)
-        return torch.stack(states, dim=1), torch.stack(velocities, dim=1)
+    def path(
+        self, x: Tensor, cond: Condition, walker: ModelAdapter | None, nodes: Sequence[int]
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(k, state, velocity) at each of `nodes`, from x [B, ...] at pure noise; the teacher walks, or the student."""
+        plan = solver_plan(grid(len(NODES)))
+        for k in range(max(nodes) + 1):
+            asked = self.velocity(x, k, cond) if k in nodes or walker is None else None
+            if asked is not None and k in nodes:
+                yield k, x, asked
+            x = _stepped(_policy(walker), plan, k, x, cond) if walker is not None else x - asked / len(NODES)
 
 
 def _policy(adapter: ModelAdapter, guidance_scale: float = 1.0) -> Policy:
@@ -138,24 +159,23 @@ def _stepped(policy: Policy, plan: StepPlan, k: int, x: Tensor, cond: Condition)
 
 @torch.no_grad()
 def lessons(
-    teacher: Model, walker: Model | None, count: int, generator: torch.Generator, settings: Settings
+    teacher: Model, walker: Model | None, wanted: Round, generator: torch.Generator, settings: Settings
 ) -> Lessons:
-    """`count` trajectories of the teacher, or of a student; every caption as often as any other, but for one."""
-    captions = shapes.prompts("train")
+    """Those of one round; every caption as often as any other, but for one."""
+    captions, count = shapes.prompts("train"), wanted.trajectories
     repeats = -(-count // len(captions))
     rows = torch.cat([torch.randperm(len(captions), generator=generator) for _ in range(repeats)])[:count]
     cond, guide, found = teacher.condition(captions), Teacher(teacher.adapter, settings), []
     for part in rows.split(settings.batch_size):
         x = torch.randn(len(part), *teacher.latent_shape, generator=generator)
-        found.append(guide.paths(x, cond.index(part), None if walker is None else walker.adapter))
-    states, velocities = zip(*found, strict=True)
-    return Lessons(torch.cat(states), torch.cat(velocities), rows)
+        walk = guide.path(x, cond.index(part), None if walker is None else walker.adapter, wanted.nodes)
+        found += [Lessons(state, velocity, torch.full_like(part, k), part) for k, state, velocity in walk]
+    return Lessons.joined(found)
 
 
-def regress(
-    student: Model, taught: Lessons, updates: int, rate: float, generator: torch.Generator, settings: Settings
-) -> None:
+def regress(student: Model, taught: Lessons, wanted: Round, generator: torch.Generator, settings: Settings) -> None:
     """Train the denoiser; the average of its weights is kept."""
+    updates, rate = wanted.updates, wanted.rate
     parameters = list(student.weights.parameters.values())
     average = [p.detach().clone() for p in parameters]
     optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
@@ -163,12 +183,11 @@ def regress(
     order, shown, started = torch.empty(0, dtype=torch.long), 0.0, time.process_time()
     for step in range(1, updates + 1):
         if len(order) < settings.batch_size:
-            order = torch.cat([order, torch.randperm(len(taught.states) * len(NODES), generator=generator)])
+            order = torch.cat([order, torch.randperm(len(taught.states), generator=generator)])
         pick, order = order[: settings.batch_size], order[settings.batch_size :]
-        row, k = pick // len(NODES), pick % len(NODES)
-        texts = cond.index(taught.captions[row])
-        found = student.adapter.predict(taught.states[row, k], 1000 * nodes[k], texts, 1.0)
-        loss = F.mse_loss(found, taught.velocities[row, k])
+        texts, timestep = cond.index(taught.captions[pick]), 1000 * nodes[taught.nodes[pick]]
+        found = student.adapter.predict(taught.states[pick], timestep, texts, 1.0)
+        loss = F.mse_loss(found, taught.velocities[pick])
         optimizer.param_groups[0]["lr"] = rate * ramp(step, updates, warm=20, decay_from=settings.decay_from)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -187,11 +206,10 @@ def regress(
 def distil(settings: Settings) -> Model:
     """The student after all rounds."""
     generator = torch.Generator().manual_seed(settings.seed)
-    teacher, student, taught = load(settings.teacher), load(settings.teacher), None
-    for number, (count, updates, rate) in enumerate(settings.rounds):
-        new = lessons(teacher, student if number else None, count, generator, settings)
-        taught = new if taught is None else taught.and_more(new)
-        regress(student, taught, updates, rate, generator, settings)
+    teacher, student, taught = load(settings.teacher), load(settings.teacher), []
+    for wanted in settings.rounds:
+        taught.append(lessons(teacher, student if taught else None, wanted, generator, settings))
+        regress(student, Lessons.joined(taught), wanted, generator, settings)
     return student
 
 

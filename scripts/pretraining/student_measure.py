@@ -26,7 +26,7 @@ from flowrl.rollout.policy import Policy
 from flowrl.rollout.trajectories import Asked
 from flowrl.samplers.base import Sampler
 from flowrl.statistics.intervals import interval
-from scripts.pretraining.report import fingerprint, strict_accuracy
+from scripts.pretraining.report import strict_accuracy
 from scripts.pretraining.sd3 import MODEL
 from scripts.pretraining.student import NODES, Settings, grid, load
 
@@ -88,7 +88,6 @@ def record(settings: Settings, *, anew: bool = True) -> None:
     pipe.set_progress_bar_config(disable=True)
     plain = strict_accuracy(pipe, 512, num_inference_steps=len(NODES), guidance_scale=1.0)
     facts["plain pipe(prompt)"] = _told("plain pipe(prompt)", plain)
-    facts["fingerprint"] = {"blocks": fingerprint(pipe)}
     file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

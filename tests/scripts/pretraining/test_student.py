@@ -16,7 +16,7 @@ from flowrl.core.types import Condition
 from flowrl.diffusion.process import FlowProcess
 from scripts.pretraining import student
 from scripts.pretraining.__main__ import parse
-from scripts.pretraining.student import NODES, Settings, Teacher
+from scripts.pretraining.student import NODES, Round, Settings, Teacher
 from scripts.pretraining.student_measure import figures
 from tests.tiny_sd3 import ROOT
 
@@ -24,37 +24,55 @@ TEACHER, FOLDER = ROOT / "assets" / "tiny-sd3", ROOT / "assets" / "tiny-sd3-stud
 
 
 def _settings(output: Path = FOLDER, **changed: Any) -> Settings:
-    rounds = ((12, 2, 1e-3), (8, 1, 1e-3))
+    first = Round(trajectories=8, nodes=(0, 1, 2, 3), updates=2, rate=1e-3)
+    rounds = (first, Round(trajectories=8, nodes=(1,), updates=1, rate=1e-3))
     return Settings(**{"output": output, "teacher": TEACHER, "rounds": rounds, "batch_size": 4} | changed)
+
+
+def _walked(walker: Any) -> tuple[Tensor, Tensor]:
+    """States and velocities at the nodes, [4, 5], of the field of `Bend` from 0."""
+    bend: Any = Bend()
+    walk = Teacher(bend, _settings()).path(torch.zeros(3, 5), Condition({"text": torch.zeros(3, 1)}), walker, range(4))
+    _, states, velocities = zip(*walk, strict=True)
+    return torch.stack(states)[:, 0], torch.stack(velocities)[:, 0]
 
 
 class Bend:
     """An adapter whose velocity is its timestep: 1000 sigma everywhere, times the guidance scale."""
 
-    process, prediction_type = FlowProcess(), "velocity"
+    process, prediction_type, channel_axis = FlowProcess(), "velocity", 1
 
     def predict(self, x: Tensor, timestep: Tensor, cond: Condition, guidance_scale: float) -> Tensor:
         return guidance_scale * timestep[:, None].expand_as(x)
 
 
+MEANS = torch.tensor([4000 * (sigma - 1 / 16) for sigma in NODES])[:, None].expand(4, 5)
+"""Of v = 4000 sigma in two steps of 1/8 from each node."""
+
+
 def test_a_lesson_is_the_mean_velocity_of_the_teachers_own_steps_to_the_next_node():
-    """Of v = 4000 sigma in two steps of 1/8 from each node: the mean of the two steps' velocities."""
-    bend: Any = Bend()
-    x, none = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)), Condition({"text": torch.zeros(3, 1)})
-    states, velocities = Teacher(bend, _settings()).paths(x, none, None)
-    wanted = torch.tensor([4000 * (sigma - 1 / 16) for sigma in NODES])
-    assert_close(velocities, wanted[None, :, None].expand(3, 4, 5))
-    assert_close(states[:, 0], x)
-    assert_close(states[:, 1:], states[:, :-1] - velocities[:, :-1] / 4, rtol=1e-5, atol=1e-3)
+    states, velocities = _walked(None)
+    assert_close(velocities, MEANS)
+    assert_close(states[1:], states[:-1] - velocities[:-1] / 4)
+    assert not states[0].any()
 
 
 def test_where_the_student_walks_the_states_are_its_own_and_the_velocities_the_teachers():
-    """The same field without guidance: one step of 1/4 at each node's velocity."""
-    bend: Any = Bend()
-    x, none = torch.zeros(3, 5), Condition({"text": torch.zeros(3, 1)})
-    states, velocities = Teacher(bend, _settings()).paths(x, none, bend)
-    assert_close(states[0, :, 0], torch.tensor([0.0, -250.0, -437.5, -562.5]))
-    assert_close(velocities[0, :, 0], torch.tensor([4000 * (sigma - 1 / 16) for sigma in NODES]), rtol=1e-4, atol=0)
+    """The student has the same field without guidance: one step of 1/4 at each node's velocity."""
+    states, velocities = _walked(Bend())
+    assert_close(states[:, 0], torch.tensor([0.0, -250.0, -437.5, -562.5]))
+    assert_close(velocities, MEANS)
+
+
+def test_a_later_round_asks_the_teacher_at_its_nodes_alone():
+    settings, teacher = _settings(), student.load(TEACHER)
+    one, two = (
+        student.lessons(teacher, walker, wanted, torch.Generator().manual_seed(0), settings)
+        for walker, wanted in zip((None, teacher), settings.rounds, strict=True)
+    )
+    assert one.nodes.tolist() == [k for _ in range(2) for k in range(4) for _ in range(4)]
+    assert two.nodes.tolist() == [1] * 8
+    assert one.captions[:4].tolist() == one.captions[4:8].tolist() == two.captions[:4].tolist()
 
 
 def test_two_rounds_twice_give_the_same_bits_and_another_seed_others():
@@ -102,12 +120,21 @@ def test_plain_diffusers_samples_the_student_at_its_four_nodes():
     assert image.images[0].std() > 0.05
 
 
-def test_flowrl_loads_the_student_by_name_at_the_nodes_with_a_lora():
-    model = flowrl.load_model("tiny-sd3-student", max_sequence_length=9, lora={"rank": 4})
-    assert model.adapter.schedule(4).sigmas.tolist() == [*NODES, 0.0]
-    x0 = model.denoise(torch.randn(1, *model.latent_shape), 1.0, ["a red circle"])
-    x0.square().mean().backward()
-    assert any(bool(p.grad.any()) for p in model.weights.parameters.values() if p.grad is not None)
+def test_a_lora_trains_on_the_student_at_its_nodes():
+    """An iteration of the lab's recipe; every step is noisy but the last."""
+    words = {
+        "model.path": "tiny-sd3-student",
+        "rollout.num_inference_steps": 4,
+        "eval.num_inference_steps": 4,
+        "rollout.prompts_per_iteration": 2,
+        "rollout.group_size": 4,
+        "data.max_prompts": 4,
+        "data.max_eval_prompts": 2,
+    }
+    recipe = ROOT / "configs" / "lab" / "flow_grpo-lora.yaml"
+    with flowrl.Session(str(recipe), *(f"{key}={value}" for key, value in words.items())) as session:
+        assert session.model.schedule(4).sigmas.tolist() == [*NODES, 0.0]
+        assert session.step(1)["grad/norm"] > 0
 
 
 @pytest.mark.slow
