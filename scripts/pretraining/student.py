@@ -5,16 +5,16 @@ guidance and at the nodes alone, learns the mean velocity of each segment (MSE):
 
     v(x_k, sigma_k) := (x_{k+1} - x_k) / (sigma_{k+1} - sigma_k)
 
-That is a map and no posterior mean, so its images are sharp. The states are the teacher's in the first round; in the
-second they are those to which the student's own first step leads, from which the teacher takes one segment. With that
-segment, where the layout is decided, done by the teacher, the student of the first round is as good as the teacher
-(docs/lab/notes.md). A round trains on the states of all rounds so far.
+That is a map and no posterior mean, so its images are sharp. The states are the teacher's in the first round and in the
+second the student's own, from which the teacher takes one segment each; a round trains on the states of all rounds so
+far.
 
 Text encoders and VAE are the teacher's, byte for byte. Captions are the training captions.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -41,6 +41,8 @@ from scripts.pretraining.training import save
 
 NODES = (1.0, 0.75, 0.5, 0.25)
 DECLARED = Distilled(kind="nodes", sigmas=NODES, evidence="", declared=True)
+SHARED = ("vae", *(f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2", "_3")))
+"""Folders that are the teacher's."""
 TOKENS = 9
 """T5 tokens, as in the lab."""
 README = """\
@@ -57,8 +59,6 @@ encoders and VAE are those of tiny-sd3. Licence: Apache-2.0. Measured accuracy: 
 @dataclass(frozen=True, kw_only=True)
 class Round:
     trajectories: int
-    nodes: tuple[int, ...]
-    """Those at which the teacher is asked."""
     updates: int
     rate: float
     """Peak learning rate."""
@@ -70,14 +70,14 @@ class Settings:
     teacher: Path
     seed: int = 0
     rounds: tuple[Round, ...] = (
-        Round(trajectories=4096, nodes=(0, 1, 2, 3), updates=800, rate=2e-3),
-        Round(trajectories=12288, nodes=(1,), updates=900, rate=1.5e-3),
+        Round(trajectories=3072, updates=500, rate=2e-3),
+        Round(trajectories=5120, updates=1000, rate=2e-3),
     )
     """The teacher walks in the first; the student, as it is then, in the others."""
     batch_size: int = 64
     decay_from: float = 0.3
     """Share of the updates after which the learning rate falls linearly to 0."""
-    average: float = 0.99
+    average: float = 0.995
     """Of the weights that are kept."""
     guidance_scale: float = 4.0
     """The teacher's."""
@@ -136,16 +136,13 @@ class Teacher:
             end = _stepped(self._policy, self._plan, j, end, cond)
         return (x - end) * len(NODES)
 
-    def path(
-        self, x: Tensor, cond: Condition, walker: ModelAdapter | None, nodes: Sequence[int]
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(k, state, velocity) at each of `nodes`, from x [B, ...] at pure noise; the teacher walks, or the student."""
+    def path(self, x: Tensor, cond: Condition, walker: ModelAdapter | None) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(k, state, velocity) at every node, from x [B, ...] at pure noise; the teacher walks, or the student."""
         plan = solver_plan(grid(len(NODES)))
-        for k in range(max(nodes) + 1):
-            asked = self.velocity(x, k, cond) if k in nodes or walker is None else None
-            if asked is not None and k in nodes:
-                yield k, x, asked
-            x = _stepped(_policy(walker), plan, k, x, cond) if walker is not None else x - asked / len(NODES)
+        for k in range(len(NODES)):
+            velocity = self.velocity(x, k, cond)
+            yield k, x, velocity
+            x = x - velocity / len(NODES) if walker is None else _stepped(_policy(walker), plan, k, x, cond)
 
 
 def _policy(adapter: ModelAdapter, guidance_scale: float = 1.0) -> Policy:
@@ -168,7 +165,7 @@ def lessons(
     cond, guide, found = teacher.condition(captions), Teacher(teacher.adapter, settings), []
     for part in rows.split(settings.batch_size):
         x = torch.randn(len(part), *teacher.latent_shape, generator=generator)
-        walk = guide.path(x, cond.index(part), None if walker is None else walker.adapter, wanted.nodes)
+        walk = guide.path(x, cond.index(part), None if walker is None else walker.adapter)
         found += [Lessons(state, velocity, torch.full_like(part, k), part) for k, state, velocity in walk]
     return Lessons.joined(found)
 
@@ -215,11 +212,13 @@ def distil(settings: Settings) -> Model:
 
 def write(student: Model, settings: Settings) -> None:
     """The teacher's pipeline with the student's denoiser, a scheduler of the nodes, and the declaration."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
     pipe = MODEL.load(settings.teacher)
     pipe.transformer.load_state_dict(student.adapter.network.state_dict())
     pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0, shift_terminal=NODES[-1])
     save(pipe, MODEL, settings.output)
+    for name in SHARED:  # a saved tokenizer says how it was loaded
+        shutil.copytree(settings.teacher / name, settings.output / name, dirs_exist_ok=True)
     DECLARED.write(settings.output)
     (settings.output / "README.md").write_text(README, encoding="utf-8")
