@@ -32,7 +32,8 @@ differences; *lowest lower end* is that of the seeds' own intervals over caption
 """
 CELLS = """\
 A row says which commit it was measured at; `+` after it: with uncommitted changes. `docs/lab/results.json` has its date
-and processor too, where they were recorded. Does today's code still give these numbers? `python -m scripts.lab --check`
+and processor too, where they were recorded. The best CFG of base and tuned is chosen on training captions; *old rule*:
+the base's alone, on the judged captions. Does today's code still give these numbers? `python -m scripts.lab --check`
 starts seed 0 of six recipes anew and compares the base's accuracy (to 1e-6) and every metric of the first three
 iterations (to a relative 1e-5) with those recorded: evaluation, sampling, reward, credit, loss, gradient and the first
 updates. It does not see what shows later: the averaged weights (EMA) that the tuned model is evaluated with, the
@@ -154,11 +155,21 @@ def summary_row(entry: Entry) -> str:
     )
 
 
+def at_best(entry: Entry, values: dict) -> str:
+    """The difference of tuned and base, each at its best CFG, where the run looked for both."""
+    if not entry.searched:
+        return "not searched"
+    if "guidance_search" not in values:
+        return "old rule"
+    gain, scale = values["difference_best_guidance"], values["tuned_best_guidance"]["guidance_scale"]
+    return f"{percent(gain[entry.metric], '+')} at {scale:g}"
+
+
 def cell_row(entry: Entry, seed: int) -> str:
     """One seed of a recipe."""
     cell = entry.cells[seed]
     if cell is None:
-        return row(entry.name, seed, *[""] * 8, "not run")
+        return row(entry.name, seed, *[""] * 9, "not run")
     values = cell["summary"]
     rival, spent = values["base_best_guidance"], values["evaluations"]
     return row(
@@ -168,6 +179,7 @@ def cell_row(entry: Entry, seed: int) -> str:
         f"{percent(rival[entry.metric])} at {rival['guidance_scale']:g}" if entry.searched else "not searched",
         percent(values["tuned"][entry.metric]),
         percent(values["difference"][entry.metric], "+"),
+        at_best(entry, values),
         values["iterations"],
         f"{spent['rollout']:.2f} + {spent['train']:.2f}",
         cpu_seconds([values]),
@@ -337,8 +349,8 @@ def page(entries: list[Entry], more: list[str]) -> str:
     lines += sizes([entry for entry in images if entry.sized])
     lines += ["", "## Every cell", "", CELLS]
     lines += table(
-        *("recipe", "seed", "base", "base, best CFG", "tuned", "difference", "iterations", "evaluations"),
-        *("CPU seconds", "seconds", "commit"),
+        *("recipe", "seed", "base", "base, best CFG", "tuned", "difference", "difference, each at its best CFG"),
+        *("iterations", "evaluations", "CPU seconds", "seconds", "commit"),
     )
     # A recipe without any cell stands in the first tables alone.
     lines += [cell_row(entry, seed) for entry in entries if entry.summaries for seed in entry.cells]

@@ -64,7 +64,10 @@ def block(folder: Path) -> str:
         mean, low, high = (format(100 * value[name], f"{sign}.1f") for name in ("mean", "low", "high"))
         return f"| {label} | {mean} % | [{low}, {high}] |"
 
-    scale = summary["base_best_guidance"]["guidance_scale"]
+    def best(model: str) -> str:
+        key = f"{model}_best_guidance"
+        return row(f"{model} with its best CFG ({summary[key]['guidance_scale']:g})", key)
+
     count = summary["base"]["shapes_strict"]["n"]
     return "\n".join(
         [
@@ -78,9 +81,13 @@ def block(folder: Path) -> str:
             "| | `shapes_strict` | 95 % interval |",
             "|---|---|---|",
             row("base", "base"),
-            row(f"base with its best CFG ({scale:g})", "base_best_guidance"),
             row("tuned", "tuned"),
             row("paired difference", "difference", "+"),
+            best("base"),
+            best("tuned"),
+            row("paired difference, each with its best CFG", "difference_best_guidance", "+"),
+            "",
+            f"The CFG of the last three rows is {summary['guidance_search']['how']}.",
             "",
             "Recipe `configs/quickstart.yaml`, seed 0; image and table by `python -m scripts.pages readme-picture "
             f"{folder}`. The tuned numbers depend on the processor: training carries its rounding on. Other seeds, "

@@ -19,7 +19,7 @@ from flowrl.config.load import load_config
 from flowrl.core import registry
 from scripts.lab import cells, compare, long, recipes, runs, steps
 from scripts.lab.long import FACTOR, long_run, verdict
-from scripts.lab.page import Entry, over_seeds, page, reached
+from scripts.lab.page import Entry, at_best, over_seeds, page, reached
 from scripts.lab.runs import REPLAYED, curve, first_rows
 from scripts.lab.videos import videos_section
 from tests import toys
@@ -456,7 +456,20 @@ def test_the_page_and_the_file_of_results_are_written(lab, monkeypatch):
         == "`configs/quickstart.yaml`, six steps:\n+10.0 to +20.0 points; `configs/x.yaml` +1.0 to +2.0"
     )
     assert "| 50 | 5.00 + 0.10 | 190 | 100 | `01234567+` |" in lab.PAGE.read_text()
-    assert "| quickstart | 2 |  |  |  |  |  |  |  |  | not run |" in lab.PAGE.read_text()
+    assert "| quickstart | 2 |  |  |  |  |  |  |  |  |  | not run |" in lab.PAGE.read_text()
+
+
+def test_a_row_says_by_which_rule_the_best_guidance_was_found():
+    values = cell(0.1)["summary"]
+    assert at_best(Entry("x", "tested", searched=False, cells={}), values) == "not searched"
+    searched = Entry("x", "tested", searched=True, cells={})
+    assert at_best(searched, values) == "old rule"
+    values |= {
+        "guidance_search": {},
+        "tuned_best_guidance": {"guidance_scale": 2.0},
+        "difference_best_guidance": {"shapes_strict": {"mean": 0.1015, "low": 0.05, "high": 0.15}},
+    }
+    assert at_best(searched, values) == "+10.2 [+5.0, +15.0] at 2"
 
 
 def moving(gain: float, drawn: float) -> dict:
