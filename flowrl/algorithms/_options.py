@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_not_negative, require_positive
@@ -87,8 +87,9 @@ class Options:
         """Rule of the training times on finished samples."""
         return of_process(schedule, self.default_terms)
 
-    def on_nodes(self, count: int) -> Self:
-        """The same with the training times of a model that knows `count` noise levels alone: those."""
+    def on_nodes(self, count: int, given: Container[str] = ()) -> Self:
+        """The same for a model that knows `count` noise levels alone: training times on them, a solver of Euler's
+        steps, but for the options that were given."""
         return self
 
     def stochastic_steps(self, schedule: Schedule, iteration: int, seed: int) -> Sequence[int] | None:
@@ -263,9 +264,10 @@ class TimesOptions(Options):
     def times_on(self, schedule: Schedule) -> TimesConfig:
         return self.times or super().times_on(schedule)
 
-    def on_nodes(self, count: int) -> Self:
+    def on_nodes(self, count: int, given: Container[str] = ()) -> Self:
         terms = self.default_terms if self.times is None else self.times.count or count
-        return replace(self, times=TimesConfig(name="subset", count=min(terms, count), fraction=1.0))
+        moved: dict[str, Any] = {"times": TimesConfig(name="subset", count=min(terms, count), fraction=1.0), "solver": "ode"}
+        return replace(self, **{name: new for name, new in moved.items() if name in vars(self) and name not in given})
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         self.terms(num_steps)

@@ -16,15 +16,16 @@ from flowrl.models.pipelines.declared import declared
 
 
 def on_its_nodes(algorithm: Component, model: Component, given: Options) -> Component:
-    """A method on finished samples with its training times on the nodes that the model lists; `given` are the user's
-    options, whose times stay."""
+    """A method on finished samples with its training times and its solver on the nodes that the model lists; `given`
+    are the user's options, which stay."""
     config = model.config
-    if given.get("times") is not None or not isinstance(config, ModelConfig):
+    if not isinstance(config, ModelConfig):
         return algorithm
     known = declared(config.path, config.revision, config.distilled)
     if known is None or known.nodes is None:
         return algorithm
-    return replace(algorithm, config=algorithm.config.on_nodes(len(known.nodes)))
+    stay = {name for name, value in given.items() if value is not None}
+    return replace(algorithm, config=algorithm.config.on_nodes(len(known.nodes), stay))
 
 
 def check(resolved: Resolved, adapter: ModelAdapter, scales: list[tuple[str, float | None]]) -> list[str]:
@@ -57,6 +58,12 @@ def check(resolved: Resolved, adapter: ModelAdapter, scales: list[tuple[str, flo
     notes = [f"{note}; evaluations take its deterministic steps"]
     if not known.declared:
         notes[0] += "; if it is not, set model.distilled=none"
+    solver = vars(resolved.algorithm.config).get("solver")
+    if known.nodes is not None and solver in ("dpm2_midpoint", "dpm2_heun", "sa"):
+        notes.append(
+            f"algorithm.solver={solver} leaves the path that the model was distilled on: its states between the noise "
+            "levels are others; ode keeps to it"
+        )
     if resolved.training.renoises:
         notes.append(_renoised(resolved, adapter))
     return notes

@@ -64,7 +64,12 @@ def test_times_of_a_method_are_the_nodes_unless_the_user_names_others(read):
     assert "its training times are the noise levels of the model's steps" in check_model(resolved, adapter)[-1]
     named = read("awm", "algorithm={name: awm, solver: ode, kl: {coef: 0.0}, times: {name: uniform, count: 3}}", *FEW)
     assert "algorithm.times.name=uniform draws times between the model's own" in check_model(named, adapter)[-1]
+    assert "algorithm.solver" not in " ".join(check_model(named, adapter))
     assert read("awm", *FEW).algorithm.config.times.count == 2
+    left = read("awm", "algorithm={name: awm, solver: dpm2_heun, kl: {coef: 0.0}}", *FEW)
+    assert any("algorithm.solver=dpm2_heun leaves the path" in note for note in check_model(left, adapter))
+    assert left.algorithm.config.times.name == "subset"
+    assert read("awm", "algorithm={name: awm, kl: {coef: 0.0}}", *FEW).algorithm.config.solver == "ode"
     # Nothing is known of the plain model.
     plain = read("awm", PLAIN[0], "model.path=tiny-sd3", MANY).algorithm.config.times
     assert (plain.name, plain.count) == ("discrete_wo_init", 6)
@@ -81,6 +86,9 @@ def test_every_method_on_samples_takes_the_nodes(name):
     assert 1 <= moved.terms(4) <= 4
     assert moved.times.name == "subset"
     assert set(moved.times.nodes(4)) == {0, 1, 2, 3}
+    # A solver of order 2 joins two velocities, which a map from node to node does not allow.
+    assert vars(moved).get("solver", "ode") == "ode"
+    assert made.config.on_nodes(4, {"solver", "times"}) == made.config
 
 
 def test_a_student_is_noted_in_one_line_and_its_plan_is_on_its_nodes(read, student, capsys):
