@@ -2,8 +2,8 @@
 
     python -m scripts.pages readme-picture runs/quickstart
 
-The captions are drawn with a fixed seed before any score is looked at; a green frame is strictly right, a red one
-is not.
+The captions are drawn with a fixed seed before any score is looked at, and each model is at its best guidance; a green
+frame is strictly right, a red one is not.
 """
 
 from __future__ import annotations
@@ -20,18 +20,26 @@ from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = ROOT / "assets" / "quickstart.png"
+MODELS = ("base", "tuned")
 COLUMNS, SCALE, MARGIN, CAPTION = 10, 3, 8, 44
 RIGHT, WRONG, PAPER, INK = (46, 160, 67), (207, 34, 46), (255, 255, 255), (36, 41, 47)
 
 
-def load(folder: Path, tag: str) -> dict:
-    return json.loads((folder / "eval" / f"{tag}.json").read_text(encoding="utf-8"))
+def load(file: Path) -> dict:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def at_best(folder: Path, model: str) -> tuple[str, str]:
+    """Tag of a model's evaluation at its best guidance, and its label."""
+    scale = load(folder / "summary.json")[f"{model}_best_guidance"]["guidance_scale"]
+    tag = f"{model}-guidance-{scale:g}"
+    return tag if (folder / "eval" / tag).is_dir() else model, f"{model}\nCFG {scale:g}"
 
 
 def draw(folder: Path) -> Image.Image:
-    """Base above tuned, on the same captions and noise."""
-    rows = {"base": load(folder, "base"), "tuned": load(folder, "tuned")}
-    prompts = rows["base"]["prompts"]
+    """Base above tuned, each at its best guidance, on the same captions and noise."""
+    rows = {at_best(folder, model): load(folder / "eval" / f"{at_best(folder, model)[0]}.json") for model in MODELS}
+    prompts = load(folder / "eval" / "base.json")["prompts"]
     chosen = sorted(np.random.default_rng(0).choice(len(prompts), size=COLUMNS, replace=False).tolist())
     side = 32 * SCALE
     cell = side + 2 * MARGIN
@@ -41,9 +49,9 @@ def draw(folder: Path) -> Image.Image:
         left = 60 + column * cell
         for number, text in enumerate(textwrap.wrap(prompts[prompt], 17)):
             pen.text((left + MARGIN, 2 + 14 * number), text, fill=INK, font=font)
-        for row, (tag, record) in enumerate(rows.items()):
+        for row, ((tag, label), record) in enumerate(rows.items()):
             top = CAPTION + row * cell
-            pen.text((8, top + cell // 2 - 6), tag, fill=INK, font=font)
+            pen.text((8, top + cell // 2 - 12), label, fill=INK, font=font)
             image = Image.open(folder / "eval" / tag / f"{prompt:05d}-0.png").resize((side, side), Image.NEAREST)
             frame = RIGHT if record["scores"]["shapes_strict"][prompt][0] == 1 else WRONG
             pen.rectangle(
@@ -55,9 +63,9 @@ def draw(folder: Path) -> Image.Image:
 
 def block(folder: Path) -> str:
     """What the README says about the run."""
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-    method = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["algorithm"]["name"]
+    summary, facts = load(folder / "summary.json"), load(folder / "provenance.json")
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    method, seeds = config["algorithm"]["name"], config["eval"]["samples_per_prompt"]
 
     def row(label: str, key: str, sign: str = "") -> str:
         value = summary[key]["shapes_strict"]
@@ -71,11 +79,13 @@ def block(folder: Path) -> str:
     count = summary["base"]["shapes_strict"]["n"]
     return "\n".join(
         [
-            "![base above tuned on the same captions and the same noise](assets/quickstart.png)",
+            "![base above tuned, each with its best CFG, on the same captions](assets/quickstart.png)",
             "",
-            "A green frame is strictly right: all asked objects in the asked relation, and no other. A red one is not.",
+            "Ten captions, drawn before any score was seen; base and tuned model each with its best CFG, from the same "
+            "noise. A green frame is strictly right: all asked objects in the asked relation, and no other. A red one "
+            "is not.",
             "",
-            f"Strict accuracy on {count} held-out captions x 2 fixed seeds, {summary['iterations']} iterations of "
+            f"Strict accuracy on {count} held-out captions x {seeds} fixed seeds, {summary['iterations']} iterations of "
             f"`{method}`, {summary['seconds']:.0f} s in all on {facts['hardware']} ({facts['processes']} processes):",
             "",
             "| | `shapes_strict` | 95 % interval |",
