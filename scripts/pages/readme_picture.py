@@ -85,8 +85,8 @@ def block(folder: Path) -> str:
             "noise. A green frame is strictly right: all asked objects in the asked relation, and no other. A red one "
             "is not.",
             "",
-            f"Strict accuracy on {count} held-out captions x {seeds} fixed seeds, {summary['iterations']} iterations of "
-            f"`{method}`, {summary['seconds']:.0f} s in all on {facts['hardware']} ({facts['processes']} processes):",
+            f"Strict accuracy on {count} held-out captions x {seeds} fixed seeds, {summary['iterations']} iterations "
+            f"of `{method}`, {summary['seconds']:.0f} s in all on {facts['hardware']} ({facts['processes']} processes):",
             "",
             "| | `shapes_strict` | 95 % interval |",
             "|---|---|---|",
