@@ -86,7 +86,8 @@ def block(folder: Path) -> str:
             "is not.",
             "",
             f"Strict accuracy on {count} held-out captions x {seeds} fixed seeds, {summary['iterations']} iterations "
-            f"of `{method}`, {summary['seconds']:.0f} s in all on {facts['hardware']} ({facts['processes']} processes):",
+            f"of `{method}`, {summary['seconds']:.0f} s in all on {facts['hardware']} ({facts['processes']} "
+            "processes):",
             "",
             "| | `shapes_strict` | 95 % interval |",
             "|---|---|---|",
