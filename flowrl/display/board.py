@@ -17,7 +17,7 @@ PHASES = {
     "evaluation": "evaluating",
     "text": "encoding the prompts",
     "rollout": "",
-    "decode": "decoding the images",
+    "decode": "decoding the samples",
     "reward": "scoring",
     "maps": "computing saliency maps",
     "explore": "exploring",

@@ -108,7 +108,7 @@ def run_prompts(config: RunConfig, own: bool) -> RunPrompts:
             listed, listed, given, name, _describe_share("data.eval_prompts", data.eval_prompts), remark=remark
         )
     if data.prompts is None:
-        remark = "data.eval_prompts is not set: no image is drawn before and after"
+        remark = "data.eval_prompts is not set: nothing is drawn before and after"
         return RunPrompts([], [], [], "no prompts", "", remark=remark)
     source, first = _describe_share("data.prompts", data.prompts), listed[: data.max_eval_prompts]
     if own:

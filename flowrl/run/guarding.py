@@ -170,7 +170,7 @@ class Guarding:
         ):
             if limit not in (None, usual) and column not in row and not (self._state and self._state.looks):
                 log.warning("guard.%s=%g: this method logs no %s, so there is no alarm", key, limit, column)
-        higher, noun = self.higher_is_better, "video" if self.session.parts.sampling.adapter.num_frames > 1 else "image"
+        higher, noun = self.higher_is_better, self.session.noun
         guard = Guard(self.options, self.metric, higher_is_better=higher, state=copy.deepcopy(self._state), noun=noun)
         verdict = guard.look(self._base_look, self._look(now), row)
         return guard.state, verdict

@@ -87,8 +87,7 @@ class Report:
         result = self._write(GUARDED if self.guard.ended else "finished", before, self._at_best(tuned))
         if session.world.main:
             self.guard.say_end()
-            first = session.config.eval.verdict
-            _log_verdict(self.metric, result, self.prompts, moved.trained(session.resolved.tree()), first)
+            _log_verdict(self.metric, result, self.prompts, session)
         return Finished(self.folder.path, result)
 
     def _write(self, status: str, before: Levels, after: Levels | None) -> dict[str, Any]:
@@ -147,8 +146,9 @@ def row_line(row: dict[str, Any], iterations: int, prompts: RunPrompts) -> str:
     return "  ".join(parts)
 
 
-def _log_verdict(metric: str | None, result: dict[str, Any], prompts: RunPrompts, trained: str, first: str) -> None:
-    """The lines of the end; `trained`: what was trained, as of `moved.trained`; `first`: `eval.verdict`."""
+def _log_verdict(metric: str | None, result: dict[str, Any], prompts: RunPrompts, session: Session) -> None:
+    """The lines of the end."""
+    trained, first = moved.trained(session.resolved.tree()), session.config.eval.verdict
     found = None if result["moved"] is None else moved.Moved(**result["moved"])
     lines: list[str] = []
     if metric is not None and metric in result["difference"]:
@@ -158,7 +158,7 @@ def _log_verdict(metric: str | None, result: dict[str, Any], prompts: RunPrompts
             f"base{on}  {metric} {format_estimate(result['base'][metric])}",
             f"tuned{on} {metric} {format_estimate(result['tuned'][metric])}",
             f"paired difference{on} {format_estimate(result['difference'][metric], signed=True)}",
-            format_win_rate(metric, result["win_rate"][metric], on, found.noun if found else "image"),
+            format_win_rate(metric, result["win_rate"][metric], on, session.noun),
             *(best if first == "same" else ()),
             moved.sentence(found, trained),
         ]

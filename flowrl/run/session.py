@@ -133,6 +133,11 @@ class Session:
         return self.parts.sampling.adapter
 
     @property
+    def noun(self) -> str:
+        """What the model makes: "image" or "video"."""
+        return "video" if self.model.num_frames > 1 else "image"
+
+    @property
     def weights(self) -> Weights:
         return self.networks.weights
 

@@ -48,12 +48,12 @@ class Attempts:
     report: Callable[[str], None]
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
-        """Each output, [B] float32; NaN where every try failed, and for an image that is not finite."""
+        """Each output, [B] float32; NaN where every try failed, and for a sample that is not finite."""
         rows = batch.finite()
         if len(rows) == len(batch):
             return self._known_or_scored(batch)
         # No reward is called: it could only raise, or return a number for something that has none.
-        self.report(f"{len(batch) - len(rows)} of {len(batch)} images hold NaN or inf, so they have no score")
+        self.report(f"{len(batch) - len(rows)} of {len(batch)} samples hold NaN or inf, so they have no score")
         scores = self.masked(len(batch))
         for name, values in (self._known_or_scored(batch.pick(rows)) if rows else {}).items():
             scores[name][rows] = values

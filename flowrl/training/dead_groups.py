@@ -78,14 +78,14 @@ def _cause(entry: WeightedReward, values: Tensor, rollout: Rollout) -> str:
     if all(value in (card.low, card.high) for value in result.tolist()):
         ends = " or ".join(f"{value:g}" for value in result.tolist())
         return (
-            f"{name} is saturated, with {ends}, an end of its range, for all images of a prompt; take prompts that "
+            f"{name} is saturated, with {ends}, an end of its range, for all samples of a prompt; take prompts that "
             "the model solves now and then, or a reward with values in between"
         )
     if rollout.image_std < _SAME_PX:
-        return "all images of a prompt are the same; raise rollout.sampler.noise_level, set rollout.shared_noise=false"
+        return "all samples of a prompt are the same; raise rollout.sampler.noise_level, set rollout.shared_noise=false"
     if len(result) < 2:
-        return f"{name} seems constant, with {result.item():g} for every image; does it use them?"
-    return f"{name} gives all images of a prompt one value: it uses the prompt alone, or is too coarse"
+        return f"{name} seems constant, with {result.item():g} for every sample; does it look at them?"
+    return f"{name} gives all samples of a prompt one value: it uses the prompt alone, or is too coarse"
 
 
 def _differs(table: Tensor) -> bool:

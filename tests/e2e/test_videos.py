@@ -81,6 +81,18 @@ def test_a_run_on_clips_saves_and_shows_them(clips: Path, monkeypatch, capsys):
     assert json.loads(printed.splitlines()[0])["motion"] > 0
 
 
+def test_no_line_of_a_run_on_clips_speaks_of_images(clips: Path, monkeypatch, capsys):
+    """Also where no clip is saved, whose file would tell what it is, and where all clips of a prompt score alike."""
+    still = MOTION.replace("videos.diff(dim=1).abs().mean(dim=(1, 2, 3, 4))", "[0.5] * len(videos)")
+    (clips / "motion.py").write_text(still)
+    words = (*RUN[:4], "eval={num_inference_steps: 2, batch_size: 2, save_images: 0}", *RUN[5:], "iterations=1")
+    code, printed = command(monkeypatch, capsys, "train", "run.yaml", *words)
+    assert code == 0, printed
+    assert "all 2 videos are tied (a tie: equal scores, or videos that are equal in 8 bits)" in printed
+    assert "all samples of a prompt" in printed or "for every sample" in printed
+    assert "image" not in printed.lower()
+
+
 @pytest.mark.parametrize(
     ("reward", "words"),
     [

@@ -133,17 +133,28 @@ def test_a_lora_that_binds_to_a_part_is_reported_by_name_and_count(run, base, tm
     assert "transformer.nowhere.to_q" in caplog.text
 
 
-def test_a_file_of_one_of_two_experts_is_added_to_that_one(tmp_path, caplog):
+ONES, LEFT, RIGHT = torch.ones(2, 24), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.arange(144.0).reshape(12, 12)
+
+
+@pytest.mark.parametrize(
+    ("module", "tensors", "update"),
+    [
+        ("diffusion_model.blocks.0.self_attn.q", {"lora_A.weight": ONES, "lora_B.weight": ONES.T}, ONES.T @ ONES),
+        ("transformer.blocks.0.attn1.to_q", {"lokr_w1": LEFT, "lokr_w2": RIGHT}, torch.kron(LEFT, RIGHT)),
+    ],
+    ids=["lora", "lokr"],
+)
+def test_a_file_of_one_of_two_experts_is_added_to_that_one(tmp_path, caplog, module, tensors, update):
     pipe, adapted = tiny_pipelines.make("wan_2_2"), {}
-    wide = pipe.transformer.blocks[0].attn1.to_q.weight.shape[0]
     for number, stem in enumerate(("my_high_noise", "my_low_noise", "other")):
-        name = "diffusion_model.blocks.0.self_attn.q"
-        tensors = {f"{name}.lora_A.weight": torch.ones(2, wide), f"{name}.lora_B.weight": torch.ones(wide, 2)}
-        save_file(tensors, tmp_path / f"{stem}.safetensors")
+        file, name = tmp_path / f"{stem}.safetensors", f"lora_{number}"
+        save_file({f"{module}.{key}": tensor.contiguous() for key, tensor in tensors.items()}, file)
         caplog.clear()
-        attach(pipe, LoraFile.parse(str(tmp_path / f"{stem}.safetensors")), f"lora_{number}")
-        networks = {"transformer": pipe.transformer, "transformer_2": pipe.transformer_2}
-        adapted[stem] = [k for k, v in networks.items() if f"lora_{number}" in getattr(v, "peft_config", {})]
+        attach(pipe, LoraFile.parse(str(file)), name)
+        networks: dict[str, Any] = {"transformer": pipe.transformer, "transformer_2": pipe.transformer_2}
+        adapted[stem] = [k for k, v in networks.items() if name in getattr(v, "peft_config", {})]
+        layer = networks[adapted[stem][0]].blocks[0].attn1.to_q
+        assert_close(layer.get_delta_weight(name), update)
         assert ("of high noise alone has it" in caplog.text) is (stem == "other")
     assert adapted == {"my_high_noise": ["transformer"], "my_low_noise": ["transformer_2"], "other": ["transformer"]}
 

@@ -374,7 +374,7 @@ def test_a_picture_that_is_not_finite_is_shown_to_no_reward_and_blamed_on_none(v
         assert torch.equal(found[[0, 2, 3]], means(IMAGES[[0, 2, 3]]))
     assert sizes == ([3] if cached else [3, 3])
     assert scorer.take_counts()["mine_failures"] == 0
-    assert told == ["1 of 4 images hold NaN or inf, so they have no score"] * 2
+    assert told == ["1 of 4 samples hold NaN or inf, so they have no score"] * 2
 
 
 def test_neither_doctor_nor_the_list_ends_well_by_a_rewards_sys_exit(tmp_path, capsys):

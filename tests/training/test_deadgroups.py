@@ -45,8 +45,8 @@ def warning(raw, *entries: WeightedReward, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ([[0.5, 0.5], [0.5, 0.5]], "all 2 groups .* 'mine' seems constant, with 0.5 for every image"),
-        ([[0.5, 0.5], [0.2, 0.2]], "'mine' gives all images of a prompt one value: it uses the prompt alone"),
+        ([[0.5, 0.5], [0.5, 0.5]], "all 2 groups .* 'mine' seems constant, with 0.5 for every sample"),
+        ([[0.5, 0.5], [0.2, 0.2]], "'mine' gives all samples of a prompt one value: it uses the prompt alone"),
         ([[1.0, 1.0], [1.0, 1.0]], "'mine' is saturated, with 1, an end of its range"),
         ([[1.0, 1.0], [0.0, 0.0]], "'mine' is saturated, with 0 or 1"),
         ([[0.3], [0.3]], "'mine' seems constant, with 0.3"),
@@ -60,7 +60,7 @@ def test_what_is_wrong_is_named(raw, words):
 
 
 def test_pictures_that_are_alike_and_a_clip_that_flattens_are_not_the_rewards_fault():
-    assert "all images of a prompt are the same" in warning([[0.5, 0.5], [0.2, 0.2]], image_std=0.0)
+    assert "all samples of a prompt are the same" in warning([[0.5, 0.5], [0.2, 0.2]], image_std=0.0)
     flat = warning([[0.5, 0.6], [0.7, 0.8]], entry(clip=(0.0, 0.4)))
     assert "differs between samples, and its clip or gate makes one training value" in flat
     shut = warning([[0.5, 0.6], [0.7, 0.8]], entry(gate=Gate(output="mine", at_least=0.9)))

@@ -62,13 +62,13 @@ def reward_saturated(seen: Evidence) -> Seen | None:
     total, most = int(counts.sum()), int(counts.argmax())
     share, value = float(counts[most]) / total, float(values[most])
     if total < LEAST_IMAGES:
-        raise Lacking(f"it needs {LEAST_IMAGES} scored images of the base, and there are {total}")
+        raise Lacking(f"it needs {LEAST_IMAGES} scored samples of the base, and there are {total}")
     if share <= SATURATED:
         return None
     return Seen(
         share,
-        f"The reward is saturated: {seen.metric} is {text(value)} for {share:.0%} of {total} images of the untrained "
-        "model, so there is little to compare.",
+        f"The reward is saturated: {seen.metric} is {text(value)} for {share:.0%} of {total} {seen.run.noun}s of the "
+        "untrained model, so there is little to compare.",
         Number(f"share of equal {seen.metric}", share, SATURATED),
         Change("rewards", "one with values in between; or data.prompts that the model solves now and then"),
     )
@@ -161,7 +161,8 @@ def too_few_samples(seen: Evidence) -> Seen | None:
     )
     return Seen(
         min(least / (4 * MEDIUM * spread), 1.0) if finite else 1.0,
-        f"{found}: the base's images have a standard deviation of {text(spread)}, and half of that is a usual gain.",
+        f"{found}: the base's {seen.run.noun}s have a standard deviation of {text(spread)}, and half of that is a "
+        "usual gain.",
         Number("smallest effect that is seen", least, MEDIUM * spread),
         Change("data.max_eval_prompts", f"{wanted} prompts; or a larger eval.samples_per_prompt"),
     )
@@ -183,8 +184,9 @@ def scorers_disagree(seen: Evidence) -> Seen | None:
     change = seen.changes[worst]
     return Seen(
         min(-effects[worst], 1.0),
-        f"The scorers disagree: {best} got better by {text(effects[best])} standard deviations of the base's images, "
-        f"and {worst} got worse by {text(-effects[worst])}. The images may be made for the one scorer.",
+        f"The scorers disagree: {best} got better by {text(effects[best])} standard deviations of the base's "
+        f"{seen.run.noun}s, and {worst} got worse by {text(-effects[worst])}. The {seen.run.noun}s may be made for "
+        "the one scorer.",
         Number(f"change of {worst}", change["mean"], -SMALL * float(np.nanstd(seen.base.scores[worst]))),
         Change("rewards", f"{worst} with a weight too; or a KL term (algorithm.kl.coef), or fewer iterations"),
     )

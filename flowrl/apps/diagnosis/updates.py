@@ -223,14 +223,14 @@ def weights_hardly_move(seen: Evidence) -> Seen | None:
         return None
     found = movement.of_run(seen.run)
     if found is None:
-        raise Lacking("no image of the same prompt and seed is saved for both evaluations")
+        raise Lacking("no sample of the same prompt and seed is saved for both evaluations")
     if not found.hardly:
         return None
     rate = float(seen.option("optim.learning_rate"))
     return Seen(
         1 - found.levels,
         movement.of_run_in_words(seen.run),
-        Number("mean difference of the images", found.levels, HALF_LEVEL),
+        Number(f"mean difference of the {seen.run.noun}s", found.levels, HALF_LEVEL),
         Change(
             "optim.learning_rate",
             f"{10 * rate:g}" + (", or a larger model.lora.alpha" * (seen.given("model.lora") is not None)),

@@ -60,7 +60,7 @@ class Parts:
         if prompts.remark:
             line += f"\n{prompts.remark}"
         if prompts.evaluated and self.scorers.watched is None:
-            line += "\neval.rewards is empty: evaluation draws images and scores nothing"
+            line += "\neval.rewards is empty: evaluation draws samples and scores nothing"
         return line
 
 
