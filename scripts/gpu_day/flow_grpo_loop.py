@@ -25,7 +25,7 @@ from torch import Tensor
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError
 from flowrl.models.base import LoraSettings, torch_dtype
-from scripts.bench.gpu.clock import WARMUPS, device_name, peak_gib, reset_peak, timed
+from scripts.bench.gpu.clock import WARMUPS, Clock, device_name, peak_gib, reset_peak, timed
 from scripts.bench.gpu.records import Records, middle
 from scripts.bench.random_weights import random_adapter
 
@@ -60,6 +60,8 @@ class Loop:
         self.sigmas, self.timesteps = grid.sigmas.to(device), grid.timesteps.to(device)
         self.guidance, self.clip = self.resolved.run.rollout.guidance_scale, 1e-4
         self.noise_level = 0.7
+        self.clock = Clock(device)
+        """Two marks for each optimizer step."""
 
     def velocity(self, x: Tensor, k: int) -> Tensor:
         """The guided prediction of a batch, [B, ...]."""
@@ -124,9 +126,11 @@ class Loop:
                 loss = loss + coef * kl.mean()
             (loss / count).backward()
             metrics += [loss.detach(), (0.5 * (log_prob - old) ** 2).mean().detach()]
+        self.clock.mark()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.clock.mark()
         torch.stack(metrics).mean().item()
 
 
@@ -149,12 +153,11 @@ def main() -> None:
     coef = float(kl.get("coef", 0.0))
     reset_peak(device)
     loop.update(WARMUPS, coef)
-    longer, shorter = (
-        middle(timed(lambda n=count: loop.update(n, coef), device, given.repeats, warmups=0))
-        for count in (MICROBATCHES, 1)
-    )
-    each = (longer - shorter) / (MICROBATCHES - 1)
-    row = {"ms_per_microbatch": round(each, 3), "ms_per_optimizer_step": round(shorter - each, 3), "kl": coef}
+    loop.clock = Clock(device)
+    whole = timed(lambda: loop.update(MICROBATCHES, coef), device, given.repeats, warmups=0)
+    steps = loop.clock.spans()[::2]
+    each = middle([(ms - step) / MICROBATCHES for ms, step in zip(whole, steps, strict=True)])
+    row = {"ms_per_microbatch": each, "ms_per_optimizer_step": middle(steps), "kl": coef}
     print(json.dumps(records.add(what="update", **row, peak_gib=peak_gib(device)), indent=1))
 
 

@@ -23,7 +23,7 @@ from scripts.bench.gpu.records import Row, middle
 from scripts.bench.gpu.session import Bench
 
 MICROBATCHES = 3
-"""Training forwards of the longer of the two measured updates; the other one has a single forward."""
+"""Training forwards of a measured update."""
 
 
 def rollout(bench: Bench, repeats: int) -> Row:
@@ -54,25 +54,23 @@ def rollout(bench: Bench, repeats: int) -> Row:
 def update(bench: Bench, repeats: int) -> Row:
     """Milliseconds of a training forward with its backward pass, and of an optimizer step, in the run's own learner.
 
-    By updates of one and of several forwards: their difference is the forwards alone.
+    The steps are timed by themselves; the rest of an update is that of its forwards.
     """
-    counter = bench.context.counter
+    counter, updates = bench.context.counter, bench.context.method.passes
     own, credit = bench.scored(bench.draw(bench.ids()))
-    spent: dict[int, list[float]] = {}
-    rows, trained, real = 0.0, 0.0, MICROBATCHES
+    forwards = MICROBATCHES * updates
     reset_peak(bench.device)
     bench.update(own, credit, MICROBATCHES)  # with as many forwards as there are warm-ups
-    for count in (MICROBATCHES, 1):
-        before = counter.rows, counter.trained
-        spent[count] = timed(lambda n=count: bench.update(own, credit, n), bench.device, repeats, warmups=0)
-        if count == MICROBATCHES:
-            forwards = repeats * count
-            rows, trained = (counter.rows - before[0]) / forwards, (counter.trained - before[1]) / forwards
-    longer, shorter = (statistics.median(spent[count]) for count in (MICROBATCHES, 1))
-    each = (longer - shorter) / (real - 1)
+    before = counter.rows, counter.trained
+    with bench.steps() as clock:
+        whole = timed(lambda: bench.update(own, credit, MICROBATCHES), bench.device, repeats, warmups=0)
+    rows, trained = (counter.rows - before[0]) / forwards / repeats, (counter.trained - before[1]) / forwards / repeats
+    steps = clock.spans()[::2]
+    spent = [sum(steps[number * updates : (number + 1) * updates]) for number in range(repeats)]
+    each = statistics.median((ms - stepping) / forwards for ms, stepping in zip(whole, spent, strict=True))
     result: Row = {
         "ms_per_microbatch": float(f"{each:.4g}"),
-        "ms_per_optimizer_step": float(f"{shorter - each:.4g}"),
+        "ms_per_optimizer_step": middle(steps),
         "rows": round(rows, 2),
         "trained_rows": round(trained, 2),
         "peak_gib": peak_gib(bench.device),

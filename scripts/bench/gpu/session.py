@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from unittest.mock import patch
 
 import torch
 
@@ -25,7 +27,9 @@ from flowrl.training.base import UpdateContext, Work
 from flowrl.training.learner import Learner
 from flowrl.training.metrics import Sums
 from flowrl.training.noise_batches import numbers_of
+from flowrl.training.optim import StepReport
 from flowrl.training.world import join
+from scripts.bench.gpu.clock import Clock
 from scripts.bench.random_weights import randomised
 
 REWARD = "scripts.bench.gpu.reward"
@@ -89,6 +93,21 @@ class Bench:
         shortened = Learner(learner.training, self.context, learner.optimizer)
         shortened.before_update = shorten
         shortened.update(1, own, credit, Sums())
+
+    @contextmanager
+    def steps(self) -> Iterator[Clock]:
+        """Two marks for each optimizer step of the updates inside: before clipping, and after the averages followed."""
+        optimizer, clock = self.session.parts.learner.optimizer, Clock(self.device)
+        step = optimizer.step
+
+        def marked(gradients: list[torch.Tensor], divisor: torch.Tensor | None = None) -> StepReport:
+            clock.mark()
+            report = step(gradients, divisor)
+            clock.mark()
+            return report
+
+        with patch.object(optimizer, "step", marked):
+            yield clock
 
     @property
     def device(self) -> torch.device:

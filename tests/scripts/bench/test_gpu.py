@@ -1,8 +1,10 @@
 """`scripts.bench gpu`, `ceilings`, `attention` and `profile` on the CPU."""
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +77,29 @@ def test_an_update_is_counted_by_its_training_forwards(bench):
     assert each is not None
     assert found["rows"] == found["trained_rows"] == 8
     assert found["tflop"] == pytest.approx(8 * (each.forward + each.backward) / 1e12, rel=1e-3)
+
+
+def test_an_optimizer_step_is_timed_by_itself_whatever_the_forwards_take(bench, monkeypatch):
+    """The clock is counted: 7 a step. Forwards that take 1000, 900 and so on, were they subtracted, leave less than 0."""
+    now, left, optimizer = [0.0], itertools.count(1000, -100), bench.session.parts.learner.optimizer
+    method, adam = bench.context.method, optimizer.adam
+    loss, step = method.loss, adam.step
+
+    def forward(*given: Any) -> Any:
+        now[0] += next(left) / 1000
+        return loss(*given)
+
+    def stepped() -> None:
+        now[0] += 7 / 1000
+        step()
+
+    monkeypatch.setattr("scripts.bench.gpu.clock.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(method, "loss", forward)
+    monkeypatch.setattr(adam, "step", stepped)
+    found = phases.update(bench, 2)
+    assert found["ms_per_optimizer_step"] == pytest.approx(7)
+    # After the three of the warm-up: 700, 600, 500 and 400, 300, 200.
+    assert found["ms_per_microbatch"] == pytest.approx((600 + 300) / 2)
 
 
 def test_decoding_noise_and_checkpoint_are_measured(bench):
