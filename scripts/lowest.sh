@@ -22,10 +22,10 @@ PY
 
 if [ ! -f "$folder/versions" ] || ! diff -q <(lowest) "$folder/versions" >/dev/null; then
     "$python" -m venv --clear "$folder"
-    "$folder/bin/python" -m pip install --quiet --upgrade pip
-    "$folder/bin/python" -m pip install --quiet --constraint <(lowest) --editable '.[data,ocr,serve,video,vlm]' \
+    lowest > "$folder/constraints"
+    "$python" scripts/install.py "$folder" "$folder/constraints" '.[data,ocr,serve,video,vlm]' \
         "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6" "hatchling>=1.25"
-    lowest > "$folder/versions"
+    mv "$folder/constraints" "$folder/versions"
 fi
 cat "$folder/versions"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PATH="$folder/bin:$PATH"
