@@ -24,20 +24,21 @@ without a counterpart is listed at the top of the recipe and on the error stream
 {examples}
 ```
 
-`--from` offers {tools}. Left out, the file's ending tells the tool:
-`.py` flow_grpo, `.sh` diffusion_dpo, `.yaml` flow_factory. Files of TRL have these endings too: give `--from trl`.
+`--from` takes {tools}. Without `--from` the ending of the file says
+which tool it is: `.py` flow_grpo, `.sh` diffusion_dpo, `.yaml` flow_factory. Files of TRL have these endings too, so
+TRL needs `--from trl`.
 
-- **GPUs.** Other tools state batch sizes per GPU, flowrl states totals over all processes. Where the file does not say
-  how many GPUs its run had, give `--gpus N`; a number that differs from the file's is refused.
-- **Unknown keys** are refused where the tool itself refuses them, and listed with the nearest known name where it
-  does not.
-- **--strict** writes nothing and ends with exit code 2 if a key without a counterpart changes results. Harmless are
-  those of memory, logging and what the tool does not read.
-- **Before it is written** the recipe is read back as `flowrl train` would read it. `flowrl plan RECIPE` then says what
-  it does and needs.
-- **Paths** are relative to the recipe: to the folder of `--out`, without it to the working directory. Files are looked
-  up in the working directory, those of prompts in the other tool's folder too. A file of prompts that is in neither
-  keeps its name, and its comment says `not found`: put it there, or correct `data`.
+- **GPUs.** Other tools state batch sizes per GPU; flowrl states totals over all processes. If the file does not say how
+  many GPUs its run had, give `--gpus N`. A number that differs from the file's number is refused.
+- **Unknown keys.** If the tool itself refuses unknown keys, flowrl refuses them too. Otherwise flowrl lists each unknown
+  key with the nearest known name.
+- **`--strict`** writes nothing and ends with exit code 2 if a key without a counterpart changes results. Keys of memory
+  and logging, and keys that the tool does not read, change no results.
+- **Check.** Before the recipe is written, flowrl reads the recipe as `flowrl train` would. Afterwards `flowrl plan
+  RECIPE` shows what the run will do and need.
+- **Paths** in the recipe are relative to the folder of `--out`, or to the working directory without `--out`. flowrl looks
+  for files in the working directory, and for files of prompts in the other tool's folder too. If a file of prompts is in
+  neither place, the recipe keeps the name, with the comment `not found`: put the file there, or correct `data`.
 """
 
 
@@ -80,7 +81,7 @@ def _row(name: str, key: Key) -> str:
 
 def _rewards(tool: Tool) -> Iterator[str]:
     if tool.rewards:
-        yield from ("", f"Rewards of {tool.name}; others are listed as changing results.", "")
+        yield from ("", f"Rewards of {tool.name} (every other reward is listed as a key that changes results):", "")
         yield from ("| reward | flowrl | remark |", "|---|---|---|")
         for name, (entry, note) in tool.rewards.items():
             yield f"| `{name}` | `{yaml.safe_dump(entry, default_flow_style=True).strip()}` | {note} |"

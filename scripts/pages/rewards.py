@@ -23,20 +23,20 @@ HEAD = """# Rewards
 
 Written by `python -m scripts.pages` from the cards of `rewards/` and `docs/rewards/notes.md`; do not edit.
 
-`flowrl list rewards` shows the same, `flowrl list rewards NAME` the whole card with the options. Raw values are on the
-published scale of each model; logs, evaluations and reports contain raw values only. A card is that of the default
-options: other options may change it. Levels: *tested*, a CPU test scores with it as it is; *verified*, real weights
-were run and there are numbers; *experimental*, the formulas are checked through tiny random networks of the same
-architecture.
+`flowrl list rewards` shows the same table, `flowrl list rewards NAME` shows a whole card with the options. Raw values are
+on the published scale of each model; logs, evaluations and reports contain raw values only. Each card is that of the
+default options: other options may change the card. Levels: *tested*, a CPU test scores with the reward as it is;
+*verified*, real weights were run and there are numbers; *experimental*, the formulas are checked through tiny random
+networks of the same architecture.
 
 | reward | what it is | outputs | range, better | input | gradient | level |
 |---|---|---|---|---|---|---|
 """
 DETAILS = """
-The first output is the one that is trained on unless `outputs` says otherwise. "Input" is the kind of sample: a reward
-for images alone is refused for a model that makes videos, and the other way round.
+Training uses the first output, unless `outputs` names others. "Input" is the kind of sample: a reward for images alone is
+refused for a model that makes videos, and the other way round.
 
-## What each one needs
+## What each reward needs
 
 | reward | resolution | every record needs | memory | transform | licence | source |
 |---|---|---|---|---|---|---|
@@ -44,9 +44,9 @@ for images alone is refused for a model that makes videos, and the other way rou
 EXAMPLE = """
 ## Over-optimisation, an example
 
-A learned reward approximates the goal. In the shapes world both can be measured: below, training is
-on the cosine of `tiny-clip`, in `multi_reward` with the verifier of `shapes` as a second reward, in the other recipes
-without. All cells and their commands: [Proxy against gold](rewards/proxy.md).
+A learned reward approximates the goal. In the shapes world both the learned reward and the goal can be measured. The
+recipes below train on the cosine of `tiny-clip`; `multi_reward` has the verifier of `shapes` as a second reward. All
+cells and their commands: [Proxy against gold](rewards/proxy.md).
 
 ![the proxy and the strict verifier against iterations](rewards/proxy.svg)
 """
