@@ -1,6 +1,7 @@
 # docker build --target cpu  -t flowrl:cpu .      tests, tiny models, docs
 # docker build --target cuda -t flowrl:cuda .     training: docker run --gpus all --shm-size 8g -v "$PWD:/work" flowrl:cuda train recipe.yaml
 # The stages differ in their base alone: the wheels of torch for Linux hold CUDA's libraries, the driver is the host's.
+# uv installs several times faster than pip.
 
 FROM python:3.11-slim AS cpu
 RUN apt-get update \
@@ -11,7 +12,10 @@ COPY flowrl /src/flowrl
 COPY rewards /src/rewards
 COPY assets /src/assets
 COPY configs /src/configs
-RUN python -m pip install --no-cache-dir --constraint /src/constraints.txt "/src[ocr,serve,data,trackers]" && rm -rf /src
+RUN python -m pip install --no-cache-dir uv \
+    && uv pip install --python "$(command -v python)" --no-cache --compile-bytecode \
+        --constraint /src/constraints.txt "/src[ocr,serve,data,trackers]" \
+    && python -m pip uninstall --yes uv && rm -rf /src
 WORKDIR /work
 ENTRYPOINT ["flowrl"]
 CMD ["--help"]
@@ -27,7 +31,10 @@ COPY flowrl /src/flowrl
 COPY rewards /src/rewards
 COPY assets /src/assets
 COPY configs /src/configs
-RUN python -m pip install --no-cache-dir --constraint /src/constraints.txt "/src[ocr,serve,data,trackers,quant]" && rm -rf /src
+RUN python -m pip install --no-cache-dir uv \
+    && uv pip install --python "$(command -v python)" --no-cache --compile-bytecode \
+        --constraint /src/constraints.txt "/src[ocr,serve,data,trackers,quant]" \
+    && python -m pip uninstall --yes uv && rm -rf /src
 WORKDIR /work
 ENTRYPOINT ["flowrl"]
 CMD ["--help"]
