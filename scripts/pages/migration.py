@@ -30,15 +30,16 @@ TRL needs `--from trl`.
 
 - **GPUs.** Other tools state batch sizes per GPU; flowrl states totals over all processes. If the file does not say how
   many GPUs its run had, give `--gpus N`. A number that differs from the file's number is refused.
-- **Unknown keys.** If the tool itself refuses unknown keys, flowrl refuses them too. Otherwise flowrl lists each unknown
-  key with the nearest known name.
+- **Unknown keys.** If the tool itself refuses unknown keys, flowrl refuses them too. Otherwise flowrl lists each
+  unknown key with the nearest known name.
 - **`--strict`** writes nothing and ends with exit code 2 if a key without a counterpart changes results. Keys of memory
   and logging, and keys that the tool does not read, change no results.
 - **Check.** Before the recipe is written, flowrl reads the recipe as `flowrl train` would. Afterwards `flowrl plan
   RECIPE` shows what the run will do and need.
-- **Paths** in the recipe are relative to the folder of `--out`, or to the working directory without `--out`. flowrl looks
-  for files in the working directory, and for files of prompts in the other tool's folder too. If a file of prompts is in
-  neither place, the recipe keeps the name, with the comment `not found`: put the file there, or correct `data`.
+- **Paths** in the recipe are relative to the folder of `--out`, or to the working directory without `--out`. flowrl
+  looks for files in the working directory, and for files of prompts in the other tool's folder too. If a file of
+  prompts is in neither place, the recipe keeps the name, with the comment `not found`: put the file there, or correct
+  `data`.
 """
 
 

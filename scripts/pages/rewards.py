@@ -23,9 +23,9 @@ HEAD = """# Rewards
 
 Written by `python -m scripts.pages` from the cards of `rewards/` and `docs/rewards/notes.md`; do not edit.
 
-`flowrl list rewards` shows the same table, `flowrl list rewards NAME` shows a whole card with the options. Raw values are
-on the published scale of each model; logs, evaluations and reports contain raw values only. Each card is that of the
-default options: other options may change the card. Levels: *tested*, a CPU test scores with the reward as it is;
+`flowrl list rewards` shows the same table, `flowrl list rewards NAME` shows a whole card with the options. Raw values
+are on the published scale of each model; logs, evaluations and reports contain raw values only. Each card is that of
+the default options: other options may change the card. Levels: *tested*, a CPU test scores with the reward as it is;
 *verified*, real weights were run and there are numbers; *experimental*, the formulas are checked through tiny random
 networks of the same architecture.
 
@@ -33,8 +33,8 @@ networks of the same architecture.
 |---|---|---|---|---|---|---|
 """
 DETAILS = """
-Training uses the first output, unless `outputs` names others. "Input" is the kind of sample: a reward for images alone is
-refused for a model that makes videos, and the other way round.
+Training uses the first output, unless `outputs` names others. "Input" is the kind of sample: a reward for images alone
+is refused for a model that makes videos, and the other way round.
 
 ## What each reward needs
 

@@ -80,7 +80,7 @@ def test_an_update_is_counted_by_its_training_forwards(bench):
 
 
 def test_an_optimizer_step_is_timed_by_itself_whatever_the_forwards_take(bench, monkeypatch):
-    """The clock is counted: 7 a step. Forwards that take 1000, 900 and so on, were they subtracted, leave less than 0."""
+    """The clock is counted. Forwards of 1000, 900 ms and so on would leave less than 0, were their times subtracted."""
     now, left, optimizer = [0.0], itertools.count(1000, -100), bench.session.parts.learner.optimizer
     method, adam = bench.context.method, optimizer.adam
     loss, step = method.loss, adam.step
