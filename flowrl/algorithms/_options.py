@@ -266,7 +266,10 @@ class TimesOptions(Options):
 
     def on_nodes(self, count: int, given: Container[str] = ()) -> Self:
         terms = self.default_terms if self.times is None else self.times.count or count
-        moved: dict[str, Any] = {"times": TimesConfig(name="subset", count=min(terms, count), fraction=1.0), "solver": "ode"}
+        moved: dict[str, Any] = {
+            "times": TimesConfig(name="subset", count=min(terms, count), fraction=1.0),
+            "solver": "ode",
+        }
         return replace(self, **{name: new for name, new in moved.items() if name in vars(self) and name not in given})
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
