@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,18 @@ class Named:
         for path in self.paths:
             text = text.replace(path, Path(path).name)
         return _ROOTED.sub(r"\1", text)
+
+
+def ends(paths: Sequence[str | Path]) -> list[str]:
+    """The last parts of absolute paths, as few as tell different ones apart.
+
+    >>> ends(["/home/ann/a/x.txt", "/data/b/x.txt", "/data/b/x.txt"])
+    ['a/x.txt', 'b/x.txt', 'b/x.txt']
+    """
+    parts = [Path(path).parts for path in paths]
+    known = (n for n in range(1, max(map(len, parts), default=0)) if len({p[-n:] for p in parts}) == len(set(parts)))
+    count = next(known, 0)
+    return ["/".join(p[-count:]).lstrip("/") for p in parts]
 
 
 def _leaves(value: Any) -> Iterator[str]:

@@ -65,7 +65,7 @@ class Album:
     prefix: str
     """Start of the anchors of images."""
     size: Size
-    pictures: dict[Path, dict[str, Any]]
+    images: dict[Path, dict[str, Any]]
     further: int
     """Number of pairs of further seeds that it holds."""
     further_left_out: int = 0
@@ -73,19 +73,19 @@ class Album:
     _places: dict[Path, str] = field(default_factory=dict)
 
     def show(self, path: Path | None) -> dict[str, Any] | None:
-        """Values of the template's `picture`; None: no image was saved, or there was no room for it."""
-        if path is None or path not in self.pictures:
+        """Values of the template's `image`; None: no image was saved, or there was no room for it."""
+        if path is None or path not in self.images:
             return None
         # An image that the page asks a server for needs no copy: the browser keeps it.
-        if path in self._places and self.pictures[path]["src"].startswith("data:"):
+        if path in self._places and self.images[path]["src"].startswith("data:"):
             return {"again": self._places[path]}
         self._places[path] = f"{self.prefix}-i{len(self._places)}"
-        return self.pictures[path] | {"id": self._places[path]}
+        return self.images[path] | {"id": self._places[path]}
 
     def described(self) -> str:
         """What was done to the images to keep the page small; "": nothing."""
         parts, size = [], self.size
-        if any(picture["link"] for picture in self.pictures.values()):
+        if any(image["link"] for image in self.images.values()):
             further = f", those of further seeds of {size.further_px}" if self.further else ""
             parts.append(
                 f"Images on this page are WebP of at most {size.main_px} pixels a side{further}, quality "
@@ -98,7 +98,7 @@ class Album:
         return " ".join(parts)
 
     def __contains__(self, path: Path | None) -> bool:
-        return path in self.pictures
+        return path in self.images
 
 
 def fill(main: Sequence[Files], further: Sequence[Files], room: int, prefix: str, place: Place) -> Album:
@@ -118,13 +118,13 @@ def fill(main: Sequence[Files], further: Sequence[Files], room: int, prefix: str
 
         def embedded(pairs: Sequence[Files], limit_px: int, quality: int) -> Iterator[dict[str, Any]]:
             files = [file for pair in pairs for file in pair] if limit_px else []
-            return pool.map(lambda file: place.picture(file, limit_px, quality=quality) or {}, files)
+            return pool.map(lambda file: place.image(file, limit_px, quality=quality) or {}, files)
 
         def expected(size: Size) -> float:
             total = 0.0
             for pairs, limit_px in ((main, size.main_px), (further, size.further_px)):
                 sample = pairs[:: max(1, len(pairs) // _SAMPLED)]
-                drawn = sum(len(picture["src"]) for picture in embedded(sample, limit_px, size.quality))
+                drawn = sum(len(image["src"]) for image in embedded(sample, limit_px, size.quality))
                 total += drawn * len(pairs) / max(len(sample), 1) * (_SLACK if len(sample) < len(pairs) else 1)
             return total
 
@@ -132,16 +132,16 @@ def fill(main: Sequence[Files], further: Sequence[Files], room: int, prefix: str
         for size in SIZES[first:]:
             shown = [*main, *(further if size.further_px else ())]
             found = [*embedded(main, size.main_px, size.quality), *embedded(further, size.further_px, size.quality)]
-            pictures = dict(zip(itertools.chain.from_iterable(shown), found, strict=True))
-            if sum(len(picture["src"]) for picture in found) <= room:
+            images = dict(zip(itertools.chain.from_iterable(shown), found, strict=True))
+            if sum(len(image["src"]) for image in found) <= room:
                 held = len(shown) - len(main)
-                return Album(prefix, size, pictures, held, len(further) - held)
-        return _cut(main, pictures, room, Album(prefix, SIZES[-1], {}, 0, len(further)))
+                return Album(prefix, size, images, held, len(further) - held)
+        return _cut(main, images, room, Album(prefix, SIZES[-1], {}, 0, len(further)))
 
 
-def _cut(main: Sequence[Files], pictures: dict[Path, dict[str, Any]], room: int, empty: Album) -> Album:
+def _cut(main: Sequence[Files], images: dict[Path, dict[str, Any]], room: int, empty: Album) -> Album:
     """`empty` with as many of the first pairs, at the smallest size, as there is room for."""
-    ends = list(itertools.accumulate(sum(len(pictures[file]["src"]) for file in pair) for pair in main))
+    ends = list(itertools.accumulate(sum(len(images[file]["src"]) for file in pair) for pair in main))
     count = bisect.bisect_right(ends, room)
-    kept = {file: pictures[file] for pair in main[:count] for file in pair}
-    return replace(empty, pictures=kept, main_left_out=len(main) - count)
+    kept = {file: images[file] for pair in main[:count] for file in pair}
+    return replace(empty, images=kept, main_left_out=len(main) - count)

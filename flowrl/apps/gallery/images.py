@@ -7,6 +7,7 @@ import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -25,7 +26,8 @@ SELECTION_SEED = 0
 """Seed of the shown pairs and of ties; fixed, so that nobody chooses after seeing the results."""
 
 NUM_PAIRS = 24
-MAX_FILMS, MAX_FRAMES = 8, 9
+MAX_FILMS, MAX_GAINS, MAX_FRAMES = 8, 4, 9
+"""Rows of the filmstrip, those among them that are chosen by their gain, and columns."""
 PAIR_PX, FRAME_PX = 384, 192
 """Longest side of an embedded image, in pixels."""
 SHEET_PX = 1024
@@ -44,8 +46,8 @@ Pair = tuple[int, int]
 class Place(Protocol):
     """Where a page is: how it shows the files of runs, and how it links to the pages of its runs."""
 
-    def picture(self, path: Path | None, limit_px: int, *, cells: int = 1, quality: int = 82) -> dict[str, Any] | None:
-        """Values of the template's `picture` about a file, shown with at most `limit_px` a side; as for `encoded`."""
+    def image(self, path: Path | None, limit_px: int, *, cells: int = 1, quality: int = 82) -> dict[str, Any] | None:
+        """Values of the template's `image` about a file, shown with at most `limit_px` a side; as for `encoded`."""
         ...
 
     def own_page(self, run: Run, number: int) -> str:
@@ -53,10 +55,10 @@ class Place(Protocol):
         ...
 
 
-def picture(
+def image_values(
     source: str, width: int, height: int, *, pixelated: bool, reel: Reel | None, link: str | None
 ) -> dict[str, Any]:
-    """Values of the template's `picture`, which has no anchor yet."""
+    """Values of the template's `image`, which has no anchor yet."""
     size = {"width": width, "height": height}
     return {"src": source, **size, "pixelated": pixelated, "reel": reel, "id": None, "again": None, "link": link}
 
@@ -68,7 +70,7 @@ class OnDisk:
     folder: Path
     """Folder of the page."""
 
-    def picture(self, path: Path | None, limit_px: int, *, cells: int = 1, quality: int = 82) -> dict[str, Any] | None:
+    def image(self, path: Path | None, limit_px: int, *, cells: int = 1, quality: int = 82) -> dict[str, Any] | None:
         """As `encoded` makes it, with a relative link to a file that is shown smaller; None if the file is.
 
         Raises:
@@ -78,12 +80,18 @@ class OnDisk:
             return None
         made = encoded(path, limit_px, cells=cells, quality=quality)
         source = f"data:image/{made.kind};base64,{base64.b64encode(made.data).decode('ascii')}"
-        link = None if made.whole else quote(Path(os.path.relpath(path, self.folder)).as_posix())
-        return picture(source, made.width, made.height, pixelated=made.pixelated, reel=made.reel, link=link)
+        link = None if made.whole else self._address(path) or None
+        return image_values(source, made.width, made.height, pixelated=made.pixelated, reel=made.reel, link=link)
 
     def own_page(self, run: Run, number: int) -> str:
         page = run.folder / OWN / PAGE
-        return quote(Path(os.path.relpath(page, self.folder)).as_posix()) if page.is_file() else ""
+        return self._address(page) if page.is_file() else ""
+
+    def _address(self, file: Path) -> str:
+        """Relative address of a file; "": the page has no folder but the root in common with it, so it is all a path."""
+        here, there = self.folder.resolve(), file.resolve()
+        apart = os.path.commonpath([here, there]) == here.anchor
+        return "" if apart else quote(Path(os.path.relpath(there, here)).as_posix())
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,26 +175,40 @@ def largest_drops(gain: np.ndarray, available: np.ndarray) -> list[Pair]:
 
 
 def film(run: Run, metrics: list[Metric], place: Place) -> dict[str, Any]:
-    """The first prompts over training at the first seed.
+    """Prompts over training at the first seed: the first ones, then others with the largest gain of the last frame.
 
     Returns:
-        {"frames": labels, "left_out": number of evaluations in between, "rows": one for each prompt}.
+        {"frames": labels, "left_out": number of evaluations in between, "rows": one for each prompt, "gains": number of
+        the last rows that were chosen by their gain}.
     """
     found, base = in_order(run.evaluations, finished=run.finished), run.base
     frames = spread(found, MAX_FRAMES)
-    rows: list[dict[str, Any]] = []
-    for p, text in enumerate(base.prompts if base and run.during and metrics else ()):
-        if len(rows) == MAX_FILMS:
-            break
-        seeds = base.seeds if base else frames[0].seeds
-        same = [p < len(e.prompts) and e.prompts[p] == text and e.seeds[:1] == seeds[:1] for e in frames]
-        saved = [ok and e.image(p, 0) is not None for ok, e in zip(same, frames, strict=True)]
-        # Later prompts have images of the base and tuned models alone.
-        if not any(ok and e.in_training for ok, e in zip(saved, frames, strict=True)):
-            continue
-        cells = [_frame(e, metrics[0], p, ok, place) for ok, e in zip(saved, frames, strict=True)]
-        rows.append({"prompt_id": p, "text": text, "seed": seeds[0], "cells": cells})
-    return {"frames": [e.column for e in frames], "left_out": len(found) - len(frames), "rows": rows}
+    result = {"frames": [e.column for e in frames], "left_out": len(found) - len(frames), "rows": [], "gains": 0}
+    if base is None or not run.during or not metrics:
+        return result
+
+    def saved(p: int) -> list[bool]:
+        """Whether each frame has the prompt's image; []: none during training, as of later prompts."""
+        same = [e.prompts[p : p + 1] == (base.prompts[p],) and e.seeds[:1] == base.seeds[:1] for e in frames]
+        known = [ok and e.image(p, 0) is not None for ok, e in zip(same, frames, strict=True)]
+        return known if any(ok and e.in_training for ok, e in zip(known, frames, strict=True)) else []
+
+    first = list(islice((p for p in range(len(base.prompts)) if any(saved(p))), MAX_FILMS))
+    others = (p for p in _gaining(base, frames[-1], metrics[0]) if p not in first[: MAX_FILMS - MAX_GAINS])
+    gained = list(islice((p for p in others if saved(p)[-1:] == [True]), MAX_GAINS))
+    for p in [p for p in first if p not in gained][: MAX_FILMS - len(gained)] + gained:
+        cells = [_frame(e, metrics[0], p, ok, place) for ok, e in zip(saved(p), frames, strict=True)]
+        result["rows"].append({"prompt_id": p, "text": base.prompts[p], "seed": base.seeds[0], "cells": cells})
+    return result | {"gains": len(gained)}
+
+
+def _gaining(base: Evaluation, last: Evaluation, metric: Metric) -> list[int]:
+    """Prompts that gained at the first seed from the base to the last frame, the largest gain first."""
+    if metric.name not in base.scores or metric.name not in last.scores:
+        return []
+    before, after = (e.scores[metric.name][: min(len(base.prompts), len(last.prompts)), 0] for e in (base, last))
+    gain = metric.sign * (after - before)
+    return [p for p in np.argsort(-gain, kind="stable").tolist() if gain[p] > 0]
 
 
 def encoded(path: Path, limit_px: int, *, cells: int = 1, quality: int = 82) -> Encoded:
@@ -242,7 +264,7 @@ def _frame(evaluation: Evaluation, metric: Metric, prompt: int, saved: bool, pla
     score = float(table[prompt, 0]) if saved and table is not None else float("nan")
     return {
         "label": evaluation.column,
-        "picture": place.picture(evaluation.image(prompt, 0), FRAME_PX) if saved else None,
+        "image": place.image(evaluation.image(prompt, 0), FRAME_PX) if saved else None,
         "score": metric.single(score),
         "tone": metric.tone(score - 0.5) if metric.percent else "same",
     }

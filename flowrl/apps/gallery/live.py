@@ -44,7 +44,7 @@ class Served:
     up: str = ""
     """Relative address of the server's first page."""
 
-    def picture(self, path: Path | None, limit_px: int, *, cells: int = 1, quality: int = 82) -> dict[str, Any] | None:
+    def image(self, path: Path | None, limit_px: int, *, cells: int = 1, quality: int = 82) -> dict[str, Any] | None:
         place = next((i for i, folder in enumerate(self.folders) if path and path.is_relative_to(folder)), None)
         if path is None or place is None:
             return None
@@ -64,7 +64,7 @@ class Served:
         width, height = (max(1, round(side * scale)) for side in size)
         link, pixelated = None if scale == 1 and not video else found, max(size) < media.SMALL_PX * cells
         source = f"{found}?{urlencode(asked)}"
-        return images.picture(source, width, height, pixelated=pixelated, reel=reel, link=link)
+        return images.image_values(source, width, height, pixelated=pixelated, reel=reel, link=link)
 
     def own_page(self, run: Run, number: int) -> str:
         return f"{self.up}run/{number}/"

@@ -59,14 +59,14 @@ def strip(run: Run, place: Place) -> dict[str, Any] | None:
     for text in prompts:
         if spent > STRIP_BYTES:
             break
-        pictures = [place.picture(each.image(run.folder, text), FRAME_PX) for each in shown]
-        spent += sum(len(picture["src"]) for picture in pictures if picture)
-        cells = [{"label": each.column, "picture": one} for each, one in zip(shown, pictures, strict=True)]
+        found = [place.image(each.image(run.folder, text), FRAME_PX) for each in shown]
+        spent += sum(len(image["src"]) for image in found if image)
+        cells = [{"label": each.column, "image": one} for each, one in zip(shown, found, strict=True)]
         rows.append({"text": text, "cells": cells})
     return {
         "frames": [each.column for each in shown],
         "rows": rows,
-        "gaps": any(cell["picture"] is None for row in rows for cell in row["cells"]),
+        "gaps": any(cell["image"] is None for row in rows for cell in row["cells"]),
         "left_out": len(prompts) - len(rows),
         "columns_left_out": len(columns) - len(shown),
     }

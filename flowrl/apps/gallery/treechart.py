@@ -121,7 +121,7 @@ def draw(tree: Tree, ranges: Ranges, sheet: dict[str, Any] | None, anchor: str) 
     Args:
         tree: the tree.
         ranges: ranges of the colours.
-        sheet: contact sheet of its leaves, of `images.picture`; None: empty frames.
+        sheet: contact sheet of its leaves, of `images.image_values`; None: empty frames.
         anchor: prefix of the ids inside, unique on the page.
     """
     layout = Layout.of(tree)

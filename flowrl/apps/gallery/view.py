@@ -39,18 +39,19 @@ def view(run: Run, index: int, page: Page) -> dict[str, Any]:
     if metrics:
         verdict, tone = results.verdict(run, metrics[0], estimates[metrics[0].name])
     curves, more_curves = _curves(run, metrics)
-    named = Named(run.config)  # a page is shared; an absolute path says who trained where
+    # A page is shared; an absolute path says who trained where.
+    named = Named({"run folder": str(run.folder.resolve())} | run.config)
     return {
         "id": anchor,
         "name": run.name,
         "finished": run.finished,
         "status": facts.status(run),
-        "problems": run.problems,
+        "problems": [named(text) for text in run.problems],
         "verdict": verdict[:1].upper() + verdict[1:],
         "tone": tone,
         "subject": run.subject,
         "noun": run.noun,
-        "remarks": results.remarks(run, metrics, estimates),
+        "remarks": [(tone, named(text)) for tone, text in results.remarks(run, metrics, estimates)],
         "facts": [(label, named(text)) for label, text in facts.facts(run)],
         "before": results.settings(run.base) if run.base else "",
         "after": results.settings(run.after) if run.after else "",
@@ -67,10 +68,10 @@ def view(run: Run, index: int, page: Page) -> dict[str, Any]:
         "num_during": run.during[-1].num_distinct() if run.during else 0,
         "config_text": named(run.config_text),
         "provenance": [(key, named(text)) for key, text in facts.flatten(run.provenance)],
-    } | _pictures(run, metrics, index, page, num_bytes([curves, more_curves, run.config_text]))
+    } | _images(run, metrics, index, page, num_bytes([curves, more_curves, run.config_text]))
 
 
-def _pictures(run: Run, metrics: list[Metric], index: int, page: Page, taken: int) -> dict[str, Any]:
+def _images(run: Run, metrics: list[Metric], index: int, page: Page, taken: int) -> dict[str, Any]:
     """The sections with images: pairs, filmstrips, trees, ranking, every prompt; the others take `taken` bytes."""
     anchor, available = f"run-{index}", images.imaged(run)
     gain = np.full(available.shape, np.nan)
@@ -92,7 +93,7 @@ def _pictures(run: Run, metrics: list[Metric], index: int, page: Page, taken: in
     # The permanent place of a prompt's images, or a card further up.
     places = {c["prompt_id"]: c["anchor"] for c in (*best, *worst, *pairs, *every)}
     return {
-        "num_pictured": int(available.any(-1).sum()) if available.size else 0,
+        "num_imaged": int(available.any(-1).sum()) if available.size else 0,
         "num_pairs": int(np.isfinite(gain).sum()),
         "num_worse": int((gain < 0).sum()),
         "num_better": int((gain > 0).sum()),
@@ -111,7 +112,7 @@ def _pictures(run: Run, metrics: list[Metric], index: int, page: Page, taken: in
 
 def _video(shown: Album) -> str:
     """What the videos of a page are, and what it holds of them; "": they are images."""
-    reels = {path: picture for path, picture in shown.pictures.items() if picture["reel"]}
+    reels = {path: image for path, image in shown.images.items() if image["reel"]}
     if not reels:
         return ""
     first = next(iter(reels))
@@ -119,7 +120,7 @@ def _video(shown: Album) -> str:
     text, kept = f"Videos of {frames} frames, {fps or media.FPS:g} a second", reels[first]["reel"].frames
     if kept < frames:
         text += f"; {kept} of them are shown, over the same time"
-    sizes = [len(picture["src"]) for picture in reels.values() if picture["src"].startswith("data:")]
+    sizes = [len(image["src"]) for image in reels.values() if image["src"].startswith("data:")]
     size = f"; each takes {sum(sizes) / len(sizes) / 1000:.1f} kB" if sizes else ""
     return f"{text}, at most {images.VIDEO_PX} pixels a side{size}. Both sides of a pair play together."
 
@@ -195,7 +196,7 @@ def _trees(run: Run, anchor: str, place: Place) -> dict[str, Any] | None:
     ranges, drawings = treechart.Ranges.of(result), []
     for tree in result:
         name = f"{anchor}-{tree.tag}"
-        sheet = place.picture(tree.sheet, images.SHEET_PX, cells=max(tree.columns, tree.rows))
+        sheet = place.image(tree.sheet, images.SHEET_PX, cells=max(tree.columns, tree.rows))
         drawings.append(
             {
                 "id": name,

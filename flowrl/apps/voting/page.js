@@ -23,7 +23,7 @@ function say(problem) {
 
 function enable() {
   document.body.dataset.state = busy ? "busy" : pair ? "pair" : "idle";
-  for (const button of document.querySelectorAll("[data-choice]")) button.disabled = !pair;
+  for (const button of document.querySelectorAll("[data-choice], [data-enlarge]")) button.disabled = !pair;
   at("undo").disabled = !undoable;
 }
 
@@ -57,6 +57,18 @@ async function show(state) {
   await Promise.all([loaded("left", next.left), loaded("right", next.right)]);
   pair = next;
 }
+
+// One image as large as the window; the other one then takes its place, so that differences are seen.
+function enlarge(side) {
+  const image = at("large-image"), dialog = at("large");
+  image.src = at(side).src;
+  image.className = at(side).className;
+  image.alt = at("large-name").textContent = at(side).alt;
+  dialog.dataset.side = side;
+  if (!dialog.open) dialog.showModal();
+}
+
+const other = () => enlarge(at("large").dataset.side === "left" ? "right" : "left");
 
 async function post(question, said) {
   const headers = { "Content-Type": "application/json", "X-Vote-Token": token };
@@ -100,6 +112,11 @@ function choose(choice) {
 document.addEventListener("keydown", (event) => {
   const choice = keys[event.key];
   if (!choice || event.repeat || event.ctrlKey || event.metaKey || event.altKey || event.target.id === "voter") return;
+  if (at("large").open) {
+    // No vote on what is hidden: keys of a side show it.
+    if (choice === "left" || choice === "right") enlarge(choice);
+    return;
+  }
   const prompt = at("prompt");
   // A long prompt that has the focus is scrolled by the key.
   if (choice === "tie" && event.target === prompt && prompt.scrollHeight > prompt.clientHeight) return;
@@ -107,6 +124,10 @@ document.addEventListener("keydown", (event) => {
   choose(choice);
 });
 for (const button of document.querySelectorAll("[data-choice]")) button.addEventListener("click", () => choose(button.dataset.choice));
+for (const button of document.querySelectorAll("[data-enlarge]")) button.addEventListener("click", () => enlarge(button.dataset.enlarge));
+at("large-image").addEventListener("click", other);
+at("other").addEventListener("click", other);
+at("close").addEventListener("click", () => at("large").close());
 at("undo").addEventListener("click", () => choose("undo"));
 at("who").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.apps.gallery.local import LocalHandler, LocalServer
+from flowrl.apps.plain_text import Named
 from flowrl.apps.voting.ballot import LONGEST_NAME, Ballot, Refusal
 from flowrl.core.errors import WriteError
 from flowrl.core.files import is_mapping, loads
@@ -120,7 +121,7 @@ class VoteHandler(LocalHandler):
         except Refusal as refusal:
             self.send_json({"problem": str(refusal)}, 409)
         except WriteError as error:
-            self.send_json({"problem": str(error)}, 507)
+            self.send_json({"problem": Named({})(str(error))}, 507)
 
     def _said(self) -> dict[str, Any] | None:
         """The JSON object of a question that came from the page; None: it was refused."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from flowrl.apps.plain_text import Named
 from flowrl.apps.voting.pairs import VotePair, drawn_left
 from flowrl.core.errors import ConfigError
 from flowrl.core.polls import Question, Vote
@@ -99,7 +100,7 @@ class Waiting:
             )
         summary = status.read(self.run)
         if summary.get("status") != "running":
-            return f"The run takes no votes, and this one does not count: {_how(summary)}"
+            return f"The run takes no votes, and this one does not count: {Named({})(_how(summary))}"
         asked = next((each for each in polls.open_questions(self.folder) if each.group == group), None)
         if asked is None or not set(images) <= set(asked.images):
             return "The run has drawn other samples since, and does not ask about these any more."
@@ -108,7 +109,7 @@ class Waiting:
     def progress(self, votes: Collection[Vote], answered: int, total: int) -> dict[str, Any]:
         summary = status.read(self.run)
         if summary.get("status") != "running":
-            return {"progress": f"The run takes no votes: {_how(summary)}", "waits": True}
+            return {"progress": f"The run takes no votes: {Named({})(_how(summary))}", "waits": True}
         questions = polls.open_questions(self.folder)
         lacking = polls.lacking(questions, tuple(votes))
         if not lacking:

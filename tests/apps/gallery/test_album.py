@@ -23,7 +23,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[album.Files]:
 
 
 def num_bytes(filled: album.Album) -> int:
-    return sum(len(picture["src"]) for picture in filled.pictures.values())
+    return sum(len(image["src"]) for image in filled.images.values())
 
 
 @pytest.mark.parametrize("room", [40_000, 150_000, 400_000, 10_000_000])
@@ -31,7 +31,7 @@ def test_images_fill_the_room_and_never_more_the_first_seeds_before_the_others(f
     filled = album.fill(files[:4], files[4:], room, "run-0", images.OnDisk(tmp_path))
     assert num_bytes(filled) <= room
     held = {path for pair in files[:4] for path in pair}
-    assert held <= set(filled.pictures)
+    assert held <= set(filled.images)
     assert filled.further + filled.further_left_out == 8
     place = album.SIZES.index(filled.size)
     if place:
@@ -39,7 +39,7 @@ def test_images_fill_the_room_and_never_more_the_first_seeds_before_the_others(f
         better = album.SIZES[place - 1]
         sizes = [*[(f, better.main_px) for f in files[:4]], *[(f, better.further_px) for f in files[4:]]]
         total = sum(
-            len((images.OnDisk(tmp_path).picture(path, px, quality=better.quality) or {})["src"])
+            len((images.OnDisk(tmp_path).image(path, px, quality=better.quality) or {})["src"])
             for pair, px in sizes
             for path in pair
             if px
@@ -51,11 +51,11 @@ def test_images_fill_the_room_and_never_more_the_first_seeds_before_the_others(f
 def test_with_less_room_than_the_smallest_images_need_whole_pairs_are_left_out_and_counted(files, tmp_path):
     filled = album.fill(files, [], 20_000, "run-0", images.OnDisk(tmp_path))
     assert 0 < num_bytes(filled) <= 20_000
-    kept = len(filled.pictures) // 2
-    assert set(filled.pictures) == {path for pair in files[:kept] for path in pair}
+    kept = len(filled.images) // 2
+    assert set(filled.images) == {path for pair in files[:kept] for path in pair}
     assert filled.main_left_out == 12 - kept
     assert f"{12 - kept} more pairs have no room here" in filled.described()
-    assert album.fill([], [], 0, "run-0", images.OnDisk(tmp_path)).pictures == {}
+    assert album.fill([], [], 0, "run-0", images.OnDisk(tmp_path)).images == {}
 
 
 def test_an_image_is_embedded_once_and_every_later_place_refers_to_it(tmp_path):

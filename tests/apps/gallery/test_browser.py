@@ -88,10 +88,35 @@ def test_the_strip_of_your_prompts_fits_is_reached_by_keys_and_everyone_can_use_
             assert violations(page, LEVEL_AA) == []
 
 
+@pytest.mark.parametrize("size", [WIDE, PHONE], ids=["wide", "phone"])
+@pytest.mark.parametrize("shape", [(64, 64), (48, 96), (96, 48)], ids=["square", "high", "wide"])
+def test_an_enlarged_pair_opens_whole(browser, tmp_path, size, shape):
+    folder = make_run(tmp_path / "run", num_prompts=2, iterations=20)
+    for image in folder.glob("eval/*/*.png"):
+        Image.open(image).resize(shape).save(image)
+    with opened(browser, build([folder]), viewport=size) as page:
+        page.locator("#run-0-pairs .enlarge").first.click()
+        stage, viewer = page.locator(".stage"), page.locator("dialog.viewer").bounding_box()
+        boxes = [image.bounding_box() for image in stage.locator("img").all()]
+        assert stage.evaluate(CLIP) == "none"
+        for box in boxes:
+            assert viewer["y"] <= box["y"] < box["y"] + box["height"] <= size["height"], "in the window"
+            assert viewer["x"] <= box["x"] < box["x"] + box["width"] <= viewer["x"] + viewer["width"]
+        first, second = boxes
+        assert first["x"] + first["width"] <= second["x"] or first["y"] + first["height"] <= second["y"]
+        card = page.locator("#run-0-pairs .card img").first.bounding_box()
+        # The image as it is fitted into its box.
+        scale = [min(box["width"] / shape[0], box["height"] / shape[1]) for box in (first, card)]
+        assert scale[0] > 1.15 * scale[1]
+        page.get_by_role("button", name="Slider", exact=True).click()
+        assert stage.evaluate(CLIP) == "inset(0px 0px 0px 50%)"
+
+
 def test_the_slider_follows_pointer_touch_and_arrow_keys_and_names_itself(browser, file):
     with opened(browser, file, viewport=WIDE, has_touch=True) as page:
         page.locator("#run-0-pairs .enlarge").first.click()
         stage = page.locator(".stage")
+        page.get_by_role("button", name="Slider", exact=True).click()
         slider = page.get_by_role("slider", name="Line between base and tuned")
         assert stage.evaluate(CLIP) == "inset(0px 0px 0px 50%)"
         slider.press("ArrowRight")
@@ -121,7 +146,7 @@ def test_every_action_has_a_key_which_can_be_switched_off(browser, file):
         page.keyboard.press("j")
         assert viewer.locator(".prompt").text_content() == cards.nth(2).locator(".prompt").text_content()
         page.keyboard.press("s")
-        assert "sliding" not in (viewer.get_attribute("class") or "")
+        assert "sliding" in (viewer.get_attribute("class") or "")
         page.keyboard.press("Escape")
         assert not viewer.is_visible()
         assert page.evaluate(FOCUSED) == cards.nth(2).get_attribute("id")

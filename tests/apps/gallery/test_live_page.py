@@ -91,6 +91,7 @@ def test_a_row_is_drawn_and_the_place_fold_filter_order_and_focus_stay(browser, 
 def test_an_enlarged_pair_and_its_slider_stay(browser, folder):
     with locked(folder), watching(browser, folder, viewport=WIDE) as page:
         page.locator("#run-0-pairs .enlarge").first.click()
+        page.get_by_role("button", name="Slider", exact=True).click()
         page.locator(".stage .slider").press("ArrowRight")
         text = page.locator("dialog.viewer .prompt").text_content()
         later = json.loads((folder / "eval" / "base.json").read_text()) | {"iteration": 41}

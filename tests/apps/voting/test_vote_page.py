@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.apps.folders import EVIL, SEEDS, make_run
-from tests.apps.gallery.browser import LEVEL_AA, LOOKS, WIDE, fits, opened, violations
+from tests.apps.gallery.browser import LEVEL_AA, LOOKS, PHONE, WIDE, fits, opened, violations
 from tests.apps.voting.test_vote import voting
 from tests.apps.voting.test_vote_waiting import ask, close
 
@@ -76,6 +76,33 @@ def test_the_page_fits_the_window_and_everyone_can_use_it(browser, folder, size,
         page.locator("body[data-state=pair], body[data-state=idle]").wait_for()
         assert fits(page)
         assert violations(page, LEVEL_AA) == []
+        page.get_by_role("button", name="Enlarge left").click()
+        assert fits(page)
+        assert violations(page, LEVEL_AA) == []
+
+
+def test_an_image_is_enlarged_on_a_phone_and_no_vote_is_given_meanwhile(browser, folder):
+    with (
+        voting(folder) as server,
+        opened(browser, server.address, viewport=PHONE, has_touch=True, is_mobile=True) as page,
+    ):
+        page.locator("body[data-state=pair]").wait_for()
+        sources = [page.locator(f"#{side}").evaluate("e => e.src") for side in ("left", "right")]
+        small = page.locator("#left").bounding_box()
+        page.get_by_role("button", name="Enlarge right").tap()
+        dialog, image = page.locator("dialog#large"), page.locator("#large-image")
+        box = image.bounding_box()
+        assert box["width"] > 0.9 * PHONE["width"] > 2 * small["width"]
+        assert box["height"] > 0.9 * box["width"]
+        assert (image.get_attribute("src"), image.get_attribute("alt")) == (sources[1], "Right image")
+        image.tap()
+        assert (image.get_attribute("src"), image.get_attribute("alt")) == (sources[0], "Left image")
+        for key, shown in (("2", 1), ("ArrowLeft", 0), ("ArrowDown", 0), ("s", 0)):
+            page.keyboard.press(key)
+            assert image.get_attribute("src") == sources[shown]
+        page.get_by_role("button", name="Close").tap()
+        assert not dialog.is_visible()
+        assert not server.ballot.book.votes
 
 
 def test_of_two_names_in_quick_succession_the_second_counts(browser, folder):

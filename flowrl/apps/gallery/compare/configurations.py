@@ -8,6 +8,7 @@ from typing import Any
 
 from flowrl.apps.gallery.results import DASH
 from flowrl.apps.gallery.runs import Run
+from flowrl.apps.plain_text import Named, ends
 
 _OWN = ("name", "output", "seed")
 """Keys that runs of one recipe may differ in."""
@@ -16,12 +17,19 @@ _OWN = ("name", "output", "seed")
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """(dotted key, its value in each run) of the keys that differ, without name, output and seed; a dash: no such key.
 
-    An entry that only some runs have as a mapping, such as `data.pairs`, is one key in the others.
+    An entry that only some runs have as a mapping, such as `data.pairs`, is one key in the others. Absolute paths
+    are shown by their ends.
     """
     flat = [dict(leaves(_recipe(run))) for run in runs]
     keys = sorted({key for one in flat for key in one})
     rows = [(key, [one.get(key, DASH) for one in flat]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    return [(key, _without_folders(values)) for key, values in rows if len(set(values)) > 1]
+
+
+def _without_folders(values: list[str]) -> list[str]:
+    paths = [value for value in values if value.startswith("/")]
+    shown = dict(zip(paths, ends(paths), strict=True))
+    return [shown.get(value) or Named({})(value) for value in values]
 
 
 def recipe_of(run: Run) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 from flowrl.apps.gallery import results
 from flowrl.apps.gallery.results import Metric
 from flowrl.apps.gallery.runs import Evaluation, Run, value_at
+from flowrl.apps.plain_text import Named, ends
 from flowrl.core.errors import ConfigError
 from flowrl.media import digests
 from flowrl.statistics.paired import margin
@@ -124,10 +125,11 @@ def same_noise(shared: Shared) -> bool:
 
 
 def label_of(runs: Sequence[Run], number: int) -> str:
-    """Name of a run, with its folder where another one has the same name."""
+    """Name of a run, with the end of its folder where another one has the same name."""
     run = runs[number]
-    alone = sum(other.name == run.name for other in runs) == 1
-    return run.name if alone else f"{run.name} ({run.folder})"
+    folders = [other.folder.resolve() for other in runs if other.name == run.name]
+    place = dict(zip(folders, ends(folders), strict=True))[run.folder.resolve()]
+    return run.name if len(folders) == 1 else f"{run.name} ({place})"
 
 
 def _scored(run: Run) -> Set[str]:
@@ -227,6 +229,7 @@ def _say_what_is_missing(
     for i in compared:
         run, said = runs[i], left_out.setdefault(i, [])
         before, after = run.both
+        named = Named(run.config)
         for name, evaluation in (("base", before), (after.label, after)):
             missing = len(evaluation.prompts) - len(places)
             if missing:
@@ -241,7 +244,7 @@ def _say_what_is_missing(
             said.append(f"it is not finished: {after.label} is in the place of the tuned model")
         for key, value in _settings(run).items():
             if value != usual[key]:
-                said.append(f"compared, but evaluated with {key} {value} (most runs: {usual[key]})")
+                said.append(named(f"compared, but evaluated with {key} {value} (most runs: {usual[key]})"))
         if not said:
             del left_out[i]
 

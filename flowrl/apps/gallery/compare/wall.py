@@ -46,9 +46,9 @@ def wall(shared: Shared, of: SharedMetric, order: list[int], place: Place) -> di
         same_base = same_base and len({file.read_bytes() for file in bases if file is not None}) <= 1
         cells = []
         for file, (run, base) in zip(files, shown, strict=True):
-            picture = place.picture(file, IMAGE_PX)
-            spent += len(picture["src"]) if picture else 0
-            cells.append({"picture": picture, **_score(shared, of, run, position, column, base=base)})
+            image = place.image(file, IMAGE_PX)
+            spent += len(image["src"]) if image else 0
+            cells.append({"image": image, **_score(shared, of, run, position, column, base=base)})
         text = shared.prompts[int(np.flatnonzero(shared.places == position)[0])]
         rows.append({"prompt_id": position, "text": text, "seed": shared.seeds[column], "cells": cells})
     names = ["base", *(label_of(shared.runs, i) for i in order)]

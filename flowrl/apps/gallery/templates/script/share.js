@@ -27,7 +27,7 @@ function lines(pen, text, width) {
   return found.filter(Boolean);
 }
 
-// White paper in either colour scheme: the picture goes to slides and papers.
+// White paper in either colour scheme: the image goes to slides and papers.
 function drawPair(card) {
   const pair = pairOf(card), margin = 24, gap = 12, font = getComputedStyle(document.body).fontFamily;
   const faces = pair.images.map(faceOf), side = Math.max(320, ...faces.map(face => face.width));

@@ -32,7 +32,7 @@ function videoOf(reel) {
   return { frames, ms, length: frames * ms, seek };
 }
 
-// What stands for an image on a copied picture: of a video the frame that is seen, or all of them.
+// What stands for an image on a copied image: of a video the frame that is seen, or all of them.
 function faceOf(image) {
   const canvas = document.documentElement.classList.contains("strips") ? null : image.closest(".reel")?.querySelector("canvas");
   if (canvas) return { source: canvas, width: canvas.width, height: canvas.height };

@@ -1,4 +1,4 @@
-// One pair enlarged, with the slider.
+// One pair enlarged: both images whole, and the slider on demand.
 
 const viewer = document.querySelector("dialog.viewer");
 let viewed = null;
@@ -12,6 +12,9 @@ function fillViewer(card) {
   two.querySelectorAll("button, input").forEach(control => control.remove());
   two.classList.remove("can-slide");
   two.removeAttribute("style");
+  // On a phone high images stand side by side, others one above the other: so both are whole and as large as they can be.
+  const face = two.querySelector(".reel")?.dataset || two.querySelector("img");
+  two.classList.toggle("high", Boolean(face) && face.height > 1.3 * face.width);
   two.querySelectorAll("[id]").forEach(image => image.removeAttribute("id"));
   two.querySelectorAll("img").forEach(image => { image.loading = "eager"; });
   const files = viewer.querySelector(".files");
@@ -35,7 +38,7 @@ function fillViewer(card) {
 function enlarge(card) {
   fillViewer(card);
   if (!viewer.open) viewer.showModal();
-  (viewer.querySelector(".slider") || viewer.querySelector("[data-do=close]")).focus();
+  (viewer.querySelector(".sliding .slider") || viewer.querySelector("[data-do=close]")).focus();
 }
 
 function turn(by) {
