@@ -22,9 +22,10 @@ above.
 
 ![nine frames of base and tuned videos for one caption of each task](lab/videos.png)
 
-One caption of each task, drawn with a fixed seed before any score was looked at: `video-sage_grpo`, seed 0, base above
-tuned; green is right, red wrong. [The report of this run](lab/video_report/index.html) plays them
-(`python -m scripts.pages video-report` makes both).
+`video-sage_grpo`, seed 0, base above tuned; green is right, red wrong. Of each task among the captions of [the report
+of this run](lab/video_report/index.html): the first caption that the tuned model alone gets right, or the first one
+where there is none; in brackets how many of all captions of the task each model gets right (`python -m scripts.pages
+video-report` makes both).
 """
 SAMPLERS = """\
 SAGE-GRPO's recipe with other kinds of noise, and so with equal network evaluations: seed 0, nothing else changed. *Std*

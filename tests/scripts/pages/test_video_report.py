@@ -59,6 +59,28 @@ def test_filmstrips_are_of_one_caption_of_each_task_and_say_what_is_right(report
     assert [int(sheet[row, strips.LABEL + 10, 0]) for row in rows] == [64, 191] * 2
 
 
+def test_a_caption_that_tuned_alone_gets_right_is_preferred_and_the_counts_are_of_all(
+    report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    prompts = ("a red circle moves left", "a red circle stays", "a blue cross moves up", "a blue cross rests")
+    for tag, right in (("base", [1, 0, 0, 0]), ("tuned", [1, 0, 1, 1])):
+        table = {"shapes_motion_strict": np.array(right, dtype=float)[:, None]}
+        toys.evaluation(tag, 60, 1.0, 10, prompts, 1, table).save(tmp_path / "eval")
+    monkeypatch.setattr(report, "strips", lambda rows, captions, right: (captions, right))
+    captions, right = report.draw(tmp_path)
+    assert captions == {
+        1: "a red circle stays   (right of 2 such captions: base 0, tuned 1)",
+        2: "a blue cross moves up   (right of 2 such captions: base 1, tuned 2)",
+    }
+    assert right == {("base", 1): False, ("tuned", 1): False, ("base", 2): False, ("tuned", 2): True}
+
+
+def test_no_absolute_path_stands_in_the_page_in_the_repository():
+    page = (video_report.FOLDER / "index.html").read_text(encoding="utf-8")
+    text = re.sub(r"<(script|style)>.*?</\1>|<[^>]*>", " ", page, flags=re.DOTALL)
+    assert not re.search(r"(?:^|[\s\"'=(,])(?:/|~/)[\w.-]+/", html.unescape(text))
+
+
 def test_the_page_in_the_repository_is_of_the_cell_in_the_lab():
     cell = cells.load(cells.RESULTS)["video-sage_grpo/0"]["summary"]
     page = (video_report.FOLDER / "index.html").read_text(encoding="utf-8")
