@@ -55,8 +55,7 @@ def ends(paths: Sequence[str | Path]) -> list[str]:
     ['a/x.txt', 'b/x.txt', 'b/x.txt']
     """
     parts = [Path(path).parts for path in paths]
-    known = (n for n in range(1, max(map(len, parts), default=0)) if len({p[-n:] for p in parts}) == len(set(parts)))
-    count = next(known, 0)
+    count = next((n for n in range(1, 99) if len({p[-n:] for p in parts}) == len(set(parts))), 0)
     return ["/".join(p[-count:]).lstrip("/") for p in parts]
 
 

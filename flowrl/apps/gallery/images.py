@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from flowrl.apps.gallery.places import OWN, PAGE
-from flowrl.apps.gallery.results import Metric, shared
+from flowrl.apps.gallery.results import Metric, paired, shared
 from flowrl.apps.gallery.runs import Evaluation, Run
 from flowrl.apps.gallery.tags import in_order, spread
 from flowrl.core.errors import ConfigError
@@ -88,10 +88,9 @@ class OnDisk:
         return self._address(page) if page.is_file() else ""
 
     def _address(self, file: Path) -> str:
-        """Relative address of a file; "": the page has no folder but the root in common with it, so it is all a path."""
+        """Relative address of a file; "" where the page shares only the root with it: the address would be its path."""
         here, there = self.folder.resolve(), file.resolve()
-        apart = os.path.commonpath([here, there]) == here.anchor
-        return "" if apart else quote(Path(os.path.relpath(there, here)).as_posix())
+        return quote(Path(os.path.relpath(there, here)).as_posix()) if here.parts[:2] == there.parts[:2] else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +174,11 @@ def largest_drops(gain: np.ndarray, available: np.ndarray) -> list[Pair]:
 
 
 def film(run: Run, metrics: list[Metric], place: Place) -> dict[str, Any]:
-    """Prompts over training at the first seed: the first ones, then others with the largest gain of the last frame.
+    """Prompts over training at the first seed: the first ones, then others with the largest gain over the base.
 
     Returns:
-        {"frames": labels, "left_out": number of evaluations in between, "rows": one for each prompt, "gains": number of
-        the last rows that were chosen by their gain}.
+        {"frames": labels, "left_out": number of evaluations in between, "rows": one for each prompt, "gains": how many
+        rows at the end were chosen by their gain}.
     """
     found, base = in_order(run.evaluations, finished=run.finished), run.base
     frames = spread(found, MAX_FRAMES)
@@ -194,21 +193,14 @@ def film(run: Run, metrics: list[Metric], place: Place) -> dict[str, Any]:
         return known if any(ok and e.in_training for ok, e in zip(known, frames, strict=True)) else []
 
     first = list(islice((p for p in range(len(base.prompts)) if any(saved(p))), MAX_FILMS))
-    others = (p for p in _gaining(base, frames[-1], metrics[0]) if p not in first[: MAX_FILMS - MAX_GAINS])
+    before, after = paired(run, metrics[0].name)
+    gain = metrics[0].sign * (after - before)[:, 0]
+    others = [p for p in np.argsort(-gain, kind="stable").tolist() if gain[p] > 0 and p not in first[:MAX_GAINS]]
     gained = list(islice((p for p in others if saved(p)[-1:] == [True]), MAX_GAINS))
     for p in [p for p in first if p not in gained][: MAX_FILMS - len(gained)] + gained:
         cells = [_frame(e, metrics[0], p, ok, place) for ok, e in zip(saved(p), frames, strict=True)]
         result["rows"].append({"prompt_id": p, "text": base.prompts[p], "seed": base.seeds[0], "cells": cells})
     return result | {"gains": len(gained)}
-
-
-def _gaining(base: Evaluation, last: Evaluation, metric: Metric) -> list[int]:
-    """Prompts that gained at the first seed from the base to the last frame, the largest gain first."""
-    if metric.name not in base.scores or metric.name not in last.scores:
-        return []
-    before, after = (e.scores[metric.name][: min(len(base.prompts), len(last.prompts)), 0] for e in (base, last))
-    gain = metric.sign * (after - before)
-    return [p for p in np.argsort(-gain, kind="stable").tolist() if gain[p] > 0]
 
 
 def encoded(path: Path, limit_px: int, *, cells: int = 1, quality: int = 82) -> Encoded:

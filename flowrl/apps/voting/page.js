@@ -60,15 +60,12 @@ async function show(state) {
 
 // One image as large as the window; the other one then takes its place, so that differences are seen.
 function enlarge(side) {
-  const image = at("large-image"), dialog = at("large");
-  image.src = at(side).src;
-  image.className = at(side).className;
-  image.alt = at("large-name").textContent = at(side).alt;
-  dialog.dataset.side = side;
-  if (!dialog.open) dialog.showModal();
+  const { src, className, alt } = at(side);
+  Object.assign(at("large-image"), { src, className, alt });
+  at("large-name").textContent = alt;
+  at("large").dataset.side = side;
+  if (!at("large").open) at("large").showModal();
 }
-
-const other = () => enlarge(at("large").dataset.side === "left" ? "right" : "left");
 
 async function post(question, said) {
   const headers = { "Content-Type": "application/json", "X-Vote-Token": token };
@@ -112,11 +109,8 @@ function choose(choice) {
 document.addEventListener("keydown", (event) => {
   const choice = keys[event.key];
   if (!choice || event.repeat || event.ctrlKey || event.metaKey || event.altKey || event.target.id === "voter") return;
-  if (at("large").open) {
-    // No vote on what is hidden: keys of a side show it.
-    if (choice === "left" || choice === "right") enlarge(choice);
-    return;
-  }
+  // No vote on what is hidden: keys of a side show it.
+  if (at("large").open) return choice === "left" || choice === "right" ? enlarge(choice) : undefined;
   const prompt = at("prompt");
   // A long prompt that has the focus is scrolled by the key.
   if (choice === "tie" && event.target === prompt && prompt.scrollHeight > prompt.clientHeight) return;
@@ -125,9 +119,7 @@ document.addEventListener("keydown", (event) => {
 });
 for (const button of document.querySelectorAll("[data-choice]")) button.addEventListener("click", () => choose(button.dataset.choice));
 for (const button of document.querySelectorAll("[data-enlarge]")) button.addEventListener("click", () => enlarge(button.dataset.enlarge));
-at("large-image").addEventListener("click", other);
-at("other").addEventListener("click", other);
-at("close").addEventListener("click", () => at("large").close());
+for (const id of ["large-image", "other"]) at(id).addEventListener("click", () => enlarge(at("large").dataset.side === "left" ? "right" : "left"));
 at("undo").addEventListener("click", () => choose("undo"));
 at("who").addEventListener("submit", (event) => {
   event.preventDefault();

@@ -23,13 +23,10 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     flat = [dict(leaves(_recipe(run))) for run in runs]
     keys = sorted({key for one in flat for key in one})
     rows = [(key, [one.get(key, DASH) for one in flat]) for key in keys]
-    return [(key, _without_folders(values)) for key, values in rows if len(set(values)) > 1]
-
-
-def _without_folders(values: list[str]) -> list[str]:
-    paths = [value for value in values if value.startswith("/")]
+    rows = [(key, values) for key, values in rows if len(set(values)) > 1]
+    paths = sorted({value for _, values in rows for value in values if value.startswith("/")})
     shown = dict(zip(paths, ends(paths), strict=True))
-    return [shown.get(value) or Named({})(value) for value in values]
+    return [(key, [shown.get(value) or Named({})(value) for value in values]) for key, values in rows]
 
 
 def recipe_of(run: Run) -> str:
