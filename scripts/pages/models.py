@@ -31,16 +31,17 @@ below is tested with a tiny pipeline that has random weights; no real weights we
 the VAE, CLIP and T5 are those of the libraries. Larger language models (Qwen, Gemma, Llama, Mistral, GLM) are replaced
 by a stub. `flowrl doctor --model PATH` compares any class with the pipeline's own call and prints what it read.
 
-If a class is not listed, `flowrl train`, `eval` and `pairs` compare it when they load it: two steps by the pipeline's
-own call and the same two by flowrl, one sample, the recipe's guidance, no decoder. If the predictions differ by more
-than 1e-3 of the largest value (5e-2 in half precision), the command stops with both numbers. A pass is kept in
-`~/.cache/flowrl/own_calls` (or below `FLOWRL_CACHE`) for the class, the libraries' versions and the model's options.
+If a class is not listed, `flowrl train`, `eval` and `pairs` check the class when they load a model: the pipeline's own
+call and flowrl take the same two steps, with one sample and the recipe's guidance, without the decoder. If the
+predictions differ by more than 1e-3 of the largest value (5e-2 in half precision), the command stops with both numbers.
+A class that passes is noted in `~/.cache/flowrl/own_calls` (or below `FLOWRL_CACHE`), with the libraries' versions and
+the model's options.
 A class that steps more than one tensor, such as the LTX-2 classes with their sound, is refused by name.
 
 Parity means that flowrl and the pipeline's own call give the same latents and images from the same noise, within 1e-4
 (fp32). It is tested with the plain solver, with and without guidance, at two sizes, for batches of one and two.
-`default` is checked by `scripts/test.sh`, `slow` by `.ci/run`. A class with a native adapter works through the native
-or the generic one; `model.name` chooses. If `model.name` is left out, flowrl takes the native one if it can use the
+`default` is checked by `scripts/test.sh`, `slow` by `.ci/run`. For a class with a native adapter `model.name` chooses
+the native or the generic adapter. If `model.name` is left out, flowrl takes the native adapter if it can use the
 checkpoint (text prompts only, a scheduler that it knows), else `generic`. For VP models and their options see
 [noise_prediction.md](noise_prediction.md), for models of few steps [distilled.md](distilled.md).
 
@@ -92,9 +93,9 @@ takes two images, the second is the last frame.
 
 **Size.** An image may have any size. It is scaled (Lanczos) until it just covers `model.height` x `model.width`, and
 its middle is cut out: the aspect ratio is kept, where diffusers' pipelines would stretch the image. An image that would
-be enlarged more than twice is refused with its path, before training. `model.first_frame: exact` refuses also what
-would be cropped. A model's own image encoder (Wan 2.1, HunyuanVideo) sees the fitted image. `flowrl sample` fits images
-in the same way. Edit models (Kontext, Qwen-Image-Edit, FLUX.2) get their images as they are.
+be enlarged more than twice is refused with its path, before training. `model.first_frame: exact` also refuses an image
+that would be cropped. A model's own image encoder (Wan 2.1, HunyuanVideo) sees the fitted image. `flowrl sample` fits
+images in the same way. Edit models (Kontext, Qwen-Image-Edit, FLUX.2) get their images as they are.
 
 **What is trained.** Wan 2.2 TI2V-5B, LTX and Sana hold the first frame among their latents. That part stays clean and
 has timestep 0: no noise is drawn for it, and log-probs, losses and KL are over the other frames alone. The other models
@@ -111,8 +112,8 @@ model:
   call: {num_frames: 121}
 ```
 
-`flowrl plan` estimates such a model too, with stand-ins for its VAE's encoding and its image encoder. It cannot where a
-processor without files reads the image, as Qwen-Image-Edit's does, and says so.
+`flowrl plan` estimates such a model too, with stand-ins for its VAE's encoding and its image encoder. If a processor
+without files reads the image, as in Qwen-Image-Edit, `flowrl plan` says that it has no estimate.
 """
 
 
