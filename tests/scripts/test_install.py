@@ -151,3 +151,22 @@ def test_pip_s_settings_are_uv_s_and_the_environment_wins():
 def test_the_quickstart_installs_no_extras_and_tests_do(script, words):
     lines = (ROOT / script).read_text().splitlines()
     assert [line for line in lines if line.startswith("environment")] == [f"environment {words}".strip()]
+
+
+def test_the_lowest_versions_are_installed_in_the_same_way_and_once(checkout, monkeypatch):
+    shutil.copy(ROOT / "scripts/lowest.sh", checkout / "scripts")
+    python = checkout / "python"
+    python.write_text(
+        f'#!/bin/bash\necho "$*" >> "$FLOWRL_TEST_LOG"\ncase "$*" in\n    -) exec {sys.executable} - ;;\n'
+        '    "-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;\n    *install.py*) cat "$3" >&2 ;;\nesac\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHON", str(python))
+    for again in (False, True):
+        (checkout / "log").unlink(missing_ok=True)
+        done = subprocess.run(["bash", "scripts/lowest.sh", "low"], cwd=checkout, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        log = (checkout / "log").read_text()
+        assert ("scripts/install.py low low/constraints .[data," in log) is ("torch==" in done.stderr) is not again
+        assert "torch==" in done.stdout, "the versions are shown"
+        assert "-m pytest --numprocesses" in log
