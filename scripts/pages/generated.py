@@ -10,7 +10,7 @@ from typing import Any
 from scripts.pages.svg import unlike
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERATED = ("listed", "reference", "option-tables", "rewards", "models", "migration", "concept-pictures")
+GENERATED = ("listed", "reference", "option-tables", "rewards", "models", "migration", "concept-pictures", "hours")
 """Words, each the name of its module with dashes, which has `pages()`: file -> its text."""
 
 
