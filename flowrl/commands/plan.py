@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from flowrl.commands._arguments import Config, Overrides
+from flowrl.commands._arguments import Config, Overrides, option
 from flowrl.core.startup import imports
 from flowrl.display.units import operations, size
 
@@ -20,12 +20,23 @@ if TYPE_CHECKING:
     from flowrl.diffusion.plan import StepPlan
     from flowrl.planning.memory import Estimate
 
+Measure = Annotated[
+    bool,
+    option(
+        "Train two iterations on this machine, and time the second one.",
+        "Its model is downloaded if it is not here; nothing is written into a run folder.",
+        name="--measure",
+    ),
+]
 PROCESSES = (1, 2, 8)
 """Numbers of processes that the geometry is shown for."""
 
 
-def command(config: Config, overrides: Overrides = None) -> None:
-    """Show what a run will do and need. Options, batch geometry, steps, memory, compute; no network is used."""
+def command(config: Config, overrides: Overrides = None, measure: Measure = False) -> None:
+    """Show whether a run fits, and its hours. Then options, batch geometry, steps, memory, compute; no network is used.
+
+    `--measure` trains two iterations on this machine, for which a model is downloaded if it is not here.
+    """
     import yaml
 
     with imports():
@@ -34,42 +45,63 @@ def command(config: Config, overrides: Overrides = None) -> None:
         run = load_config(config, overrides)  # its faults are told before the libraries are imported
         from rich.console import Console
 
+        from flowrl.commands._plan_answer import measured
         from flowrl.commands._plan_data import data_here, evaluations
         from flowrl.config.checks import check_model
 
     console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120)
+    took = measured(resolve(run)) if measure else "flowrl plan --measure times two iterations on this machine"
     resolved = resolve(run, offline=True)
     data = data_here(resolved)
+    adapter, reason = outline(resolved)
+    notes = check_model(resolved, adapter)
+    plan = step_plan(resolved, adapter)
+    steps = reason if adapter is None else _steps_table(resolved, adapter, plan)
+    result, lines = answer(resolved, adapter, plan, data)
+    _heading(console, "Answer, for one process")
+    for line in (*(lines or [f"memory and time: {reason}"]), took):
+        console.print(line, markup=False, highlight=False)
     _heading(console, "Configuration, every default written out")
     console.print(yaml.safe_dump(resolved.tree(), sort_keys=False, allow_unicode=True), markup=False, highlight=False)
-    adapter, reason = outline(resolved)
-    for note in check_model(resolved, adapter):
+    for note in notes:
         console.print(f"note: {note}", markup=False)
-    plan = step_plan(resolved, adapter)
     _heading(console, "Batch geometry")
     for line in data.lines:
         console.print(line, markup=False)
     console.print(_geometry_table(resolved, plan, adapter))
     console.print(evaluations(resolved, data), markup=False)
     _heading(console, f"Steps: {len(plan)} in all, {_trained_steps(resolved, plan)} trained")
-    console.print(reason if adapter is None else _steps_table(resolved, adapter, plan))
-    _heading(console, "Memory and compute, estimated for one process")
-    if adapter is None:
-        console.print(reason)
-        return
-    if data.unknown and resolved.run.data.caches_text:
-        console.print("embeddings are counted for the texts that are known, at least for those of an iteration")
-    _memory(console, resolved, adapter, plan, data)
+    console.print(steps)
+    if result is not None:
+        _heading(console, "Memory and compute, estimated for one process")
+        if data.unknown and resolved.run.data.caches_text:
+            console.print("embeddings are counted for the texts that are known, at least for those of an iteration")
+        _memory(console, resolved, result, data)
 
 
-def _memory(console: Console, resolved: Resolved, adapter: Any, plan: StepPlan, data: Data) -> None:
-    """Print memory and compute of the run."""
-    from flowrl.data.text_files import text_folder
+def answer(resolved: Resolved, adapter: Any, plan: StepPlan, data: Data) -> tuple[Estimate | None, list[str]]:
+    """(estimate, sentences on memory and time); nothing for an unknown model. The adapter is changed."""
+    from flowrl.commands._plan_answer import memory_lines, time_lines
+    from flowrl.planning.hours import setting
     from flowrl.planning.memory import estimate
 
-    texts = max(data.texts, resolved.slots if data.unknown else 0)
-    result = estimate(resolved, adapter, plan, prompts=texts)
-    run = resolved.run
+    if adapter is None:
+        return None, []
+    own = setting(resolved, adapter)
+    result = estimate(resolved, adapter, plan, prompts=_texts(resolved, data))
+    return result, [*memory_lines(resolved, result), *time_lines(resolved, adapter, result, own)]
+
+
+def _texts(resolved: Resolved, data: Data) -> int:
+    """Texts whose embeddings are cached, at least those of an iteration."""
+    return max(data.texts, resolved.slots if data.unknown else 0)
+
+
+def _memory(console: Console, resolved: Resolved, result: Estimate, data: Data) -> None:
+    """Print memory and compute of the run."""
+    from flowrl.data.text_files import text_folder
+
+    texts, run = _texts(resolved, data), resolved.run
     folder = text_folder(run.data, run.output, result.embeddings, images=data.images)
     held = "host, in every process" if folder is None else f"files in {folder}"
     console.print(_memory_table(resolved, result, texts, held if result.embeddings else "made when needed"))
@@ -195,11 +227,10 @@ def geometry(
 
 
 def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
+    from flowrl.planning.hours import frozen_forwards
+
     run, method = resolved.run, resolved.method
-    # Each forward of an update comes with one of every frozen role, and of recomputed log-probs.
-    extra = method.frozen + method.recompute
-    # The means of a loss take a pass of their own, of the policy and the frozen roles.
-    extra += (extra + 1) * method.centres
+    extra = frozen_forwards(method)
     demand = resolved.training.demand(plan, resolved.setting)
     share, trained = demand.share, demand.rows
     rows = [geometry(resolved, plan, processes, extra, share, trained, method.passes) for processes in PROCESSES]

@@ -95,14 +95,14 @@ def _on_card(card: str, table: Any, run: tuple[Resolved, Any, Estimate], own: di
     rollout = result.sampled * adapter.branches(config.rollout.guidance_scale) * forward / 1000
     update, smaller = None, config.rollout.batch_size < row["batch"] or config.optim.batch_size < row["batch"]
     note = f"measured at batch {row['batch']}" + (", and smaller ones take longer" if smaller else "")
-    if row["update"] is not None:
-        every = resolved.model.config.gradient_checkpointing
-        again = 0.0 if every in (False, "auto") else 1 / int(every)
-        took = row["update"]
+    took, every = row["update"], resolved.model.config.gradient_checkpointing
+    if took is not None:
         trained = (took["ms"] - (took["rows"] - took["trained_rows"]) * forward) / took["trained_rows"]
+        again = (0.0 if every in (False, "auto") else 1 / int(every)) - took["recomputes"]
         each = trained + (again + frozen_forwards(resolved.method)) * forward
         branches = adapter.branches(resolved.training.guidance(adapter, config.rollout.guidance_scale))
-        steps = config.optim.updates_per_iteration * resolved.method.passes * took["step_ms"]
+        steps = config.optim.updates_per_iteration * resolved.method.passes * (took["step_ms"] or 0.0)
         update = (result.trained_on * branches * each + steps) / 1000
-        note += ", without recomputing" if every == "auto" else ""
+        note += ", without optimizer steps" if took["step_ms"] is None else ""
+        note += ", recomputing nothing" if every == "auto" else ""
     return Seconds(card, memory, rollout, update, note)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from flowrl.config.load import load_config, resolve
+from flowrl.planning.checkpointing import choice
 from flowrl.planning.hours import FILE, setting
 from flowrl.planning.memory import skeleton
 from scripts.bench.gpu.session import VARIANTS
@@ -19,12 +21,24 @@ TAKEN = ("now", "stored")
 """Variants whose options are those of a recipe, or a recipe that recomputes nothing; others are comparisons."""
 
 
+def words(line: dict[str, Any]) -> tuple[str, ...]:
+    """The overrides of a line's run."""
+    given = line.get("overrides", "")
+    return (*(re.split(r" (?=[\w.]+=)", given) if given else ()), *VARIANTS[line["variant"]])
+
+
 @cache
-def described(recipe: str, words: tuple[str, ...]) -> tuple[dict[str, Any], Any]:
-    """(setting of a recipe with its words, its gradient checkpointing)."""
+def _setting(recipe: str, *words: str) -> dict[str, Any]:
     resolved = resolve(load_config(recipe, list(words)), offline=True)
-    own = setting(resolved, skeleton(resolved))
-    return json.loads(json.dumps(own)), resolved.model.config.gradient_checkpointing
+    return json.loads(json.dumps(setting(resolved, skeleton(resolved))))
+
+
+@cache
+def _recomputes(memory: float, recipe: str, *words: str) -> bool:
+    """Whether its updates recompute, `auto` as on a card of so many GiB."""
+    resolved = resolve(load_config(recipe, list(words)), offline=True)
+    every = resolved.model.config.gradient_checkpointing
+    return choice(resolved, int(memory * 2**30), 1).on if every == "auto" else bool(every)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -35,17 +49,18 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     for line in sorted(lines, key=lambda line: line.get("call", 0)):
         if line.get("variant") not in TAKEN or line["what"] not in ("rollout", "update") or "rows" not in line:
             continue
-        own, every = described(line["config"], (*line.get("overrides", "").split(), *VARIANTS[line["variant"]]))
+        own = _setting(line["config"], *words(line))
         key, source = (line["device"], json.dumps(own)), {name: line[name] for name in ("call", "batch", "config")}
         if line["what"] == "rollout":
             taken = {"ms": line["ms_per_forward"], "rows": line["rows"]}
             newest[key] = {"card": line["device"], **source, "setting": own, "forward": taken, "update": None}
-        elif every is False and key in newest and source.items() <= newest[key].items():
+        elif key in newest and source.items() <= newest[key].items():
             newest[key]["update"] = {
                 "ms": line["ms_per_microbatch"],
                 "rows": line["rows"],
                 "trained_rows": line["trained_rows"],
                 "step_ms": line["ms_per_optimizer_step"],
+                "recomputes": _recomputes(CARDS[line["device"]], line["config"], *words(line)),
             }
     return list(newest.values())
 
