@@ -26,6 +26,10 @@ class Data:
     searched: int | None = None
     """Number of captions on which `eval.best_guidance` is compared; None: not known, or none are."""
 
+    def counted(self, slots: int) -> int:
+        """Texts whose embeddings are cached, at least those of an iteration of `slots` prompts."""
+        return max(self.texts, slots if self.unknown else 0)
+
 
 def data_here(resolved: Resolved) -> Data:
     """The data of a run, without data sets on the hub."""

@@ -45,7 +45,7 @@ def command(config: Config, overrides: Overrides = None, measure: Measure = Fals
         run = load_config(config, overrides)  # its faults are told before the libraries are imported
         from rich.console import Console
 
-        from flowrl.commands._plan_answer import measured
+        from flowrl.commands._plan_answer import answer, measured
         from flowrl.commands._plan_data import data_here, evaluations
         from flowrl.config.checks import check_model
 
@@ -57,7 +57,7 @@ def command(config: Config, overrides: Overrides = None, measure: Measure = Fals
     notes = check_model(resolved, adapter)
     plan = step_plan(resolved, adapter)
     steps = reason if adapter is None else _steps_table(resolved, adapter, plan)
-    result, lines = answer(resolved, adapter, plan, data)
+    result, lines = (None, []) if adapter is None else answer(resolved, adapter, plan, data)
     _heading(console, "Answer, for one process")
     for line in (*(lines or [f"memory and time: {reason}"]), took):
         console.print(line, markup=False, highlight=False)
@@ -79,29 +79,11 @@ def command(config: Config, overrides: Overrides = None, measure: Measure = Fals
         _memory(console, resolved, result, data)
 
 
-def answer(resolved: Resolved, adapter: Any, plan: StepPlan, data: Data) -> tuple[Estimate | None, list[str]]:
-    """(estimate, sentences on memory and time); nothing for an unknown model. The adapter is changed."""
-    from flowrl.commands._plan_answer import memory_lines, time_lines
-    from flowrl.planning.hours import setting
-    from flowrl.planning.memory import estimate
-
-    if adapter is None:
-        return None, []
-    own = setting(resolved, adapter)
-    result = estimate(resolved, adapter, plan, prompts=_texts(resolved, data))
-    return result, [*memory_lines(resolved, result), *time_lines(resolved, adapter, result, own)]
-
-
-def _texts(resolved: Resolved, data: Data) -> int:
-    """Texts whose embeddings are cached, at least those of an iteration."""
-    return max(data.texts, resolved.slots if data.unknown else 0)
-
-
 def _memory(console: Console, resolved: Resolved, result: Estimate, data: Data) -> None:
     """Print memory and compute of the run."""
     from flowrl.data.text_files import text_folder
 
-    texts, run = _texts(resolved, data), resolved.run
+    texts, run = data.counted(resolved.slots), resolved.run
     folder = text_folder(run.data, run.output, result.embeddings, images=data.images)
     held = "host, in every process" if folder is None else f"files in {folder}"
     console.print(_memory_table(resolved, result, texts, held if result.embeddings else "made when needed"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,6 @@ def frozen_forwards(method: Any) -> int:
 class Seconds:
     """Seconds of an iteration on one process of a card."""
 
-    card: str
-    memory: int
-    """The card's, in bytes."""
     rollout: float | None
     """None: not measured; so is `update`."""
     update: float | None
@@ -72,25 +70,33 @@ class Seconds:
         return None if self.rollout is None or self.update is None else self.rollout + self.update
 
 
-def seconds(resolved: Resolved, adapter: Any, result: Estimate, own: dict[str, Any]) -> list[Seconds]:
-    """The seconds of an iteration for each measured card.
+def cards() -> dict[str, int]:
+    """Measured card -> its memory in bytes."""
+    return {card: int(gib * 2**30) for card, gib in _table()["cards"].items()}
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def seconds(
+    card: str, resolved: Resolved, adapter: Any, result: Estimate, own: dict[str, Any], *, recomputes: bool = False
+) -> Seconds:
+    """The seconds of an iteration on a measured card.
 
     Args:
+        card: one of `cards`.
         resolved: the run.
         adapter: its own, on the meta device.
         result: its estimate, with the rows of its forwards.
         own: its `setting`.
+        recomputes: what `model.gradient_checkpointing: auto` decides there.
     """
-    table = json.loads(FILE.read_text(encoding="utf-8"))
-    return [_on_card(card, table, (resolved, adapter, result), own) for card in table["cards"]]
-
-
-def _on_card(card: str, table: Any, run: tuple[Resolved, Any, Estimate], own: dict[str, Any]) -> Seconds:
-    resolved, adapter, result = run
-    config, memory = resolved.run, int(table["cards"][card] * 2**30)
-    row = next((row for row in table["rows"] if row["card"] == card and row["setting"] == own), None)
+    config = resolved.run
+    row = next((row for row in _table()["rows"] if row["card"] == card and row["setting"] == own), None)
     if row is None:
-        return Seconds(card, memory, None, None, "no measurement of this model at this size and precision")
+        return Seconds(None, None, "no measurement of this model at this size and precision")
     forward = row["forward"]["ms"] / row["forward"]["rows"]
     rollout = result.sampled * adapter.branches(config.rollout.guidance_scale) * forward / 1000
     update, smaller = None, config.rollout.batch_size < row["batch"] or config.optim.batch_size < row["batch"]
@@ -98,11 +104,12 @@ def _on_card(card: str, table: Any, run: tuple[Resolved, Any, Estimate], own: di
     took, every = row["update"], resolved.model.config.gradient_checkpointing
     if took is not None:
         trained = (took["ms"] - (took["rows"] - took["trained_rows"]) * forward) / took["trained_rows"]
-        again = (0.0 if every in (False, "auto") else 1 / int(every)) - took["recomputes"]
+        every = recomputes if every == "auto" else every
+        again = (1 / int(every) if every else 0.0) - took["recomputes"]
         each = trained + (again + frozen_forwards(resolved.method)) * forward
         branches = adapter.branches(resolved.training.guidance(adapter, config.rollout.guidance_scale))
         steps = config.optim.updates_per_iteration * resolved.method.passes * (took["step_ms"] or 0.0)
         update = (result.trained_on * branches * each + steps) / 1000
         note += ", without optimizer steps" if took["step_ms"] is None else ""
-        note += ", recomputing nothing" if every == "auto" else ""
-    return Seconds(card, memory, rollout, update, note)
+        note += ", recomputing" if every else ""
+    return Seconds(rollout, update, note)
