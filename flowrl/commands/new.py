@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from flowrl.commands._arguments import argument, option
 
@@ -18,16 +19,51 @@ Folder = Annotated[Path, option("Folder of the file; made if it is missing.", na
 STARTING = Path(__file__).parent / "starting"
 
 
-def command(kind: Kind, name: Name, path: Folder = Path("."), short: Short = False) -> None:
-    """Write a commented file to start from. A reward, method, sampler, suite or config. It runs as it is."""
-    print(write(kind, name, path, short=short))
+Model = Annotated[str | None, option("The model, a hub id or folder.", group="With config")]
+Reward = Annotated[
+    list[str] | None, option("A reward's name, or a .py file.", "May be given again.", group="With config")
+]
+PromptFile = Annotated[
+    str | None,
+    option("Your prompts.", "As data.prompts. Default: those of a recipe with this reward.", group="With config"),
+]
+Pairs = Annotated[str | None, option("Pairs of images to learn from.", "As data.pairs.path.", group="With config")]
+Memory = Annotated[float | None, option("GB of the card.", "Default: this machine's.", least=0, group="With config")]
+Hours = Annotated[
+    float | None, option("Hours of the run.", "Default: a recipe's iterations.", least=0, group="With config")
+]
 
 
-def write(kind: str, name: str, folder: Path, *, short: bool = False) -> str:
-    """Write the file; the commands that try it. `short`: a reward as one function.
+def command(
+    kind: Kind,
+    name: Name = "mine",
+    path: Folder = Path("."),
+    short: Short = False,
+    model: Model = None,
+    reward: Reward = None,
+    prompts: PromptFile = None,
+    pairs: Pairs = None,
+    memory: Memory = None,
+    hours: Hours = None,
+) -> None:
+    """Write a commented file to start from. A reward, method, sampler, suite or config. It runs as it is.
+
+    A config is a recipe by what you know: method by docs/choosing.md, batches and memory by the plan, iterations by
+    hours where there is a measurement; its comments have the reasons. At a terminal it asks for what is left out.
+    """
+    from flowrl.core.errors import ConfigError
+
+    known = (model, reward or [], prompts, pairs, memory, hours)
+    if kind != "config" and any(known):
+        raise ConfigError(f"KIND={kind}: the options of a recipe are for KIND=config")
+    print(write(kind, name, path, short=short, known=known))
+
+
+def write(kind: str, name: str, folder: Path, *, short: bool = False, known: Sequence[Any] = ()) -> str:
+    """Write the file; the commands that try it. `short`: a reward as one function; `known`: of a config, `Known`.
 
     Raises:
-        ConfigError: a bad name, there is such a file, or no short one of this kind.
+        ConfigError: a bad name, there is such a file, no short one of this kind, or a recipe that cannot be.
     """
     import json
     import re
@@ -52,7 +88,15 @@ def write(kind: str, name: str, folder: Path, *, short: bool = False) -> str:
     if file.exists():
         raise ConfigError(f"{file} is there already and is left as it is; choose another NAME or --path")
     title = "".join(part[:1].upper() + part[1:] for part in name.split("_") if part) or "Mine"
-    text = Template((STARTING / f"{'short_' * short}{kind}{ending}.txt").read_text(encoding="ascii"))
+    if kind == "config":
+        from flowrl.commands._recipe import Draft, Known
+
+        given = Known(*known)
+        given.ask()
+        body = str(Draft(name, given, folder)).replace("$", "$$")
+    else:
+        body = (STARTING / f"{'short_' * short}{kind}{ending}.txt").read_text(encoding="ascii")
+    text = Template(body)
     if iskeyword(title) or re.search(rf"\b{title}\b", text.template):  # a class Config would hide that of the options
         title = f"My{title}"
     plain = re.fullmatch(r"[\w./~-]+", str(file))

@@ -45,7 +45,7 @@ def command(config: Config, overrides: Overrides = None, measure: Measure = Fals
         run = load_config(config, overrides)  # its faults are told before the libraries are imported
         from rich.console import Console
 
-        from flowrl.commands._plan_answer import answer, measured
+        from flowrl.commands._plan_answer import answers, measured
         from flowrl.commands._plan_data import data_here, evaluations
         from flowrl.config.checks import check_model
 
@@ -57,9 +57,10 @@ def command(config: Config, overrides: Overrides = None, measure: Measure = Fals
     notes = check_model(resolved, adapter)
     plan = step_plan(resolved, adapter)
     steps = reason if adapter is None else _steps_table(resolved, adapter, plan)
-    result, lines = (None, []) if adapter is None else answer(resolved, adapter, plan, data)
+    own, result = ({}, None) if adapter is None else estimated(resolved, adapter, plan, data)
     _heading(console, "Answer, for one process")
-    for line in (*(lines or [f"memory and time: {reason}"]), took):
+    lines = [f"memory and time: {reason}"] if result is None else answers(resolved, adapter, result, own)
+    for line in (*lines, took):
         console.print(line, markup=False, highlight=False)
     _heading(console, "Configuration, every default written out")
     console.print(yaml.safe_dump(resolved.tree(), sort_keys=False, allow_unicode=True), markup=False, highlight=False)
@@ -77,6 +78,15 @@ def command(config: Config, overrides: Overrides = None, measure: Measure = Fals
         if data.unknown and resolved.run.data.caches_text:
             console.print("embeddings are counted for the texts that are known, at least for those of an iteration")
         _memory(console, resolved, result, data)
+
+
+def estimated(resolved: Resolved, adapter: Any, plan: StepPlan, data: Data) -> tuple[dict[str, Any], Estimate]:
+    """(what the run's time depends on, its estimate); the adapter, a fresh one, is changed."""
+    from flowrl.planning.hours import setting
+    from flowrl.planning.memory import estimate
+
+    own = setting(resolved, adapter)
+    return own, estimate(resolved, adapter, plan, prompts=data.counted(resolved.slots))
 
 
 def _memory(console: Console, resolved: Resolved, result: Estimate, data: Data) -> None:
@@ -97,10 +107,6 @@ def _memory(console: Console, resolved: Resolved, result: Estimate, data: Data) 
         f"{largest}. Not included: reward models, the backbone of saliency maps, the CUDA context, library workspaces, "
         "fragmentation; add 10 to 20 %. Formulas: flowrl/planning/memory.py."
     )
-    if resolved.model.config.gradient_checkpointing == "auto":
-        from flowrl.planning.checkpointing import threshold
-
-        console.print(threshold(result, resolved))
     if resolved.model.config.shard:
         ways = " / ".join(map(str, PROCESSES[1:]))
         spared = [size(result.spared(n, full=resolved.model.config.lora is None)) for n in PROCESSES[1:]]

@@ -1,115 +1,87 @@
-"""Seconds of an iteration by measurements of forwards on named cards, `measured.json` (`python -m scripts.pages hours`).
+"""Seconds of an iteration by measured forwards on named cards: `measured.json`, by `python -m scripts.pages hours`.
 
-    forward row   f = ms of a forward of the rollout / its rows; CFG has two rows a sample
-    trained row   t = (ms of a training forward - frozen rows f) / trained rows, its backward pass included
+    forward row   f = ms of a forward of the rollout / its rows; under CFG a sample has two
+    trained row   t = (ms of a training forward - its frozen rows f) / its trained rows, backward pass included
     iteration     rollout rows f + trained rows (t + frozen forwards f) + updates x ms of an optimizer step
 
-A measurement counts for a run of the same `setting` alone. Gradient checkpointing repeats a forward: f more a trained
-row. Not in it: rewards, decoding, encoding, evaluations, checkpoints, and other processes.
+A measurement counts for runs of the same `setting` alone. Gradient checkpointing repeats a forward, f a trained row.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowrl.config.resolved import Resolved
 from flowrl.planning.memory import Estimate, count
 
 FILE = Path(__file__).with_name("measured.json")
 LEFT_OUT = "rewards, decoding and encoding, evaluations and checkpoints"
-"""What no measurement of forwards has."""
+"""What the measured forwards are without."""
+
+
+class Seconds(NamedTuple):
+    """Seconds of an iteration on one process; None: no measurement."""
+
+    rollout: float | None
+    update: float | None
+    note: str
+
+    @property
+    def whole(self) -> float | None:
+        return None if self.rollout is None or self.update is None else self.rollout + self.update
+
+
+@cache
+def table() -> dict[str, Any]:
+    """`cards`: GiB of each measured card; `rows`: the measurements."""
+    return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def setting(resolved: Resolved, adapter: Any) -> dict[str, Any]:
-    """What the time of a row depends on, plain data: family, size, pixels, length of the texts, arithmetic.
-
-    `adapter`: a fresh one on the meta device.
-    """
+    """What the time of a row depends on, plain data; the adapter is a fresh one on the meta device."""
     config = resolved.model.config
+    native = config.lora is not None and config.dtype != "float32"
     return {
         "family": resolved.model.name,
         "parameters": count(adapter.network),
         "pixels": [adapter.height, adapter.width, adapter.num_frames],
         "embeddings": {name: list(shape) for name, shape in adapter.condition_shapes().items()},
-        "dtype": config.dtype,
-        "precision": config.precision or ("native" if config.lora and config.dtype != "float32" else "autocast"),
+        "precision": [config.dtype, config.precision or ("native" if native else "autocast"), config.memory.few_bits],
         "lora": None if config.lora is None else config.lora.kind,
-        "compile": config.compile,
-        "attention": config.attention,
-        "guidance_gradient": config.guidance_gradient,
-        "few_bits": config.memory.few_bits,
+        "others": [config.compile, config.attention, config.guidance_gradient],
     }
 
 
 def frozen_forwards(method: Any) -> int:
-    """Forwards without gradient that come with each forward of an update.
-
-    Those of frozen roles and recomputed log-probs; the means of a loss take a pass of their own, of these and the policy.
-    """
+    """Forwards without gradient with each one of an update: frozen roles, recomputed log-probs, the means of a loss."""
     extra = method.frozen + method.recompute
     return extra + (extra + 1) * method.centres
 
 
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """Seconds of an iteration on one process of a card."""
-
-    rollout: float | None
-    """None: not measured; so is `update`."""
-    update: float | None
-    note: str
-    """By which measurement."""
-
-    @property
-    def whole(self) -> float | None:
-        """Both parts, where they are known."""
-        return None if self.rollout is None or self.update is None else self.rollout + self.update
-
-
-def cards() -> dict[str, int]:
-    """Measured card -> its memory in bytes."""
-    return {card: int(gib * 2**30) for card, gib in _table()["cards"].items()}
-
-
-@cache
-def _table() -> dict[str, Any]:
-    return json.loads(FILE.read_text(encoding="utf-8"))
-
-
 def seconds(
-    card: str, resolved: Resolved, adapter: Any, result: Estimate, own: dict[str, Any], *, recomputes: bool = False
+    card: str, resolved: Resolved, adapter: Any, result: Estimate, own: dict[str, Any], *, recomputes: bool
 ) -> Seconds:
-    """The seconds of an iteration on a measured card.
+    """The seconds of an iteration on a measured card, for a run with its adapter, estimate and `setting`.
 
-    Args:
-        card: one of `cards`.
-        resolved: the run.
-        adapter: its own, on the meta device.
-        result: its estimate, with the rows of its forwards.
-        own: its `setting`.
-        recomputes: what `model.gradient_checkpointing: auto` decides there.
+    `recomputes`: what `model.gradient_checkpointing: auto` decides there.
     """
-    config = resolved.run
-    row = next((row for row in _table()["rows"] if row["card"] == card and row["setting"] == own), None)
+    run, method = resolved.run, resolved.method
+    row = next((row for row in table()["rows"] if row["card"] == card and row["setting"] == own), None)
     if row is None:
         return Seconds(None, None, "no measurement of this model at this size and precision")
-    forward = row["forward"]["ms"] / row["forward"]["rows"]
-    rollout = result.sampled * adapter.branches(config.rollout.guidance_scale) * forward / 1000
-    update, smaller = None, config.rollout.batch_size < row["batch"] or config.optim.batch_size < row["batch"]
-    note = f"measured at batch {row['batch']}" + (", and smaller ones take longer" if smaller else "")
-    took, every = row["update"], resolved.model.config.gradient_checkpointing
+    forward, update, took = row["forward"]["ms"] / row["forward"]["rows"], None, row["update"]
+    smaller = min(run.rollout.batch_size, run.optim.batch_size) < row["batch"]
+    note = f"measured at batch {row['batch']}" + (", and this smaller one takes longer" if smaller else "")
     if took is not None:
         trained = (took["ms"] - (took["rows"] - took["trained_rows"]) * forward) / took["trained_rows"]
+        every = resolved.model.config.gradient_checkpointing
         every = recomputes if every == "auto" else every
-        again = (1 / int(every) if every else 0.0) - took["recomputes"]
-        each = trained + (again + frozen_forwards(resolved.method)) * forward
-        branches = adapter.branches(resolved.training.guidance(adapter, config.rollout.guidance_scale))
-        steps = config.optim.updates_per_iteration * resolved.method.passes * (took["step_ms"] or 0.0)
+        each = trained + ((1 / int(every) if every else 0) - took["recomputes"] + frozen_forwards(method)) * forward
+        branches = adapter.branches(resolved.training.guidance(adapter, run.rollout.guidance_scale))
+        steps = run.optim.updates_per_iteration * method.passes * (took["step_ms"] or 0.0)
         update = (result.trained_on * branches * each + steps) / 1000
-        note += ", without optimizer steps" if took["step_ms"] is None else ""
-        note += ", recomputing" if every else ""
-    return Seconds(rollout, update, note)
+        note += (", recomputing" if every else "") + (", without optimizer steps" if took["step_ms"] is None else "")
+    return Seconds(result.sampled * adapter.branches(run.rollout.guidance_scale) * forward / 1000, update, note)

@@ -1,4 +1,4 @@
-"""flowrl/planning/measured.json: milliseconds of forwards on a card, for the hours of `flowrl plan`, from docs/gpu_day."""
+"""flowrl/planning/measured.json, from docs/gpu_day: ms of forwards on a card, for the hours of `flowrl plan`."""
 
 from __future__ import annotations
 
