@@ -1,16 +1,16 @@
 """The answer of `flowrl plan`: whether a run fits, and how long it takes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from flowrl.config.resolved import Resolved
 from flowrl.display.units import size
 from flowrl.planning.checkpointing import MARGIN, available, threshold, update_bytes
-from flowrl.planning.hours import LEFT_OUT, seconds, table
+from flowrl.planning.hours import LEFT_OUT, TABLE, seconds
 from flowrl.planning.memory import Estimate
 
 CARDS_GB = (8, 12, 16, 24, 32, 48, 80, 141)
@@ -19,22 +19,15 @@ CARDS_GB = (8, 12, 16, 24, 32, 48, 80, 141)
 
 def here() -> tuple[str, int]:
     """(name of this machine's device, its memory in bytes)."""
-    import torch
-
     cuda = torch.cuda.is_available()
     return torch.cuda.get_device_name() if cuda else "its CPU", available(torch.device("cuda" if cuda else "cpu"))
 
 
-def reward_bytes(resolved: Resolved) -> float:
-    """Weights of the reward models, as their cards say."""
-    plans = (*resolved.rewards, *resolved.eval_rewards)
-    return 2**30 * sum(plan.card.memory_gib for plan in plans if plan.card is not None)
-
-
 def needed(resolved: Resolved, result: Estimate) -> int | None:
-    """Bytes of a run on a device, with reward models and a margin; None: not known."""
-    peak = None if result.peak is None else result.peak.peak
-    return None if peak is None else math.ceil(peak * MARGIN + reward_bytes(resolved))
+    """Bytes of a run on a device, with a margin and the reward models that have a card; None: not known."""
+    peak, plans = None if result.peak is None else result.peak.peak, (*resolved.rewards, *resolved.eval_rewards)
+    rewards = sum(plan.card.memory_gib for plan in plans if plan.card is not None)
+    return None if peak is None else math.ceil(peak * MARGIN + rewards * 2**30)
 
 
 def answers(resolved: Resolved, adapter: Any, result: Estimate, own: dict[str, Any]) -> Iterator[str]:
@@ -52,32 +45,32 @@ def answers(resolved: Resolved, adapter: Any, result: Estimate, own: dict[str, A
     if auto:
         yield threshold(result, resolved)
     update, known = update_bytes(result, resolved, 1), False
-    for card, gib in table()["cards"].items():
+    for card, gib in TABLE["cards"].items():
         recomputes = auto and (update is None or update * MARGIN > gib * 2**30)
-        on = seconds(card, resolved, adapter, result, own, recomputes=recomputes)
-        known = known or on.rollout is not None
-        large = on.rollout is not None and wanted is not None and wanted > gib * 2**30 and not recomputes
-        yield f"{card}: {_time(on, resolved.run.iterations)}{', but the run does not fit it' if large else ''}"
+        took = seconds(card, resolved, adapter, result, own, recomputes=recomputes)
+        large = took is not None and wanted is not None and wanted > gib * 2**30 and not recomputes
+        known = known or took is not None
+        yield f"{card}: {_time(took, resolved.run.iterations)}{', but the run does not fit it' if large else ''}"
     if known:
         yield f"not in these times: {LEFT_OUT}"
 
 
-def _time(on: Any, iterations: int) -> str:
-    parts = [
-        f"{name} {value:.1f}" for name, value in (("rollout", on.rollout), ("updates", on.update)) if value is not None
-    ]
-    if on.whole is None:
-        return f"{on.note}{f'; of the updates no measurement, {parts[0]} s an iteration' if parts else ''}"
-    return f"{on.whole:.1f} s an iteration ({', '.join(parts)}), {hours(on.whole, iterations)}; {on.note}"
+def _time(took: tuple[float, float | None, str] | None, iterations: int) -> str:
+    if took is None:
+        return "no measurement of this model at this size and precision"
+    rollout, update, note = took
+    if update is None:
+        return f"rollout {rollout:.1f} s an iteration, {note}; no measurement of its updates"
+    return f"{hours(rollout + update, iterations)} (rollout {rollout:.1f} s, updates {update:.1f} s), {note}"
 
 
 def hours(seconds: float, iterations: int) -> str:
-    """Hours of all iterations.
+    """Time of an iteration and of all.
 
     >>> hours(90, 100)
-    '2.5 hours for 100 iterations'
+    '90.0 s an iteration, 2.5 hours for 100'
     """
-    return f"{seconds * iterations / 3600:.1f} hours for {iterations} iterations"
+    return f"{seconds:.1f} s an iteration, {seconds * iterations / 3600:.1f} hours for {iterations}"
 
 
 def measured(resolved: Resolved) -> str:
@@ -91,10 +84,8 @@ def measured(resolved: Resolved) -> str:
     with Session(replace(resolved.run, iterations=max(resolved.run.iterations, 2))) as session:
         session.step(1)
         row = session.step(2)
-    parts = ", ".join(f"{name} {row[f'time/{name}_s']:.2f}" for name in ("rollout", "decode", "reward", "update")
-                      if f"time/{name}_s" in row)  # fmt: skip
-    whole = row["time/iteration_s"]
-    return (
-        f"this machine ({here()[0]}), measured: {whole:.2f} s an iteration ({parts}), "
-        f"{hours(whole, resolved.run.iterations)}; not in it: evaluations and checkpoints"
+    parts = ", ".join(
+        f"{key[5:-2]} {row[key]:.2f} s" for key in row if key.startswith("time/") and "iteration" not in key
     )
+    whole = hours(row["time/iteration_s"], resolved.run.iterations)
+    return f"this machine ({here()[0]}), measured: {whole} ({parts}); not in it: evaluations and checkpoints"

@@ -1,7 +1,5 @@
 """A recipe from what a person knows, with the reasons as comments: `flowrl new config`."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -16,8 +14,9 @@ from typing import Any
 
 import yaml
 
+import flowrl
 from flowrl.commands._listed import recipe_tree
-from flowrl.commands._plan_answer import here, hours, needed, reward_bytes
+from flowrl.commands._plan_answer import here, hours, needed
 from flowrl.commands._plan_data import data_here
 from flowrl.commands.plan import estimated, outline, step_plan
 from flowrl.config.components import model_component
@@ -31,23 +30,10 @@ from flowrl.display.units import size
 from flowrl.models.pipelines.classes import config_folder
 from flowrl.models.pipelines.skeletons import UnknownModel, skeleton
 from flowrl.planning.checkpointing import MARGIN
-from flowrl.planning.hours import LEFT_OUT, seconds, table
+from flowrl.planning.hours import LEFT_OUT, TABLE, seconds
 
 CHOICES = load_tree(Path(__file__).parent / "starting" / "choices.yaml")
-NUMBERS = ("memory", "hours")
-ORDER = (
-    "name",
-    "iterations",
-    "seed",
-    "model",
-    "data",
-    "rewards",
-    "algorithm",
-    "rollout",
-    "optim",
-    "eval",
-    "checkpoint",
-)
+ORDER = ("name", "iterations", "model", "data", "rewards", "algorithm", "rollout", "optim", "eval", "checkpoint")
 SMALL_GB, LEAST, SHARE = 24, 10, 0.75
 """A small card; fewest iterations worth a start; their share of the hours, of which the rest is not measured."""
 
@@ -64,28 +50,21 @@ class Known:
     hours: float | None = None
 
     def ask(self) -> None:
-        """Ask at a terminal for what is left out; an empty line leaves it out.
-
-        Raises:
-            ConfigError: no number, or what a recipe needs is left out.
-        """
-        other = {"rewards": "pairs", "pairs": "rewards"}
+        """Ask at a terminal for what is left out, where an empty line leaves it out; refuse what is missing then."""
         for key, question in CHOICES["questions"].items() if sys.stdin.isatty() else ():
-            own = asdict(self)
-            if not own[key] and not own.get(other.get(key, "")) and (said := input(f"{question}: ").strip()):
+            settled = self.rewards or self.pairs if key in ("rewards", "pairs") else asdict(self)[key]
+            if not settled and (said := input(f"{question}: ").strip()):
                 try:
-                    setattr(self, key, said.split() if key == "rewards" else float(said) if key in NUMBERS else said)
+                    setattr(self, key, {"rewards": str.split, "memory": float, "hours": float}.get(key, str)(said))
                 except ValueError:
                     raise ConfigError(f"{key}={said!r} must be a number") from None
         needs = {"--model tiny-sd3": self.model, "--reward shapes": self.rewards or self.pairs}
-        if missing := [flag for flag, value in needs.items() if not value]:
-            left = Remedy(flag=" ".join(missing))
-            raise ConfigError("new config needs --model, and --reward or --pairs", remedies=[left])
+        if missing := " ".join(flag for flag, value in needs.items() if not value):
+            raise ConfigError("a recipe needs --model, and --reward or --pairs", remedies=[Remedy(flag=missing)])
 
 
-def is_tiny(model: str) -> bool:
-    """Whether a model is one of the package."""
-    return assets.asset_folder(model, "model_index.json") is not None
+def _tiny(tree: dict[str, Any]) -> bool:
+    return assets.asset_folder(tree["model"]["path"], "model_index.json") is not None
 
 
 class Draft:
@@ -96,105 +75,99 @@ class Draft:
     """
 
     def __init__(self, name: str, known: Known, folder: Path) -> None:
-        self.known, self.folder, self.tiny = known, folder.resolve(), is_tiny(known.model)
+        self.known, self.folder, self.why = known, folder.resolve(), dict[str, str]()
         self.device, self.memory = here() if known.memory is None else ("", int(known.memory * 2**30))
         for reward in known.rewards:
             _require_sound(reward)
-        self.why: dict[str, str] = {}
         chosen = self._chosen() | {"name": name}
-        self._adapt({key: chosen[key] for key in (*ORDER, *sorted(chosen.keys() - {*ORDER})) if key in chosen})
+        self._plan({key: chosen[key] for key in (*ORDER, *sorted(chosen.keys() - {*ORDER}))}, adapt=True)
         self._fit()
         self._spend()
 
     def _chosen(self) -> dict[str, Any]:
         """The recipe with this method and model, or with the method, changed to what is asked for."""
         known, every = self.known, {one: recipe_tree(one) for one in assets.recipes()}
-        place, paths = config_folder(known.model), sorted({tree["model"]["path"] for tree in every.values()})
-        if place is None:
-            raise ConfigError(
-                f"--model {known.model}: its memory is not known before it is downloaded; give a folder that holds it. "
-                f"{registry.suggest(known.model, paths)}Known: {', '.join(paths)}"
-            )
-        own = {one: tree for one, tree in every.items() if config_folder(tree["model"]["path"]) == place}
-        near = own[min(own, key=len)] if own else {"model": {"dtype": "bfloat16", "lora": {"rank": 32, "alpha": 64}}}
+        place, paths = config_folder(str(known.model)), sorted({tree["model"]["path"] for tree in every.values()})
+        own = sorted((one for one in every if config_folder(every[one]["model"]["path"]) == place), key=len)
+        near = (
+            every[own[0]] if own else {"model": {"dtype": "bfloat16", "lora": {"rank": 32, "alpha": 64}}, "rollout": {}}
+        )
         model = near["model"] | {"path": known.model}
-        part = model_component(model, offline=True)
         try:
+            part = model_component(model, offline=True)
             adapter = skeleton(part.name, part.module, part.config)
-        except UnknownModel as error:
-            raise ConfigError.about(error, f"--model {known.model}: ") from None
-        method, self.why["algorithm"] = CHOICES["methods"][self._need(adapter)]
+        except (UnknownModel, Fault) as error:
+            meant = f"; {registry.suggest(str(known.model), paths)}known are {', '.join(paths)}"
+            raise ConfigError.about(error, f"--model {known.model}: ", meant) from None
+        tiny, noise, video = (
+            _tiny({"model": model}),
+            not isinstance(adapter.process, FlowProcess),
+            adapter.num_frames > 1,
+        )
+        needs = {"pairs": known.pairs, "noise": noise, "video": video, "rewards": len(known.rewards) > 1}
+        needs |= {"memory": not tiny and self.memory <= SMALL_GB * 2**30, "hours": known.hours, "nothing": True}
+        method, self.why["algorithm"] = CHOICES["methods"][next(need for need, binds in needs.items() if binds)]
         shared = {one: any(r.get("name") in known.rewards for r in t.get("rewards", [])) for one, t in every.items()}
-        noise = not isinstance(adapter.process, FlowProcess)
 
         def score(one: str) -> tuple[bool | int, ...]:
-            tree, like = every[one], every[one]["model"]
-            alike = is_tiny(like["path"]) == self.tiny, (like.get("name") in CHOICES["noise"]) == noise
+            tree = every[one]
+            alike = _tiny(tree) == tiny, (tree["model"].get("name") in CHOICES["noise"]) == noise
             return *alike, tree["algorithm"]["name"] == method, one in own, shared[one], -len(one)
 
         base = max(every, key=score)
-        tree, self.why["optim"] = {"rewards": [], "rollout": {}, "eval": {}} | copy.deepcopy(every[base]), f"as {base}"
+        tree, self.why["optim"] = (
+            {"rollout": {}, "eval": {}, "checkpoint": {}} | copy.deepcopy(every[base]),
+            f"as {base}",
+        )
         if base not in own:
-            guided = {
-                k: v for k, v in near.get("rollout", {}).items() if k in ("num_inference_steps", "guidance_scale")
+            alike = {
+                key: near["rollout"][key] for key in near["rollout"] if key in ("num_inference_steps", "guidance_scale")
             }
-            tree |= {"model": model, "rollout": tree["rollout"] | guided}
+            tree |= {"model": model, "rollout": tree["rollout"] | alike}
         if tree["algorithm"]["name"] != method:
-            tree |= {"algorithm": {"name": method}, "rollout": tree["rollout"] | {"sampler": None}}
-        tree["model"] = tree["model"] | {"path": self._path(known.model)}
-        other = next((one for one in every if shared[one] and not self.tiny), "")
-        self._data(tree, every.get(base if shared[base] else other, {}))
-        self._geometry(tree, video=adapter.num_frames > 1)
+            others = (
+                "sampler",
+                "shared_noise",
+                "exploration",
+                *(("prompts_per_iteration", "group_size") * bool(known.pairs)),
+            )
+            rollout = {key: value for key, value in tree["rollout"].items() if key not in others}
+            tree |= {"algorithm": {"name": method}, "rollout": rollout}
+        tree["model"] = tree["model"] | {"path": self._path(str(known.model))}
+        other = base if shared[base] else "" if tiny else next((one for one in every if shared[one]), "")
+        self._fill(tree, every.get(other, {"data": tree["data"] if tiny else CHOICES["prompts"], "rewards": []}))
+        if not tiny:
+            tree["data"] = tree["data"] | {"max_eval_prompts": 64}
+            if not known.pairs and tree["rollout"].get("group_size", 12) > 1:
+                tree["rollout"] |= CHOICES["video samples" if video else "samples"]
+                self.why["rollout.prompts_per_iteration"] = "for one device; published runs have many"
+        rollout, batch = tree["rollout"], tree["rollout"].get("batch_size", 8)
+        tree |= {part: {"batch_size": batch} | tree.get(part, {}) for part in ("rollout", "optim", "eval")}
+        total = tree["data"]["pairs"].get("per_iteration", 64) if known.pairs else (
+            rollout["prompts_per_iteration"] * rollout["group_size"])  # fmt: skip
+        tree["optim"]["updates_per_iteration"] = math.gcd(tree["optim"].get("updates_per_iteration", 1), total)
         return tree
-
-    def _need(self, adapter: Any) -> str:
-        known = self.known
-        binding = {
-            "pairs": known.pairs is not None,
-            "noise": not isinstance(adapter.process, FlowProcess),
-            "video": adapter.num_frames > 1,
-            "rewards": len(known.rewards) > 1,
-            "memory": not self.tiny and self.memory <= SMALL_GB * 2**30,
-            "hours": known.hours is not None,
-        }
-        return next((need for need, binds in binding.items() if binds), "nothing")
 
     def _path(self, given: str) -> str:
         """A file or folder as the recipe names it; other names as they are."""
         return os.path.relpath(given, self.folder) if Path(given).exists() else given
 
-    def _data(self, tree: dict[str, Any], shared: dict[str, Any]) -> None:
-        """Prompts or pairs, and the rewards, as a recipe that shares one has it."""
-        known, data, general = self.known, tree["data"], CHOICES["prompts"]
-        entries = {entry.get("name"): entry for entry in shared.get("rewards", [])}
+    def _fill(self, tree: dict[str, Any], shared: dict[str, Any]) -> None:
+        """Prompts or pairs, and the rewards as a recipe has them that shares one."""
+        known, data, entries = self.known, tree["data"], {entry.get("name"): entry for entry in shared["rewards"]}
         rewards = [{"path": self._path(r)} if r.endswith(".py") else entries.get(r, {"name": r}) for r in known.rewards]
-        if known.pairs is not None:
-            pairs = {k: v for k, v in data.get("pairs", {}).items() if k not in ("eval", "max_eval")}
-            prompts = self._path(known.prompts or data.get("eval_prompts") or general["eval_prompts"])
+        tree["rewards"] = [] if known.pairs else rewards
+        if known.pairs:
+            pairs = {key: value for key, value in data.get("pairs", {}).items() if key not in ("eval", "max_eval")}
+            prompts = self._path(known.prompts or data.get("eval_prompts") or CHOICES["prompts"]["eval_prompts"])
             tree["data"] = {"pairs": pairs | {"path": self._path(known.pairs)}, "eval_prompts": prompts}
-            tree |= {"rewards": [], "eval": tree["eval"] | {"rewards": rewards or tree["eval"].get("rewards", [])}}
+            tree["eval"] |= {"rewards": rewards or tree["eval"].get("rewards", [])}
             self.why["data"] = "pairs.eval names held-out pairs, if there are some (docs/preferences.md)"
-        elif known.prompts is not None:
-            tree |= {"rewards": rewards, "data": {"prompts": self._path(known.prompts)}}
+        elif known.prompts:
+            tree["data"] = {"prompts": self._path(known.prompts)}
             self.why["data"] = "a tenth of the prompts is held out for evaluations"
         else:
-            tree |= {"rewards": rewards, "data": data if self.tiny else shared.get("data", general)}
-            self.why["data"] = "prompts of the package, since --prompts was left out"
-        if not self.tiny:
-            tree["data"] = tree["data"] | {"max_eval_prompts": 64}
-
-    def _geometry(self, tree: dict[str, Any], *, video: bool) -> None:
-        """Samples of an iteration for one device, and batches to begin with."""
-        rollout, total = tree["rollout"], tree["data"].get("pairs", {}).get("per_iteration", 64)
-        if self.known.pairs is None:
-            if not self.tiny and rollout.get("group_size", 12) > 1:
-                few = (4, 8) if video else (8, 12)
-                rollout |= dict(zip(("prompts_per_iteration", "group_size"), few, strict=True))
-                self.why["rollout.prompts_per_iteration"] = "for one device; published runs have many"
-            total = rollout["prompts_per_iteration"] * rollout["group_size"]
-        batch = rollout.get("batch_size", 8)
-        tree |= {part: {"batch_size": batch} | tree.get(part, {}) for part in ("rollout", "optim", "eval")}
-        tree["optim"]["updates_per_iteration"] = math.gcd(tree["optim"].get("updates_per_iteration", 1), total)
+            tree["data"], self.why["data"] = shared["data"], "prompts of the package, since --prompts was left out"
 
     def _read(self, tree: dict[str, Any]) -> Resolved:
         """A tree as `flowrl train` reads it."""
@@ -203,47 +176,42 @@ class Draft:
             file.write_text(yaml.safe_dump(tree), encoding="utf-8")
             return resolve(load_config(file, folder=self.folder), offline=True)
 
-    def _look(self, tree: dict[str, Any]) -> None:
-        """Plan a tree as `flowrl plan` does."""
-        self.tree, self.resolved = tree, self._read(tree)
-        self.adapter, _ = outline(self.resolved)
-        plan, data = step_plan(self.resolved, self.adapter), data_here(self.resolved)
+    def _plan(self, tree: dict[str, Any], *, adapt: bool = False) -> None:
+        """Plan a tree as `flowrl plan` does; `adapt`: options of a method that were another model's change."""
+        try:
+            self.tree, self.resolved = tree, self._read(tree)
+            self.adapter, _ = outline(self.resolved)
+            plan, data = step_plan(self.resolved, self.adapter), data_here(self.resolved)
+        except ConfigError as error:
+            words = next((str(one) for one in error.remedies if str(one).startswith("algorithm.")), "")
+            if not adapt or not words or " " in words:
+                raise
+            self.why[words.partition("=")[0]] = "for this model"
+            return self._plan(overridden(tree, [words]), adapt=True)
         self.own, self.result = estimated(self.resolved, self.adapter, plan, data)
         self.needs = needed(self.resolved, self.result)
 
-    def _adapt(self, tree: dict[str, Any]) -> None:
-        """Plan a tree; options of a method that were another model's are changed as their fault says."""
-        try:
-            self._look(tree)
-        except ConfigError as error:
-            own = [each for each in error.remedies if any(key.startswith("algorithm.") for key in each.settings)]
-            if not own:
-                raise
-            self.why |= dict.fromkeys(own[0].settings, "for this model")
-            self._adapt(overridden(tree, [f"{key}={json.dumps(value)}" for key, value in own[0].settings.items()]))
-
     def _fit(self) -> None:
         """Take the savings that the memory asks for, round by round."""
-        room = (self.memory - reward_bytes(self.resolved)) / MARGIN
         for savings in CHOICES["savings"]:
-            if self.needs is None or self.needs <= self.memory:
+            if self.needs is None or self.needs <= self.memory or self.result.peak is None:
                 return
+            room = (self.memory - self.needs) / MARGIN + (self.result.peak.peak or 0)
             over = {phase.name for phase in self.result.phases if (phase.peak or 0) > room}
             over |= {"resident" for phase in self.result.phases if phase.resident > room and phase.name != "encode"}
-            over |= {"all" for _ in over - {"encode"}}
-            tree = self.tree
+            over, tree = over | {"all" for _ in over - {"encode"}}, self.tree
             for phases, options, reason in savings:
-                least = options.get("optim.batch_size", 0) < self.resolved.run.optim.batch_size
-                words = [f"{key}={json.dumps(value)}" for key, value in options.items()]
-                try:
-                    if over & {*phases} and least:
-                        changed = overridden(copy.deepcopy(tree), words)
-                        self._read(changed)
-                        tree, self.why = changed, self.why | dict.fromkeys(options, reason)
-                except Fault:
-                    continue  # the model or the method does not take it
+                if over & {*phases} and options.get("optim.batch_size", 0) < self.resolved.run.optim.batch_size:
+                    changed = copy.deepcopy(tree)
+                    try:
+                        self._read(
+                            overridden(changed, [f"{key}={json.dumps(value)}" for key, value in options.items()])
+                        )
+                    except Fault:
+                        continue  # the model or the method does not take it
+                    tree, self.why = changed, self.why | dict.fromkeys(options, reason)
             if tree is not self.tree:
-                self._look(tree)
+                self._plan(tree)
         if self.needs is not None and self.needs > self.memory:
             raise ConfigError(
                 f"--memory {self.memory / 2**30:g}: {self.known.model} with {self.tree['algorithm']['name']} needs "
@@ -253,39 +221,26 @@ class Draft:
 
     def _spend(self) -> None:
         """Iterations by the hours, where this model was measured on such a card."""
-        tree, given = self.tree, self.known.hours
-        like = [
-            c for c, gib in table()["cards"].items() if c == self.device or abs(gib - self.memory / 2**30) < 0.05 * gib
-        ]
-        took = [seconds(card, self.resolved, self.adapter, self.result, self.own, recomputes=False) for card in like]
-        whole = max((on.whole for on in took if on.whole is not None), default=None)
+        tree, given, gib = self.tree, self.known.hours, self.memory / 2**30
+        like = [card for card, has in TABLE["cards"].items() if card == self.device or abs(has - gib) < 0.05 * has]
+        took = [seconds(card, self.resolved, self.adapter, self.result, self.own) for card in like]
+        whole = max((one[0] + one[1] for one in took if one is not None and one[1] is not None), default=None)
         said = "as there (optim); no measurement of this model on such a card: flowrl plan --measure times it on yours"
         if whole is not None:
-            by = f"by the measurement on {', '.join(like)}"
-            said = f"{hours(whole, tree['iterations'])} {by}, without {LEFT_OUT}"
-            if given is not None:
-                tree["iterations"] = int(given * 3600 * SHARE / whole)
-                said = f"{SHARE:.0%} of {given:g} hours at {whole:.1f} s {by}; the rest is for {LEFT_OUT}"
-                if tree["iterations"] < LEAST:
-                    raise ConfigError(
-                        f"--hours {given:g}: an iteration takes {whole:.1f} s {by}, so these are {tree['iterations']}, "
-                        f"and fewer than {LEAST} are not worth a start",
-                        remedies=[Remedy(flag=f"--hours {math.ceil(LEAST * whole / 360 / SHARE) / 10:g}")],
-                    )
+            tree["iterations"] = int(given * 3600 * SHARE / whole) if given else tree["iterations"]
+            said = f"{hours(whole, tree['iterations'])} on {', '.join(like)}, without {LEFT_OUT}"
+            if given and tree["iterations"] < LEAST:
+                least = math.ceil(LEAST * whole / 360 / SHARE) / 10
+                raise ConfigError(f"--hours {given:g}: {said}; fewer than {LEAST} iterations are not worth a start",
+                                  remedies=[Remedy(flag=f"--hours {least:g}")])  # fmt: skip
         self.why["iterations"] = said
         for part in ("eval", "checkpoint"):
-            every = min(tree.get(part, {}).get("every", 20), max(1, tree["iterations"] // 4))
-            tree[part] = tree.get(part, {}) | {"every": every}
-
-    @property
-    def about(self) -> str:
-        """What it is, in a sentence."""
-        wanted = "memory not known" if self.needs is None else f"{size(self.needs)} of {size(self.memory)}"
-        return f"{self.tree['algorithm']['name']} on {self.known.model}: {wanted}, a margin and the rewards included"
+            tree[part] |= {"every": min(tree[part].get("every", 20), max(1, tree["iterations"] // 4))}
 
     def __str__(self) -> str:
         """Its YAML, with a comment above what has a reason."""
-        lines = [f"# {line}" for line in textwrap.wrap(f"{self.about}. Written by flowrl new config.", 116)]
+        wanted = "memory not known" if self.needs is None else f"{size(self.needs)} of {size(self.memory)}"
+        lines = [f"# {self.known.model}: {wanted}, a margin and the rewards included. Written by flowrl new config."]
         for key, value in self.tree.items():
             said = (f"{place}: {why}" for place, why in self.why.items() if place.partition(".")[0] == key)
             lines += [f"# {line}" for one in said for line in textwrap.wrap(one, 116)]
@@ -296,8 +251,6 @@ class Draft:
 
 def _require_sound(reward: str) -> None:
     """Refuse a reward that there is not, or that breaks a law of rewards."""
-    import flowrl
-
     if not reward.endswith(".py"):
         return registry.require_known("rewards", reward)
     try:

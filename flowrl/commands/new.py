@@ -17,21 +17,13 @@ Short = Annotated[bool, option("A reward as one function, without options, range
 Folder = Annotated[Path, option("Folder of the file; made if it is missing.", name="--path")]
 
 STARTING = Path(__file__).parent / "starting"
-
-
-Model = Annotated[str | None, option("The model, a hub id or folder.", group="With config")]
-Reward = Annotated[
-    list[str] | None, option("A reward's name, or a .py file.", "May be given again.", group="With config")
-]
-PromptFile = Annotated[
-    str | None,
-    option("Your prompts.", "As data.prompts. Default: those of a recipe with this reward.", group="With config"),
-]
-Pairs = Annotated[str | None, option("Pairs of images to learn from.", "As data.pairs.path.", group="With config")]
-Memory = Annotated[float | None, option("GB of the card.", "Default: this machine's.", least=0, group="With config")]
-Hours = Annotated[
-    float | None, option("Hours of the run.", "Default: a recipe's iterations.", least=0, group="With config")
-]
+GROUP = "With config"
+Model = Annotated[str | None, option("The model, a hub id or a folder.", group=GROUP)]
+Reward = Annotated[list[str] | None, option("A reward's name, or a .py file.", "May be given again.", group=GROUP)]
+PromptFile = Annotated[str | None, option("Your prompts.", "As data.prompts. Default: the package's.", group=GROUP)]
+Pairs = Annotated[str | None, option("Pairs of images to learn from.", "As data.pairs.path.", group=GROUP)]
+Memory = Annotated[float | None, option("GB of the card.", "Default: this machine's.", least=0, group=GROUP)]
+Hours = Annotated[float | None, option("Hours of the run.", "Default: a recipe's iterations.", least=0, group=GROUP)]
 
 
 def command(
@@ -46,11 +38,7 @@ def command(
     memory: Memory = None,
     hours: Hours = None,
 ) -> None:
-    """Write a commented file to start from. A reward, method, sampler, suite or config. It runs as it is.
-
-    A config is a recipe by what you know: method by docs/choosing.md, batches and memory by the plan, iterations by
-    hours where there is a measurement; its comments have the reasons. At a terminal it asks for what is left out.
-    """
+    """Write a commented file to start from. A reward, method, sampler, suite or config. It runs as it is."""
     from flowrl.core.errors import ConfigError
 
     known = (model, reward or [], prompts, pairs, memory, hours)

@@ -7,37 +7,17 @@
 A measurement counts for runs of the same `setting` alone. Gradient checkpointing repeats a forward, f a trained row.
 """
 
-from __future__ import annotations
-
 import json
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from flowrl.config.resolved import Resolved
 from flowrl.planning.memory import Estimate, count
 
-FILE = Path(__file__).with_name("measured.json")
+TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("measured.json").read_text("ascii"))
+"""`cards`: GiB of each measured card; `rows`: the measurements."""
 LEFT_OUT = "rewards, decoding and encoding, evaluations and checkpoints"
 """What the measured forwards are without."""
-
-
-class Seconds(NamedTuple):
-    """Seconds of an iteration on one process; None: no measurement."""
-
-    rollout: float | None
-    update: float | None
-    note: str
-
-    @property
-    def whole(self) -> float | None:
-        return None if self.rollout is None or self.update is None else self.rollout + self.update
-
-
-@cache
-def table() -> dict[str, Any]:
-    """`cards`: GiB of each measured card; `rows`: the measurements."""
-    return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def setting(resolved: Resolved, adapter: Any) -> dict[str, Any]:
@@ -62,17 +42,17 @@ def frozen_forwards(method: Any) -> int:
 
 
 def seconds(
-    card: str, resolved: Resolved, adapter: Any, result: Estimate, own: dict[str, Any], *, recomputes: bool
-) -> Seconds:
-    """The seconds of an iteration on a measured card, for a run with its adapter, estimate and `setting`.
+    card: str, resolved: Resolved, adapter: Any, result: Estimate, own: dict[str, Any], *, recomputes: bool = False
+) -> tuple[float, float | None, str] | None:
+    """(seconds of an iteration's rollout, of its updates, by which measurement) of a run on a card; None: none.
 
-    `recomputes`: what `model.gradient_checkpointing: auto` decides there.
+    `own`: the run's `setting`. `recomputes`: what `model.gradient_checkpointing: auto` decides there.
     """
-    run, method = resolved.run, resolved.method
-    row = next((row for row in table()["rows"] if row["card"] == card and row["setting"] == own), None)
+    run, method, guidance = resolved.run, resolved.method, resolved.run.rollout.guidance_scale
+    row = next((row for row in TABLE["rows"] if row["card"] == card and row["setting"] == own), None)
     if row is None:
-        return Seconds(None, None, "no measurement of this model at this size and precision")
-    forward, update, took = row["forward"]["ms"] / row["forward"]["rows"], None, row["update"]
+        return None
+    forward, took, update = row["forward"]["ms"] / row["forward"]["rows"], row["update"], None
     smaller = min(run.rollout.batch_size, run.optim.batch_size) < row["batch"]
     note = f"measured at batch {row['batch']}" + (", and this smaller one takes longer" if smaller else "")
     if took is not None:
@@ -80,8 +60,8 @@ def seconds(
         every = resolved.model.config.gradient_checkpointing
         every = recomputes if every == "auto" else every
         each = trained + ((1 / int(every) if every else 0) - took["recomputes"] + frozen_forwards(method)) * forward
-        branches = adapter.branches(resolved.training.guidance(adapter, run.rollout.guidance_scale))
+        branches = adapter.branches(resolved.training.guidance(adapter, guidance))
         steps = run.optim.updates_per_iteration * method.passes * (took["step_ms"] or 0.0)
         update = (result.trained_on * branches * each + steps) / 1000
         note += (", recomputing" if every else "") + (", without optimizer steps" if took["step_ms"] is None else "")
-    return Seconds(result.sampled * adapter.branches(run.rollout.guidance_scale) * forward / 1000, update, note)
+    return result.sampled * adapter.branches(guidance) * forward / 1000, update, note

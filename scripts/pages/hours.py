@@ -10,11 +10,12 @@ from typing import Any
 
 from flowrl.config.load import load_config, resolve
 from flowrl.planning.checkpointing import choice
-from flowrl.planning.hours import FILE, setting
+from flowrl.planning.hours import setting
 from flowrl.planning.memory import skeleton
 from scripts.bench.gpu.session import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "flowrl" / "planning" / "measured.json"
 CARDS = {"NVIDIA H200": 139.8, "NVIDIA H100 80GB HBM3": 79.2}
 """Card, as torch calls it -> its memory in GiB."""
 TAKEN = ("now", "stored")

@@ -86,15 +86,13 @@ def test_the_commands_that_try_a_file_reach_it_wherever_it_lies(folder, tmp_path
 
 
 @pytest.mark.slow
-def test_the_reward_and_the_configuration_train(tmp_path, monkeypatch):
+def test_the_reward_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for kind, name in (("reward", "mine"), ("config", "first")):
-        write(kind, name, tmp_path)
-    assert trained("first.yaml") == "finished"
-    assert trained("first.yaml", "name=second", "rewards=[{path: mine.py, target: 0.3}]") == "finished"
+    write("reward", "mine", tmp_path)
+    assert trained("lab/flow_grpo", "name=second", "rewards=[{path: mine.py, target: 0.3}]") == "finished"
 
 
-def test_the_configuration_is_valid(tmp_path):
-    write("config", "first", tmp_path)
-    run = resolve(load_config(tmp_path / "first.yaml"))
-    assert (run.run.name, run.algorithm.name) == ("first", "flow_grpo")
+def test_options_of_a_recipe_are_for_a_recipe(tmp_path):
+    with pytest.raises(ConfigError, match="KIND=reward: the options of a recipe are for KIND=config"):
+        command("reward", "mine", tmp_path, hours=3.0)
+    assert not (tmp_path / "mine.py").exists()

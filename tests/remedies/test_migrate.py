@@ -1,16 +1,15 @@
 """The remedies of `flowrl convert-config`."""
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flowrl.apps.migration.tools import tool_of
-from flowrl.commands.new import command
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError
 from tests.remedies import follows
+from tests.remedies.following import command_fault
 
 
 @follows("flowrl/apps/migration/tools.py:tool_of")
@@ -21,5 +20,5 @@ def test_the_configuration_of_a_tool_that_is_not_converted(tmp_path, monkeypatch
     (remedy,) = caught.value.remedies
     words: list[Any] = shlex.split(remedy.command)
     assert words[:2] == ["flowrl", "new"]
-    command(words[2], words[3], Path())
+    command_fault(words[1:])
     assert resolve(load_config("mine.yaml")).algorithm.name == "flow_grpo"

@@ -7,7 +7,7 @@ from scripts.pages.__main__ import WITH_WORDS, listed, main
 from scripts.pages.generated import GENERATED, different
 from scripts.pages.svg import unlike
 
-SLOW = {"models"}  # builds a tiny pipeline of every class
+SLOW = {"models", "hours"}  # builds a tiny pipeline of every class; plans two recipes
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""Seconds of an iteration: the composition gives back what was measured, and nothing stands in for a measurement."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flowrl.commands._plan_data import data_here
+from flowrl.commands.plan import estimated, outline, step_plan
+from flowrl.config.load import load_config, resolve
+from flowrl.planning import hours, memory
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "gpu_day"
+FEW = ("rollout.prompts_per_iteration=2", "rollout.group_size=4", "data.max_eval_prompts=2")
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch):
+    """Bytes are not what is looked at here, and measuring them takes seconds."""
+    known = dict.fromkeys(("encode", "rollout", "decode", "images", "evaluation", "update"), 1)
+    monkeypatch.setattr(memory, "_measure", lambda *given, **named: (known | {"forward_flop": 1, "edge_flop": 1}, {}))
+
+
+def planned(*words: str):
+    resolved = resolve(load_config("lab/flow_grpo", [*FEW, *words]), offline=True)
+    adapter = outline(resolved)[0]
+    plan = step_plan(resolved, adapter)
+    own, result = estimated(resolved, adapter, plan, data_here(resolved))
+    return resolved, adapter, result, own
+
+
+def table(own, *, update: bool = True, recomputes: bool = False, batch: int = 64):
+    took = {"ms": 480.0, "rows": 32.0, "trained_rows": 16.0, "step_ms": 50.0, "recomputes": recomputes}
+    row = {"card": "C", "batch": batch, "setting": own, "forward": {"ms": 160.0, "rows": 16.0}}
+    return {"cards": {"C": 80.0}, "rows": [row | {"update": took if update else None}]}
+
+
+def test_rows_and_microbatches_are_counted_by_the_plan(monkeypatch):
+    run = planned()
+    monkeypatch.setattr(hours, "TABLE", table(run[3]))
+    rollout, update, note = hours.seconds("C", *run)
+    samples, steps = 8, 6
+    starts = 2 + samples * (steps - 1)  # shared noise: one forward of a prompt's start
+    assert rollout == pytest.approx(starts * 0.010)
+    # 10 ms of each of 16 frozen rows leave 320 ms for 16 trained ones; two updates; at the start one row a prompt.
+    assert update == pytest.approx(run[2].trained_on * 0.020 + 2 * 0.050)
+    assert note == "measured at batch 64"
+
+
+def test_a_frozen_role_and_a_recomputed_forward_each_add_a_forward(monkeypatch):
+    for words, recomputes, each in (
+        ((), False, 20),
+        (("algorithm.kl.coef=0.1",), False, 30),
+        (("model.gradient_checkpointing=true",), False, 30),
+        (("model.gradient_checkpointing=true",), True, 20),
+        (("model.gradient_checkpointing=auto",), True, 10),
+    ):
+        run = planned(*words)
+        monkeypatch.setattr(hours, "TABLE", table(run[3], recomputes=recomputes))
+        assert hours.seconds("C", *run)[1] == pytest.approx(run[2].trained_on * each / 1000 + 0.1), words
+
+
+def test_guidance_doubles_the_rows_and_a_smaller_batch_is_said(monkeypatch):
+    run, guided = planned(), planned("rollout.guidance_scale=4.0", "rollout.batch_size=4")
+    monkeypatch.setattr(hours, "TABLE", table(run[3]))
+    one, two = hours.seconds("C", *run), hours.seconds("C", *guided)
+    assert two[0] == pytest.approx(2 * one[0])
+    assert "smaller one takes longer" in two[2]
+
+
+@pytest.mark.parametrize("words", ["model.height=64 model.width=64", "model.dtype=bfloat16", "model.lora={rank: 4}"])
+def test_another_size_or_arithmetic_is_no_measurement(monkeypatch, words):
+    own = planned()[3]
+    monkeypatch.setattr(hours, "TABLE", table(own))
+    changed = [words] if "{" in words else words.split()
+    other = planned(*changed)
+    assert other[3] != own
+    assert hours.seconds("C", *other) is None
+
+
+def test_a_rollout_alone_gives_no_time_of_updates(monkeypatch):
+    run = planned()
+    monkeypatch.setattr(hours, "TABLE", table(run[3], update=False))
+    assert hours.seconds("C", *run)[1] is None
+
+
+def test_the_composed_time_of_recomputing_is_what_a_card_took():
+    """H100, SD3.5-M: 670.1 ms with checkpointing, where 16 rows were trained and 16 of a reference were not."""
+    lines = [json.loads(line) for line in (FOLDER / "h100.jsonl").read_text().splitlines()]
+    took = {line["variant"]: line for line in lines if line.get("what") == "update" and "sd3" in line.get("config", "")}
+    row = next(row for row in hours.TABLE["rows"] if "H100" in row["card"] and row["setting"]["family"] == "sd3")
+    forward, plain, again = row["forward"]["ms"], row["update"], took["checkpointing"]["ms_per_microbatch"]
+    assert row["update"]["ms"] == took["now"]["ms_per_microbatch"]
+    assert again == pytest.approx(plain["ms"] + plain["trained_rows"] * forward / row["forward"]["rows"], rel=0.01)
+
+
+def test_the_table_has_each_card_and_setting_once():
+    keys = [(row["card"], json.dumps(row["setting"])) for row in hours.TABLE["rows"]]
+    assert len(keys) == len(set(keys))
+    assert {card for card, _ in keys} == set(hours.TABLE["cards"])
