@@ -136,16 +136,7 @@ class Draft:
         tree["model"] = tree["model"] | {"path": self._path(str(known.model))}
         other = base if shared[base] else "" if tiny else next((one for one in every if shared[one]), "")
         self._fill(tree, every.get(other, {"data": tree["data"] if tiny else CHOICES["prompts"], "rewards": []}))
-        if not tiny:
-            tree["data"] = tree["data"] | {"max_eval_prompts": 64}
-            if not known.pairs and tree["rollout"].get("group_size", 12) > 1:
-                tree["rollout"] |= CHOICES["video samples" if video else "samples"]
-                self.why["rollout.prompts_per_iteration"] = "for one device; published runs have many"
-        rollout, batch = tree["rollout"], tree["rollout"].get("batch_size", 8)
-        tree |= {part: {"batch_size": batch} | tree.get(part, {}) for part in ("rollout", "optim", "eval")}
-        total = tree["data"]["pairs"].get("per_iteration", 64) if known.pairs else (
-            rollout["prompts_per_iteration"] * rollout["group_size"])  # fmt: skip
-        tree["optim"]["updates_per_iteration"] = math.gcd(tree["optim"].get("updates_per_iteration", 1), total)
+        self._size(tree, tiny=tiny, video=video)
         return tree
 
     def _path(self, given: str) -> str:
@@ -168,6 +159,20 @@ class Draft:
             self.why["data"] = "a tenth of the prompts is held out for evaluations"
         else:
             tree["data"], self.why["data"] = shared["data"], "prompts of the package, since --prompts was left out"
+
+    def _size(self, tree: dict[str, Any], *, tiny: bool, video: bool) -> None:
+        """Samples of an iteration for one device, and batches to begin with."""
+        known = self.known
+        if not tiny:
+            tree["data"] = tree["data"] | {"max_eval_prompts": 64}
+            if not known.pairs and tree["rollout"].get("group_size", 12) > 1:
+                tree["rollout"] |= CHOICES["video samples" if video else "samples"]
+                self.why["rollout.prompts_per_iteration"] = "for one device; published runs have many"
+        rollout, batch = tree["rollout"], tree["rollout"].get("batch_size", 8)
+        tree |= {part: {"batch_size": batch} | tree.get(part, {}) for part in ("rollout", "optim", "eval")}
+        total = tree["data"]["pairs"].get("per_iteration", 64) if known.pairs else (
+            rollout["prompts_per_iteration"] * rollout["group_size"])  # fmt: skip
+        tree["optim"]["updates_per_iteration"] = math.gcd(tree["optim"].get("updates_per_iteration", 1), total)
 
     def _read(self, tree: dict[str, Any]) -> Resolved:
         """A tree as `flowrl train` reads it."""

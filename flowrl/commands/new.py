@@ -76,15 +76,7 @@ def write(kind: str, name: str, folder: Path, *, short: bool = False, known: Seq
     if file.exists():
         raise ConfigError(f"{file} is there already and is left as it is; choose another NAME or --path")
     title = "".join(part[:1].upper() + part[1:] for part in name.split("_") if part) or "Mine"
-    if kind == "config":
-        from flowrl.commands._recipe import Draft, Known
-
-        given = Known(*known)
-        given.ask()
-        body = str(Draft(name, given, folder)).replace("$", "$$")
-    else:
-        body = (STARTING / f"{'short_' * short}{kind}{ending}.txt").read_text(encoding="ascii")
-    text = Template(body)
+    text = Template(_body(kind, name, folder, short, known))
     if iskeyword(title) or re.search(rf"\b{title}\b", text.template):  # a class Config would hide that of the options
         title = f"My{title}"
     plain = re.fullmatch(r"[\w./~-]+", str(file))
@@ -109,3 +101,14 @@ def write(kind: str, name: str, folder: Path, *, short: bool = False, known: Seq
     }
     lines = [Template(line).substitute(words) for line in tries[kind]]
     return "\n".join([f"{file} is written. Try it:", *(f"    {line}" for line in lines)])
+
+
+def _body(kind: str, name: str, folder: Path, short: bool, known: Sequence[Any]) -> str:
+    """Text of the file, a template."""
+    if kind != "config":
+        return (STARTING / f"{'short_' * short}{kind}.py.txt").read_text(encoding="ascii")
+    from flowrl.commands._recipe import Draft, Known
+
+    given = Known(*known)
+    given.ask()
+    return str(Draft(name, given, folder)).replace("$", "$$")

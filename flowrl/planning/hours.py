@@ -62,6 +62,6 @@ def seconds(
         each = trained + ((1 / int(every) if every else 0) - took["recomputes"] + frozen_forwards(method)) * forward
         branches = adapter.branches(resolved.training.guidance(adapter, guidance))
         steps = run.optim.updates_per_iteration * method.passes * (took["step_ms"] or 0.0)
-        update = (result.trained_on * branches * each + steps) / 1000
+        update = (result.rows[1] * branches * each + steps) / 1000
         note += (", recomputing" if every else "") + (", without optimizer steps" if took["step_ms"] is None else "")
-    return result.sampled * adapter.branches(guidance) * forward / 1000, update, note
+    return result.rows[0] * adapter.branches(guidance) * forward / 1000, update, note

@@ -105,10 +105,8 @@ class Estimate:
     images: int
     """Host memory: decoded images of a rollout."""
     phases: tuple[Phase, ...]
-    sampled: int
-    """Network evaluations of a rollout, one of a sample under CFG."""
-    trained_on: int
-    """Those of the updates, without frozen ones."""
+    rows: tuple[int, int]
+    """Network evaluations of a rollout, and of its updates without frozen ones; under CFG one is two."""
     rollout_flop: float | None
     """Floating-point operations of the network in a rollout; a multiply-add counts as 2."""
     update_flop: float | None
@@ -219,8 +217,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
             Phase("encode", base + texts, transient["encode"]),
             *(Phase(name, loaded, transient[name]) for name in _phases(resolved)),
         ),
-        sampled=sampled,
-        trained_on=trained_on,
+        rows=(sampled, trained_on),
         rollout_flop=_times(transient["forward_flop"], sampled),
         update_flop=_times(transient["edge_flop"], trained_on),
         unknown=unknown,

@@ -43,7 +43,7 @@ def test_rows_and_microbatches_are_counted_by_the_plan(monkeypatch):
     starts = 2 + samples * (steps - 1)  # shared noise: one forward of a prompt's start
     assert rollout == pytest.approx(starts * 0.010)
     # 10 ms of each of 16 frozen rows leave 320 ms for 16 trained ones; two updates; at the start one row a prompt.
-    assert update == pytest.approx(run[2].trained_on * 0.020 + 2 * 0.050)
+    assert update == pytest.approx(run[2].rows[1] * 0.020 + 2 * 0.050)
     assert note == "measured at batch 64"
 
 
@@ -57,7 +57,7 @@ def test_a_frozen_role_and_a_recomputed_forward_each_add_a_forward(monkeypatch):
     ):
         run = planned(*words)
         monkeypatch.setattr(hours, "TABLE", table(run[3], recomputes=recomputes))
-        assert hours.seconds("C", *run)[1] == pytest.approx(run[2].trained_on * each / 1000 + 0.1), words
+        assert hours.seconds("C", *run)[1] == pytest.approx(run[2].rows[1] * each / 1000 + 0.1), words
 
 
 def test_guidance_doubles_the_rows_and_a_smaller_batch_is_said(monkeypatch):
