@@ -141,7 +141,7 @@ def test_a_plan_refuses_what_the_models_path_and_last_step_do_not_allow(
     model = sd.skeleton(sd.Config(path="any", height=64, width=64), folder)
     monkeypatch.setattr(memory, "skeleton", lambda resolved: model)
     # The measurement itself has its tests, and takes seconds.
-    monkeypatch.setattr("flowrl.commands.plan.estimated", lambda *given: ({}, None))
+    monkeypatch.setattr("flowrl.commands.plan.estimated", stop)
     words = [f"algorithm={method}", "optim.updates_per_iteration=1"]
     with pytest.raises(ConfigError, match=reason):
         command(str(run_file(tmp_path, str(folder), height=64, width=64)), words)
