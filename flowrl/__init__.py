@@ -19,6 +19,7 @@ _EXPORTS = {
     "Method": "flowrl.algorithms.base",
     "EdgeMethod": "flowrl.algorithms.base",
     "SampleMethod": "flowrl.algorithms.base",
+    "GradientMethod": "flowrl.algorithms.base",
     "NoiseMethod": "flowrl.algorithms.base",
     "Sampler": "flowrl.samplers.base",
     "Reward": "flowrl.reward",

@@ -4,6 +4,7 @@ A new method is a file with a `Config`, made of the classes of `_options.py`, an
 
     EdgeMethod     trains on the stochastic steps of a rollout and their log-probs
     SampleMethod   trains on finished samples, drawn or given as pairs and labels, that are noised again
+    GradientMethod trains on the gradient of differentiable rewards along a rollout
     NoiseMethod    trains the distribution of the initial noise
 
 and writes its plan, its credit rule and its loss. Everything else has a default.
@@ -20,8 +21,8 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._credit import Rule, by_steps, given_signs, leaf_advantages
-from flowrl.algorithms._options import EdgeOptions, NoiseOptions, Options, SampleOptions
+from flowrl.algorithms._credit import Rule, by_steps, given_signs, leaf_advantages, plain_rewards
+from flowrl.algorithms._options import EdgeOptions, GradientOptions, NoiseOptions, Options, SampleOptions
 from flowrl.core.registry import name_of
 from flowrl.core.types import Edges, Identity, Member, SampleId, Unit
 from flowrl.credit.advantages import Advantages, RuleConfig
@@ -32,7 +33,8 @@ from flowrl.diffusion.plan import StepPlan, solver_plan, window
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.solvers import SolverName
 from flowrl.diffusion.training_times import Times, draw
-from flowrl.losses.batches import LossOutput, Microbatch, NoisedBatch
+from flowrl.losses.batches import GradientBatch, LossOutput, Microbatch, NoisedBatch, summed
+from flowrl.losses.reward_gradients import Route, levers
 from flowrl.models.weights.roles import Weights
 from flowrl.rollout.learned_noise import NoiseWeights
 from flowrl.rollout.outputs import Outputs, evaluate, is_cfg, training_guidance
@@ -348,6 +350,41 @@ class SampleMethod(Method[C]):
             if due > self.refreshes:
                 self.refreshes = due
                 weights.follow(role, 0.0)
+
+
+class GradientMethod(Method[C]):
+    """A method on the gradient of differentiable rewards, pulled back along the steps of a deterministic rollout."""
+
+    Config: ClassVar[type[Options]] = GradientOptions
+    nested: bool = False
+    """Whether the gradient goes through the network to earlier steps, by a product with its Jacobian at each."""
+    predicts: bool = False
+    """Whether rewards see the clean prediction at the end of the route, not the sample."""
+    redrawn: int = 0
+    """Times that the sample is noised again to the end of the route, and climbs from its prediction there."""
+
+    def route(self, reach: int, iteration: int, seed: int) -> Route:
+        """The route of an iteration over the first `reach` steps, those that move the image; alike on every process.
+
+        Raises:
+            ValueError: there are too few steps.
+        """
+        raise NotImplementedError
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        """Steps of the ODE; what the route needs is kept."""
+        route = self.route(levers(schedule), iteration, seed)
+        return replace(solver_plan(schedule), keep=tuple(sorted({*route.trained, route.end})))
+
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
+        """The rewards themselves: nothing is compared."""
+        return plain_rewards(rewards, weights)
+
+    def loss(self, batch: GradientBatch, networks: Networks) -> LossOutput:
+        """Minus the sum of <c, y>, whose gradient is that of the rewards."""
+        loss = -(batch.coefficient * batch.output).flatten(1).sum(dim=1)
+        size = batch.coefficient.flatten(1).norm(dim=1)
+        return replace(summed(loss, batch.metrics), per_step={"reward_gradient/coefficient": size})
 
 
 class NoiseMethod(Method[C]):

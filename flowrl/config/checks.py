@@ -14,6 +14,7 @@ from flowrl.models.base import ModelAdapter
 from flowrl.rollout.outputs import is_cfg
 from flowrl.scoring.build import require_modality
 from flowrl.scoring.entries import check_plans
+from flowrl.scoring.gradient import require_paths
 from flowrl.training.base import checking
 
 
@@ -241,6 +242,12 @@ def _check_rewards(resolved: Resolved) -> None:
                 why = "training rewards are evaluated anyway" if key.startswith("eval") else "raise its weight instead"
                 raise ConfigError(f"{key} repeats {earlier} ({plan.name}): name each value once; {why}")
     check_plans(plans)
+    if resolved.training.climbs:
+        # A reward with weights says when it is built what it declares, unless `card_of` does before.
+        known = [
+            None if "build" in (own := vars(p.module)) and "card_of" not in own else p.card for p in resolved.rewards
+        ]
+        require_paths(resolved.algorithm.name, resolved.rewards, known)
     _check_people(resolved)
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flowrl.reward import Card
+
+CARD = Card(outputs=("brightness",), modality="any", differentiable=True)
+
 
 def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
     """Mean of all pixels, [B] in [0, 1]."""

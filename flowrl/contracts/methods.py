@@ -175,7 +175,7 @@ def plan(trial: MethodTrial) -> str:
 
 @law("credit", "advantages are [P, G, ...] and finite, the same twice; valid and kept are [P, G], dead is [P]")
 def credit(trial: MethodTrial) -> str:
-    rewards, prompts = trial.rollout.rewards, trial.rollout.prompts
+    rewards, prompts = trial.rollout.rewards, trial.rollout.identities
     result, again = (trial.build().advantages(rewards, trial.weights, prompts) for _ in range(2))
     shape = tuple(rewards.shape[1:])
     require(tuple(result.values.shape[:2]) == shape, f"values {tuple(result.values.shape)} for {shape} samples")
@@ -192,7 +192,7 @@ def failed_rewards(trial: MethodTrial) -> str:
         return "its samples are given: none can fail"
     rewards = trial.rollout.rewards.clone()
     rewards[:, 0, 0] = torch.nan
-    result = trial.build().advantages(rewards, trial.weights, trial.rollout.prompts)
+    result = trial.build().advantages(rewards, trial.weights, trial.rollout.identities)
     require(not bool(result.valid[0, 0]) and not bool(result.kept[0, 0]), "the failed sample is valid or kept")
     require(bool(result.values[result.valid].isfinite().all()), "the advantages of other samples are not finite")
     return "masked"
@@ -324,7 +324,7 @@ def tensors_of(rollout: Rollout) -> dict[str, Tensor]:
 @law("inputs", "credit and loss leave rewards, samples and edges as they were")
 def inputs_alone(trial: MethodTrial) -> str:
     before = {name: value.clone() for name, value in tensors_of(trial.rollout).items()}
-    trial.build().advantages(trial.rollout.rewards, trial.weights, trial.rollout.prompts)
+    trial.build().advantages(trial.rollout.rewards, trial.weights, trial.rollout.identities)
     for batch in trial.batches:
         trial.session.method.loss(batch, trial.session.networks)
     after = tensors_of(trial.rollout)

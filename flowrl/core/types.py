@@ -7,7 +7,7 @@ E edges, R rewards, F frames, C/H/W channels and pixels (latents: [B, C, h, w] o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -163,6 +163,22 @@ Identity = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of a step of B samples."""
+
+    x: Tensor
+    """Latents before it, [B, ...]."""
+    x0_hat: Tensor
+    """The network's prediction there, [B, ...] float32."""
+
+    @staticmethod
+    def join(parts: Sequence[Mapping[int, Kept]]) -> dict[int, Kept]:
+        """By step, the samples of all parts in their order."""
+        steps = parts[0] if parts else ()
+        return {k: Kept(torch.cat([p[k].x for p in parts]), torch.cat([p[k].x0_hat for p in parts])) for k in steps}
+
+
+@dataclass(frozen=True, slots=True)
 class Samples:
     """Finished samples of this rank."""
 
@@ -170,6 +186,8 @@ class Samples:
     """Clean latents, [B, ...] float32."""
     ids: tuple[SampleId, ...]
     """B identities."""
+    kept: Mapping[int, Kept] = field(default_factory=dict)
+    """What the plan keeps, by step."""
 
 
 @dataclass(frozen=True, slots=True)

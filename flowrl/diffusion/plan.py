@@ -27,6 +27,8 @@ class StepPlan:
     schedule: Schedule
     noise_level: tuple[float, ...]
     train: tuple[int, ...]
+    keep: tuple[int, ...] = ()
+    """Further steps, with noise or without, whose latents and predictions are kept of every sample."""
     solver: tuple[SolverName, ...] = ()
     """Solver of each step that is not a transition; empty: `ode` everywhere. A stochastic one uses the noise level."""
     tree: Branching | None = None
@@ -74,9 +76,12 @@ class StepPlan:
             raise ValueError(f"inflation={self.inflation} must be positive")
 
     def _check_trained(self, num_steps: int) -> None:
-        outside = [k for k in self.train if not 0 <= k < num_steps]
-        if outside:
-            raise ValueError(f"the plan trains step {outside[0]}, but there are only steps 0..{num_steps - 1}")
+        for word, steps in (("trains", self.train), ("keeps", self.keep)):
+            outside = [k for k in steps if not 0 <= k < num_steps]
+            if outside:
+                raise ValueError(f"the plan {word} step {outside[0]}, but there are only steps 0..{num_steps - 1}")
+        if self.keep and self.tree is not None:
+            raise ValueError("a tree keeps the nodes of its trained steps alone")
         for k in self.train:
             if not self.stochastic[k]:
                 raise ValueError(

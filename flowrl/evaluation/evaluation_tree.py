@@ -37,7 +37,6 @@ from flowrl.core.files import json_ready, write_atomically
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import Advantages, aggregate
 from flowrl.credit.tree_credit import LeafRewards, fuse, log_probs_on_paths
-from flowrl.data.prompts import identity
 from flowrl.diffusion.plan import StepPlan
 from flowrl.display.console import log
 from flowrl.display.display import Progress
@@ -143,7 +142,7 @@ class EvalTree:
         paths = None
         if method.weighs_paths:
             paths = log_probs_on_paths(drawn.edges, ids, plan, sampling.path_scale(plan)).T[None]
-        return drawn.scored(torch.empty(0), prompts=(identity(prompt),), paths=paths)
+        return drawn.scored(torch.empty(0), prompts=(prompt,), paths=paths)
 
     def _scored(self, rollout: Rollout, images: Images, stop: Stop) -> tuple[Rollout, Tensor]:
         """The rollout with rewards [R, 1, L] and outputs [1, L], and the weights [R]."""
@@ -169,7 +168,7 @@ def credit_tree(
         algorithm.config.check_group(rollout.plan.leaves)
     except ValueError as error:
         return None, f"One tree alone has no advantages: {error}"
-    credit = algorithm.advantages(rollout.rewards, weights, rollout.prompts)
+    credit = algorithm.advantages(rollout.rewards, weights, rollout.identities)
     dead = bool(credit.dead[0])
     credit = algorithm.on_tree(credit, rollout.leaf_rewards(weights), iteration)
     return credit, "All leaves have the same reward, so no edge is trained." if dead else None

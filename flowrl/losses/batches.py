@@ -86,6 +86,23 @@ class NoisedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientBatch:
+    """One training forward of a method on the gradient of rewards: a step of M samples."""
+
+    output: Tensor
+    """The network's output y at the step, [M, ...] float32, with its graph."""
+    coefficient: Tensor
+    """c: the rewards' gradient at the output, [M, ...]."""
+    steps: Tensor
+    """The step of each row, [M] int64, on the CPU."""
+    metrics: Mapping[str, Tensor]
+    """What the rewards said, name -> [M]."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True, slots=True)
 class InitialBatch:
     """One training forward of a method on the initial noise: M samples and the noise that they started from."""
 

@@ -294,8 +294,7 @@ class Native(ModelAdapter):
     def _shift(self) -> float:
         return (self.pipeline.vae.config.shift_factor or 0.0) if self.latent_shift is None else self.latent_shift
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
+    def decode_with_grad(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
         vae = self.pipeline.vae
         latents = self.unpacked(latents) / vae.config.scaling_factor + self._shift()
         return decoded_pixels(vae, latents, self.config.vae_precision)

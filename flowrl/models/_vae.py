@@ -38,12 +38,13 @@ def set_up_vae(pipeline: Any, config: ModelConfig) -> None:
         ModelError: it lacks the switch, is a VAE for videos, or overflows in the configured type.
     """
     vae, memory = pipeline.components.get("vae"), config.memory
-    for option, wanted in (("vae_slicing", memory.vae_slicing), ("vae_tiling", memory.vae_tiling)):
-        switch = option.replace("vae_", "enable_")
+    switches = {"vae_slicing": "enable_slicing", "vae_tiling": "enable_tiling"}
+    for option, switch in (switches | {"vae_checkpointing": "enable_gradient_checkpointing"}).items():
+        wanted = vars(memory)[option]
         if wanted:
             try:
                 getattr(vae, switch)()
-            except (AttributeError, NotImplementedError):
+            except (AttributeError, NotImplementedError, ValueError):
                 raise ModelError(
                     f"model.memory.{option}=true: {type(vae).__name__} has no {switch}()",
                     remedies=[Remedy({f"model.memory.{option}": False})],

@@ -128,7 +128,7 @@ class ModelAdapter:
     """The interface of a model family, with the defaults that most families share.
 
     A family sets `process`, `prediction_type`, `lora_targets` and `network`, and writes `encode`, `latent_shape`,
-    `schedule`, `predict`, `decode` and `to`. Latents are [B, C, h, w] or [B, C, T, h, w]; others say where the channels
+    `schedule`, `predict`, `decode_with_grad` (or, without a gradient, `decode`) and `to`. Latents are [B, C, h, w] or [B, C, T, h, w]; others say where the channels
     stand in `channel_axis`. No loop, LoRA, EMA or placement logic inside.
     """
 
@@ -262,8 +262,17 @@ class ModelAdapter:
         return None
 
     def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1], from clean latents."""
-        raise NotImplementedError
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 in [0, 1], from clean latents; without a graph."""
+        with torch.no_grad():
+            return self.decode_with_grad(latents, cond)
+
+    def decode_with_grad(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
+        """The same images, through which a gradient reaches the latents; none where a pixel is cut off at 0 or 1.
+
+        Raises:
+            ModelError: the adapter has no such way.
+        """
+        raise ModelError(f"model: {type(self).__name__} gives no gradient of its images (`decode_with_grad`)")
 
     def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Clean latents [B, ...] float32 of images or videos, on the adapter's device: `decode` undoes it.
@@ -303,9 +312,10 @@ def opaque(images: Tensor) -> Tensor:
     return colours * alpha + 1 - alpha
 
 
-def decoded(adapter: ModelAdapter, latents: Tensor, cond: Condition, rows: Tensor) -> Tensor:
+def decoded(adapter: ModelAdapter, latents: Tensor, cond: Condition, rows: Tensor, *, graph: bool = False) -> Tensor:
     """Images of clean latents [B, ...]; `rows` [B] are their conditions in `cond`, for adapters that need them."""
-    return adapter.decode(latents, cond.index(rows)) if adapter.decodes_with_cond else adapter.decode(latents)
+    decode = adapter.decode_with_grad if graph else adapter.decode
+    return decode(latents, cond.index(rows)) if adapter.decodes_with_cond else decode(latents)
 
 
 def image_shape(adapter: ModelAdapter) -> tuple[int, ...]:

@@ -99,8 +99,7 @@ class QwenImage(Native):
                 return_dict=False,
             )[0]
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
+    def decode_with_grad(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
         # The VAE is for videos: an image is a video of one frame.
         return decoded_frames(self.pipeline.vae, self.unpacked(latents), self.config.vae_precision)[:, 0]
 

@@ -218,8 +218,7 @@ class Wan(Native):
             return ""
         return "transformer" if timestep >= self.boundary else "transformer_2"
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
+    def decode_with_grad(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
         frames = decoded_frames(self.pipeline.vae, latents, self.config.vae_precision)
         return frames[:, 0] if self.num_frames == 1 else frames
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowrl.core.errors import Abandoned
 from flowrl.core.tensors import in_order, ints, sent
-from flowrl.core.types import Condition, Edges, Prediction, SampleId, Samples, Step
+from flowrl.core.types import Condition, Edges, Kept, Prediction, SampleId, Samples, Step
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.solver_base import Node
 from flowrl.diffusion.solvers import SOLVERS
@@ -68,7 +68,7 @@ def run(
     Raises:
         Abandoned: `options.stop` returned True.
     """
-    latents, parts, nodes_before = [], [], 0
+    latents, parts, kept, nodes_before = [], [], [], 0
     spans = batches(policy.adapter, plan, asked.cond, asked.rows, batch_size)
     ours, same = tee(_Batch.of(plan, noise, asked.ids[rows]) for rows in spans)
     with Ahead((draw for batch in same for draw in batch.draws()), options.device) as drawn:
@@ -78,10 +78,11 @@ def run(
             x0, edges = _Walk(policy, batch, drawn, part, recorder, options)(batch_size)
             parts.append((edges, nodes_before, start))
             nodes_before += len(edges.nodes)
+            kept.append(recorder.kept_on_cpu())
             latents.append(x0)
             options.finished(start, x0)
             options.progress(len(part.ids))
-    return Samples(x0=torch.cat(latents), ids=tuple(asked.ids)), join(parts)
+    return Samples(x0=torch.cat(latents), ids=tuple(asked.ids), kept=Kept.join(kept)), join(parts)
 
 
 def batches(adapter: ModelAdapter, plan: StepPlan, cond: Condition, rows: Tensor, batch_size: int) -> list[slice]:
@@ -198,8 +199,7 @@ class _Walk:
 
     def __call__(self, batch_size: int) -> tuple[Tensor, Edges]:
         """(clean latents [B, ...] float32, the trained edges), on the CPU."""
-        routes = self.batch.routes
-        leads, (start,) = routes.at(0), self.drawn.take()
+        leads, (start,) = self.batch.routes.at(0), self.drawn.take()
         assert start is not None
         # Unscaled also if sigmas[0] < 1 (VP, sigma_max < 1), as in the pipelines and their training.
         first = _Front(leads, sent(start, self.device), None, torch.full((len(leads),), -1))
@@ -209,13 +209,20 @@ class _Walk:
                 for end, part in self._step(k, _Front.join(arrived.pop(k)), batch_size):
                     arrived.setdefault(end, []).append(part)
         last = _Front.join(arrived.pop(len(self.plan)))
-        x0 = _taken(last.x, _rows(torch.searchsorted(last.leads, routes.node[-1]), last.x))
+        x0 = _taken(last.x, self._of_samples(-1, last))
         return x0.float().cpu(), self.recorder.edges(x0)
+
+    def _of_samples(self, place: int, front: _Front) -> Tensor | None:
+        """Row of the nodes at a place for each sample, as `_rows`."""
+        return _rows(torch.searchsorted(front.leads, self.batch.routes.node[place]), front.x)
 
     def _step(self, k: int, front: _Front, batch_size: int) -> list[tuple[int, _Front]]:
         """The next rows of those at a place, by the ends of their steps."""
         step = self.plan.steps(torch.full((len(front.x),), k), self.process, self.device)
         prediction = self._predict(front, step, batch_size)
+        if k in self.plan.keep:
+            rows = self._of_samples(k, front)
+            self.recorder.kept[k] = Kept(_taken(front.x, rows), _taken(prediction.x0_hat, rows))
         result = []
         for move, xi in zip(self.batch.moves[k], self.drawn.take(), strict=True):
             rows = _rows(move.parent, front.x)

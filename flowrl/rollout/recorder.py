@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.tensors import in_order, sent
-from flowrl.core.types import Edges
+from flowrl.core.types import Edges, Kept
 from flowrl.rollout.routes import Move
 from flowrl.samplers.base import LogProbForm, StepDistribution
 
@@ -42,6 +42,7 @@ class Recorder:
         self.recording, self.axis = recording, axis
         self.nodes: list[Tensor] = []
         self.records: list[dict[str, Tensor]] = []
+        self.kept: dict[int, Kept] = {}
 
     def add(
         self,
@@ -86,6 +87,10 @@ class Recorder:
             record["velocity_old"] = velocity[sent(parent, x.device)]
         self.records.append(record)
         return child
+
+    def kept_on_cpu(self) -> dict[int, Kept]:
+        """What was kept of the batch, by step, on the CPU."""
+        return {k: Kept(each.x.cpu(), each.x0_hat.cpu()) for k, each in self.kept.items()}
 
     def _store(self, x: Tensor) -> Tensor:
         """Keep latents [n, ...] as nodes; their numbers [n]."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flowrl.core.types import Condition, Edges, Identity, SampleId, Samples
 from flowrl.credit.tree_credit import LeafRewards
+from flowrl.data.prompts import Prompt, identity
 from flowrl.diffusion.plan import StepPlan
 
 
@@ -67,8 +68,8 @@ class Rollout(Trajectories):
     """Training values of the whole iteration, [R, P, G]."""
     raw: dict[str, Tensor] = field(default_factory=dict)
     """Raw outputs of the whole iteration, name -> [P, G]."""
-    prompts: tuple[Identity, ...] = ()
-    """Identities of all P slots of the iteration."""
+    prompts: tuple[Prompt, ...] = ()
+    """Prompts of all P slots of the iteration, with their metadata."""
     image_std: float = math.nan
     """Mean over this process's prompts of the pixel std inside a group, a measure of diversity; NaN: not measured."""
     maps: Tensor | None = None
@@ -78,6 +79,11 @@ class Rollout(Trajectories):
     paths: Tensor | None = None
     """Old log-probs of the steps on the way to each sample, [P, G, K], NaN for steps without one; None: credit does not
     need them."""
+
+    @property
+    def identities(self) -> tuple[Identity, ...]:
+        """Identities of all P slots of the iteration."""
+        return tuple(identity(prompt) for prompt in self.prompts)
 
     def leaf_rewards(self, weights: Tensor) -> LeafRewards:
         """The rewards with their weights [R], as credit by edge takes them; only where the plan has a tree."""

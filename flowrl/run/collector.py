@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowrl.credit.advantages import Advantages, aggregate
 from flowrl.credit.tree_credit import log_probs_on_paths
-from flowrl.data.prompts import PromptSource, identity
+from flowrl.data.prompts import PromptSource
 from flowrl.display.console import log
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.trajectories import NoiseDraws, Rollout, Trajectories
@@ -81,7 +81,7 @@ class Collector:
         return result.drawn.scored(
             rewards,
             raw=raw,
-            prompts=tuple(identity(p) for p in prompts),
+            prompts=tuple(prompts),
             image_std=group_image_std(result.images, slots, self.world.device, self.world),
             maps=maps,
             noise=None if learned is None else NoiseDraws(noise.initial(result.drawn.samples.ids), learned),

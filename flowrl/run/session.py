@@ -183,7 +183,7 @@ class Session:
 
     def _credit(self, rollout: Rollout) -> Advantages:
         method, weights = self.method, self.collector.weights
-        credit = method.advantages(rollout.rewards, weights, rollout.prompts)
+        credit = method.advantages(rollout.rewards, weights, rollout.identities)
         if rollout.plan.tree is None:
             return credit
         assert isinstance(method, EdgeMethod)  # its plan has a tree

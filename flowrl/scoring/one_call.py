@@ -42,8 +42,12 @@ def called(entry: WeightedReward, batch: Batch, conduct: Conduct | None = None) 
     return dict(result) if isinstance(result, Mapping) else {entry.reward.card.outputs[0]: result}
 
 
-def score_once(entry: WeightedReward, batch: Batch, conduct: Conduct | None = None) -> dict[str, Tensor]:
+def score_once(
+    entry: WeightedReward, batch: Batch, conduct: Conduct | None = None, *, graph: bool = False
+) -> dict[str, Tensor]:
     """Raw outputs of one reward, each [B] float32, checked against its card; as `called` otherwise.
+
+    On the CPU, unless `graph` keeps them where they are, with their graph.
 
     Raises:
         RewardError: no numbers, a wrong shape, other outputs than declared, a finite value outside the range.
@@ -64,7 +68,7 @@ def score_once(entry: WeightedReward, batch: Batch, conduct: Conduct | None = No
                 f"reward {entry.name!r} returned a {type(named[name]).__name__} for {name!r} that is not one number "
                 f"a sample ({error}); a sample that could not be scored is NaN"
             ) from error
-        tensor = tensor.detach().cpu()
+        tensor = tensor if graph else tensor.detach().cpu()
         if tensor.shape != (count,):
             raise RewardError(
                 f"reward {entry.name!r} returned shape {tuple(tensor.shape)} for {name!r}; "

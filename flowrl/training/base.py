@@ -32,6 +32,7 @@ from flowrl.rollout.policy import Evaluations
 from flowrl.rollout.recorder import Recording
 from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler, step_std
+from flowrl.scoring.gradient import RewardGradient
 from flowrl.training.metrics import Sums
 from flowrl.training.microbatches import update_chunks
 from flowrl.training.options import WEIGHT_DECAY, OptimConfig
@@ -61,6 +62,8 @@ class UpdateContext:
     """The model's own grid for the run's number of steps."""
     sharded: bool = False
     """Every forward is a step of all processes together."""
+    climb: RewardGradient | None = None
+    """The gradient of the rewards, for methods that climb it."""
     lookup: Lookup | None = None
     """Conditions of prompts, for methods that remember transitions."""
 
@@ -174,6 +177,8 @@ class Training(Generic[M]):
     """True if the method learns about its training prompts alone, so that none of them are held out."""
     weight_decay = WEIGHT_DECAY
     """Where `optim.weight_decay` gives none."""
+    climbs = False
+    """True if the method takes the gradient of its rewards."""
     takes_sampler = False
     """True if the rollout's stochastic steps are those of `rollout.sampler`."""
 

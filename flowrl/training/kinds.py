@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from flowrl.algorithms.base import EdgeMethod, Method, NoiseMethod, SampleMethod
+from flowrl.algorithms.base import EdgeMethod, GradientMethod, Method, NoiseMethod, SampleMethod
 from flowrl.training.base import Training
 from flowrl.training.edge_batches import EdgeTraining
+from flowrl.training.gradient_batches import GradientTraining
 from flowrl.training.noise_batches import NoiseTraining
 from flowrl.training.sample_batches import GivenTraining, SampleTraining
 from flowrl.training.transition_batches import TransitionTraining
@@ -14,14 +15,16 @@ def training_of(method: Method) -> Training:
     """The training data by the method's base class; remembered transitions and given images are kinds of their own.
 
     Raises:
-        TypeError: the method has none of the three bases.
+        TypeError: the method has none of the bases.
     """
     if isinstance(method, EdgeMethod):
         return EdgeTraining(method) if method.transitions is None else TransitionTraining(method)
     if isinstance(method, SampleMethod):
         return GivenTraining(method) if method.members else SampleTraining(method)
+    if isinstance(method, GradientMethod):
+        return GradientTraining(method)
     if isinstance(method, NoiseMethod):
         return NoiseTraining(method)
     raise TypeError(
-        f"{type(method).__name__} is not an EdgeMethod, SampleMethod or NoiseMethod (flowrl/algorithms/base.py)"
+        f"{type(method).__name__} is not an EdgeMethod, SampleMethod, GradientMethod or NoiseMethod (flowrl/algorithms/base.py)"
     )

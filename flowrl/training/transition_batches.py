@@ -58,7 +58,7 @@ class TransitionBatches(Work):
         """Add the iteration's transitions of all processes, and fit the critic."""
         new = Table.join(self.world.gather(self._own()))
         if len(new):
-            self.memory.add(new, self.rollout.prompts)
+            self.memory.add(new, self.rollout.identities)
         options = self.method.config.critic
         for number in range(options.steps if len(self.memory) else 0):
             rows = self._drawn(options.batch_size, "value", number)

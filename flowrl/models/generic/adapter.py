@@ -345,8 +345,7 @@ class Generic(ModelAdapter):
 
     # ---- images
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
+    def decode_with_grad(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
         """Images or videos by the pipeline's call without its loop; `cond` [B] where it holds a part of the video."""
         self._learned()
         if self.images.holds and cond is None:

@@ -117,10 +117,10 @@ class Outline(Generic):
         with self._measurable():
             return self._forward(x, [self._middle] * len(x), cond, guidance_scale)
 
-    def decode(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
+    def decode_with_grad(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
         held = self.blank_condition(len(latents)) if self.decodes_with_cond else None
         with self._measurable():
-            return Generic.decode(self, latents, held)
+            return Generic.decode_with_grad(self, latents, held)
 
     @contextmanager
     def _measurable(self) -> Iterator[None]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flowrl.algorithms._options import GradientOptions
 from flowrl.algorithms.base import Method, Networks
 from flowrl.config.checks import check_model, check_trained
 from flowrl.config.resolved import Resolved
 from flowrl.core.errors import ConfigError, Diverged, Remedy
 from flowrl.display.console import log
 from flowrl.models.weights.roles import Weights
+from flowrl.scoring.gradient import RewardGradient
+from flowrl.scoring.scorer import Scorer
 from flowrl.training import optimizers
 from flowrl.training.base import Training, UpdateContext
 from flowrl.training.divergence import remedy
@@ -38,8 +41,12 @@ def new_training(resolved: Resolved, world: World) -> Training:
     return training_of(resolved.algorithm.build())
 
 
-def learner_of(resolved: Resolved, kind: Training, sampling: Sampling, weights: Weights) -> tuple[Learner, Sampling]:
+def learner_of(
+    resolved: Resolved, kind: Training, sampling: Sampling, weights: Weights, scorer: Scorer | None
+) -> tuple[Learner, Sampling]:
     """The learner, and the parts that draw with what it knows: learned noise, and the advice of a divergence.
+
+    `scorer` is that of the trained rewards, whose gradient some methods climb.
 
     Raises:
         ConfigError: what the first iteration could not do.
@@ -49,7 +56,7 @@ def learner_of(resolved: Resolved, kind: Training, sampling: Sampling, weights: 
         log.warning("%s", note)
     check_trained(resolved, plan, sampling.adapter)
     require_whole_groups(kind.method, resolved.slots, sampling.world)
-    learner = _learner(resolved, kind, sampling, weights)
+    learner = _learner(resolved, kind, sampling, weights, scorer)
 
     def advice(**known: bool) -> tuple[type[Diverged], str]:
         return remedy(resolved.model.config, resolved.run.optim, learner.grad_norm, **known)
@@ -68,8 +75,13 @@ def require_whole_groups(method: Method, prompts: int, world: World) -> None:
         )
 
 
-def _learner(resolved: Resolved, kind: Training, sampling: Sampling, weights: Weights) -> Learner:
-    config = resolved.run
+def _learner(
+    resolved: Resolved, kind: Training, sampling: Sampling, weights: Weights, scorer: Scorer | None
+) -> Learner:
+    config, options, climb = resolved.run, kind.method.config, None
+    if isinstance(options, GradientOptions):
+        assert scorer is not None
+        climb = RewardGradient(scorer, sampling.adapter, options.decoded_at_once, options.hinge)
     updates = config.iterations * config.optim.updates_per_iteration * kind.method.passes
     # No gradient goes through a frozen network.
     scaled = resolved.model.config.dtype == "float16" and not kind.frozen
@@ -83,6 +95,7 @@ def _learner(resolved: Resolved, kind: Training, sampling: Sampling, weights: We
         counter=sampling.counter,
         schedule=sampling.schedule,
         sharded=sampling.sharded,
+        climb=climb,
         lookup=sampling.texts.of_identities,
     )
     optimizer = Optimizer(weights, config.optim, updates, loss_scaling=scaled, world=sampling.world)

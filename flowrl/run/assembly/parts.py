@@ -14,6 +14,7 @@ from flowrl.run.assembly.learner import learner_of, new_training
 from flowrl.run.assembly.model import load, sampling_of, trained_weights, try_compiled
 from flowrl.run.inputs import made_with
 from flowrl.scoring.build import build_scorers, require_fit
+from flowrl.scoring.gradient import require_paths
 from flowrl.scoring.probing import probe
 from flowrl.scoring.scorer import Scorer
 from flowrl.training.learner import Learner
@@ -80,6 +81,9 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
     data = read(resolved, kind)
     prompts = data.prompts
     scorers = Scorers(*build_scorers(resolved.rewards, resolved.eval_rewards, prompts.listed, prompts.looked_up))
+    if kind.climbs and scorers.trained is not None:
+        cards = [entry.reward.card for entry in scorers.trained.entries]
+        require_paths(resolved.algorithm.name, resolved.rewards, cards)
     adapter = load(resolved)
     require_fit(scorers.watched, videos=adapter.num_frames > 1)
     data.require_fit(adapter, resolved)
@@ -93,7 +97,10 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
     if resolved.model.config.compile is not None:
         first = data.texts(cache=resolved.run.data.caches_text)[:1]
         try_compiled(resolved, kind, adapter, weights, texts, first)
-    learner, sampling = learner_of(resolved, kind, sampling_of(resolved, adapter, texts, world), weights)
+    sampling = sampling_of(resolved, adapter, texts, world)
+    learner, sampling = learner_of(resolved, kind, sampling, weights, scorers.trained)
+    if learner.context.climb is not None:
+        learner.context.climb.probe(texts.lookup(prompts.train[:1]), prompts.train[0], world.device)
     require_learned(data.previews, sampling.learned)
     evaluator = _evaluator(resolved, data, sampling, scorers.watched, folder)
     spatial = kind.method.spatial if training else None

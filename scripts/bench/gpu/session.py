@@ -16,7 +16,7 @@ from flowrl.config.resolved import Resolved
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import Advantages
-from flowrl.data.prompts import Prompt, identity
+from flowrl.data.prompts import Prompt
 from flowrl.diffusion.plan import StepPlan
 from flowrl.rollout.flop import RowFlop
 from flowrl.rollout.loop import RunOptions
@@ -160,7 +160,7 @@ class Bench:
         prompts, noise, learned = self.prompts, None, session.parts.sampling.learned
         if learned is not None:
             noise = NoiseDraws(self.noise().initial(drawn.samples.ids), numbers_of(learned, prompts))
-        rollout = drawn.scored(rewards, prompts=tuple(identity(prompt) for prompt in prompts), noise=noise)
+        rollout = drawn.scored(rewards, prompts=tuple(prompts), noise=noise)
         return rollout, session.credit(rollout)
 
     def flop(self) -> RowFlop | None:

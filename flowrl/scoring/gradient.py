@@ -1,0 +1,147 @@
+"""The gradient of the trained rewards at clean latents: decoded, scored and differentiated a few images at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowrl.core.errors import ConfigError, Remedy, RewardFailure
+from flowrl.core.rng import normal
+from flowrl.core.types import Condition
+from flowrl.data.prompts import Prompt
+from flowrl.display.console import log
+from flowrl.models.base import ModelAdapter, decoded
+from flowrl.reward import Card, RewardError
+from flowrl.scoring.entries import RewardPlan
+from flowrl.scoring.one_call import score_once
+from flowrl.scoring.scorer import Scorer
+from flowrl.scoring.surroundings import Batch, Conduct
+from flowrl.scoring.weighted import WeightedReward
+
+
+class Slope(NamedTuple):
+    """What the rewards say of M clean latents."""
+
+    value: Tensor
+    """Weighted sum of the training values, [M] float32; NaN where a reward failed."""
+    gradient: Tensor
+    """Its gradient at the latents, [M, ...] float32: 0 where it is NaN, or not below the hinge."""
+    saturated: Tensor
+    """Share of an image's values at 0 or 1, which pass no gradient, [M] float32."""
+
+
+class RewardGradient:
+    """The trained rewards of a run through the model's decoder.
+
+    Rewards of weight 0 take no part; one that only opens a gate is scored without a gradient.
+
+    Args:
+        scorer: of the trained rewards.
+        adapter: decodes.
+        at_once: images whose graph is kept at a time.
+        hinge: above this sum a sample has no gradient; None: there is no bound.
+    """
+
+    def __init__(self, scorer: Scorer, adapter: ModelAdapter, at_once: int, hinge: float | None = None) -> None:
+        self.adapter, self.at_once, self.hinge = adapter, at_once, hinge
+        self.counted = [entry for entry in scorer.entries if entry.weight != 0]
+        gates = {entry.gate.output for entry in self.counted if entry.gate is not None}
+        climbed = {id(entry.reward): entry for entry in self.counted}
+        self.climbed = list(climbed.values())
+        self.gates = [e for e in scorer.distinct if id(e.reward) not in climbed and gates & {*e.reward.card.outputs}]
+
+    def __call__(self, x0: Tensor, cond: Condition, rows: Tensor, prompts: Sequence[Prompt]) -> Slope:
+        """Value and gradient at clean latents [M, ...], whose rows in `cond` are `rows` [M].
+
+        Raises:
+            RewardFailure: a reward breaks its contract.
+        """
+        parts = []
+        for start in range(0, len(x0), self.at_once):
+            part = slice(start, start + self.at_once)
+            parts.append(self._of_few(x0[part], cond, rows[part], prompts[part]))
+        return Slope(*map(torch.cat, zip(*parts, strict=True)))
+
+    def _of_few(self, x0: Tensor, cond: Condition, rows: Tensor, prompts: Sequence[Prompt]) -> Slope:
+        x = x0.detach().float().requires_grad_()
+        with torch.enable_grad():
+            batch = self._batch(x, cond, rows, prompts)
+            images, raw = batch.images, {}
+            assert isinstance(images, Tensor)
+            still = dataclasses.replace(batch, images=images.detach())
+            try:
+                for entry in self.climbed:
+                    raw |= score_once(entry, batch, graph=True)
+                for entry in self.gates:
+                    raw |= score_once(entry, still)
+            except RewardError as error:
+                raise RewardFailure(str(error)) from error
+            raw = {name: value.to(x.device) for name, value in raw.items()}
+            total = torch.stack([entry.weight * entry.training_value(raw) for entry in self.counted]).sum(dim=0)
+            climbs = total.isfinite() if self.hinge is None else total < self.hinge
+            (gradient,) = torch.autograd.grad(total[climbs].sum(), x)
+        lost = ~(gradient.flatten(1).isfinite().all(dim=1) & total.isfinite())
+        gradient = torch.where((climbs & ~lost).reshape(-1, *[1] * (x.ndim - 1)), gradient, 0.0)
+        saturated = ((images <= 0) | (images >= 1)).flatten(1).float().mean(dim=1)
+        return Slope(torch.where(lost, torch.nan, total.detach()), gradient, saturated)
+
+    def _batch(self, x: Tensor, cond: Condition, rows: Tensor, prompts: Sequence[Prompt]) -> Batch:
+        images = decoded(self.adapter, x, cond, rows, graph=True)
+        return Batch(images, [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts])
+
+    def probe(self, cond: Condition, prompt: Prompt, device: torch.device) -> None:
+        """Show on one sample of noise that each reward's gradient reaches the latents; `cond` has one row.
+
+        Raises:
+            ModelError: the adapter gives no gradient.
+            RewardError: the gradient of a reward is lost, 0 or not finite.
+        """
+        x = normal(self.adapter.latent_shape(), 0, "gradient_probe", [()]).to(device).requires_grad_()
+        with torch.enable_grad():
+            batch = self._batch(x, cond, torch.zeros(1, dtype=torch.int64), [prompt])
+            for entry in self.climbed:
+                self._probe(entry, score_once(entry, batch, Conduct(), graph=True), x)
+
+    def _probe(self, entry: WeightedReward, raw: dict[str, Tensor], x: Tensor) -> None:
+        total = torch.stack([raw[output].sum() for output in entry.shares()]).sum()
+        if total.isnan():
+            log.warning("reward %r has no score for noise, so that its gradient was not tried", entry.name)
+            return
+        found = torch.autograd.grad(total, x, retain_graph=True, allow_unused=True)[0] if total.requires_grad else None
+        wrong = "does not arrive" if found is None or not found.any() else "is not finite"
+        if found is None or not found.any() or not found.isfinite().all():
+            raise RewardError(
+                f"reward {entry.name!r}: its gradient {wrong} at the latents; keep the way from pixels to score in "
+                "torch, in float, and without no_grad, or train on it by a method that takes scores alone, such as "
+                "flow_grpo; nothing was trained"
+            )
+
+
+def require_paths(method: str, plans: Sequence[RewardPlan], cards: Sequence[Card | None]) -> None:
+    """Refuse trained rewards through which `method` has no gradient, by their cards; None: it is not known yet.
+
+    Raises:
+        ConfigError: naming the entry, and the option that gives a path.
+    """
+    for place, (plan, card) in enumerate(zip(plans, cards, strict=True)):
+        key, entry = f"rewards.{place}", plan.entry
+        if entry.weight == 0 or card is None:
+            continue
+        if not card.differentiable:
+            options = {} if plan.config is None else dataclasses.asdict(plan.config)
+            fast = options.get("preprocess") == "exact"
+            why = "preprocess=exact goes through 8 bits" if fast else "its card does not declare one (differentiable)"
+            raise ConfigError(
+                f"{key}: {method} climbs the gradient of its rewards, and {plan.name!r} has none: {why}; weight 0 only "
+                "looks at it, and methods on scores, such as flow_grpo, train on it",
+                remedies=[Remedy({f"{key}.preprocess": "fast"})] if fast else [],
+            )
+        if entry.cache is not None:
+            raise ConfigError(
+                f"{key}.cache={entry.cache!r}: kept scores have no gradient, which {method} climbs",
+                remedies=[Remedy({f"{key}.cache": None})],
+            )

@@ -1,0 +1,164 @@
+"""The training data of a method on the gradient of rewards: its samples' kept steps, from late to early.
+
+Of each forward's samples the rewards' gradient is taken first, at finished latents, and its graph is gone before the
+network is evaluated. Then a step at a time: memory does not grow with the number of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flowrl.algorithms.base import GradientMethod
+from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.rng import normal
+from flowrl.core.tensors import sent
+from flowrl.core.types import Condition
+from flowrl.diffusion.plan import StepPlan
+from flowrl.diffusion.process import expand
+from flowrl.losses.batches import GradientBatch
+from flowrl.losses.reward_gradients import Link, levers, links, pulled_back
+from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
+from flowrl.training.microbatches import with_lengths
+
+
+class GradientTraining(Training[GradientMethod]):
+    """Kept steps of a deterministic rollout, with the gradient of the rewards at its samples."""
+
+    rows_are = "steps"
+    climbs = True
+
+    def check(self, setting: Setting) -> None:
+        super().check(setting)
+        rollout, model, name = setting.rollout, setting.model, setting.name
+        refused = {
+            "rollout.shared_noise=true": (rollout.shared_noise, "equal noise gives equal samples", False),
+            f"rollout.sampler={rollout.sampler}": (rollout.sampler, "its rollout is deterministic", None),
+            "model.dtype=float16": (model.dtype == "float16", "a reward's gradient is too small for it", "bfloat16"),
+            "model.memory.group_offload": (
+                "vae" in model.memory.group_offload,
+                "the decoder's weights leave the device before its backward pass",
+                [part for part in model.memory.group_offload if part != "vae"],
+            ),
+            f"model.compile={model.compile}": (
+                self.method.nested and model.compile,
+                "its gradient goes through a compiled block twice",
+                None,
+            ),
+        }
+        for option, (given, why, instead) in refused.items():
+            if given:
+                key = option.partition("=")[0]
+                raise ConfigError(f"{option}: {why} ({name})", remedies=[Remedy({key: instead})])
+        if self.method.passes > 1:
+            raise ConfigError(f"passes={self.method.passes}: {name} climbs from a rollout once; its samples move")
+
+    def demand(self, plan: StepPlan, setting: Setting) -> Demand:
+        redrawn = self.method.redrawn
+        rows = len(self.method.route(levers(plan.schedule), 1, setting.seed).trained)
+        return Demand(rows=rows + 2 * redrawn, share=1.0, latents=2 * len(plan.keep))
+
+    def work(self, context: UpdateContext, iteration: Iteration) -> Work:
+        return GradientBatches(context, iteration)
+
+
+class GradientBatches(Work):
+    """This rank's samples of an iteration, in shares of one update each."""
+
+    def __init__(self, context: UpdateContext, iteration: Iteration) -> None:
+        super().__init__(context, iteration)
+        self.method: GradientMethod = context.method
+        self.rollout, self.adapter = iteration.rollout, context.networks.policy.adapter
+        self.plan, self.kept = self.rollout.plan, self.rollout.samples.kept
+        self.route = self.method.route(levers(context.schedule), iteration.number, context.seed)
+        self.links = links(self.plan, self.adapter.process, self.adapter.prediction_type, self.route)
+        identity, kept = self.rollout.identity, iteration.credit.kept
+        for number, chunk in enumerate(self.chunks(kept.flatten().nonzero().squeeze(1), kept.shape[1])):
+            rows = torch.isin(identity, chunk).nonzero().squeeze(1)
+            self.shares.append(rows[self.order(len(rows), "climbs", number)])
+
+    def batches(self, number: int) -> Iterator[tuple[GradientBatch, bool]]:
+        own = list(self._forwards(self.shares[number]))
+        most = max(self.context.world.gather(len(own))) if self.context.sharded else len(own)
+        for rows in own:
+            yield from ((batch, True) for batch in self._of(rows))
+        for _ in range(most - len(own)):  # every forward of a sharded network is one of all processes
+            with self.context.counter.uncounted():
+                yield from ((batch, False) for batch in self._of(torch.zeros(1, dtype=torch.int64)))
+
+    def _forwards(self, rows: Tensor) -> Iterator[Tensor]:
+        """Samples [n] of each forward, of one length of text where that counts."""
+        keys = with_lengths(torch.zeros_like(rows), self.adapter, self.rollout.cond, self.rollout.rows[rows])
+        for key in keys.unique():
+            yield from rows[keys == key].split(self.context.optim.batch_size)
+
+    def _of(self, rows: Tensor) -> Iterator[GradientBatch]:
+        """The steps of some samples, late to early, and then those of their redrawn ends."""
+        method, end = self.method, self.kept[self.route.end]
+        draws, device, cond = method.redrawn, self.context.world.device, self._cond(rows)
+        share = 1 / (1 + draws)
+        clean = sent((end.x0_hat if method.predicts else self.rollout.samples.x0)[rows], device)
+        places = {k: sent(self.kept[k].x[rows], device) for k in self.route.trained}
+        gradient, metrics = self._slope(clean, rows)
+        yield from self._steps(share * gradient, metrics, places, self.links, cond)
+        for draw in range(draws):
+            x, clean = self._redrawn(rows, draw, cond)
+            gradient, metrics = self._slope(clean, rows)
+            yield from self._steps(share * gradient, metrics, {self.route.end: x}, self.links[:1], cond)
+
+    def _cond(self, rows: Tensor) -> Condition:
+        return self.rollout.cond.index(self.rollout.rows[rows])
+
+    def _slope(self, clean: Tensor, rows: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """The rewards' gradient at clean latents of some samples, with its metrics."""
+        climb, rollout = self.context.climb, self.rollout
+        assert climb is not None
+        prompts = [rollout.prompts[rollout.samples.ids[row].slot] for row in rows.tolist()]
+        slope = climb(clean, rollout.cond, rollout.rows[rows], prompts)
+        size = slope.gradient.flatten(1).norm(dim=1)
+        return slope.gradient, {
+            "reward_gradient/value": slope.value.nan_to_num(),
+            "reward_gradient/norm": size,
+            "reward_gradient/flat_share": (size == 0).float(),
+            "reward_gradient/saturated_share": slope.saturated,
+        }
+
+    def _steps(
+        self,
+        gradient: Tensor,
+        metrics: Mapping[str, Tensor],
+        places: Mapping[int, Tensor],
+        links: Sequence[Link],
+        cond: Condition,
+    ) -> Iterator[GradientBatch]:
+        """The forwards of the trained steps, at the latents `places`."""
+        known: dict[int, Tensor] = {}
+
+        def product(k: int, c: Tensor) -> Tensor:
+            x = places[k].requires_grad_()
+            known[k] = self._output(k, x, cond)
+            return torch.autograd.grad(known[k], x, c, retain_graph=True)[0]
+
+        walk = partial(pulled_back, gradient, links, self.route.trained)
+        for k, c in walk(product if self.method.nested else None):
+            output = known.pop(k) if k in known else self._output(k, places[k], cond)
+            yield GradientBatch(output, c.detach(), torch.full((len(c),), k), metrics)
+
+    def _output(self, k: int, x: Tensor, cond: Condition) -> Tensor:
+        step = self.plan.steps(torch.full((len(x),), k), self.adapter.process, x.device)
+        policy = self.context.networks.policy
+        return policy.adapter.predict(x, step.timestep, cond, policy.guidance_scale).float()
+
+    @torch.no_grad()
+    def _redrawn(self, rows: Tensor, draw: int, cond: Condition) -> tuple[Tensor, Tensor]:
+        """The predictions at the end of the route noised again to its noise level, and the predictions from there."""
+        k, samples, device = self.route.end, self.rollout.samples, self.context.world.device
+        keys = [(self.iteration.number, i.slot, i.sample, draw) for i in (samples.ids[row] for row in rows.tolist())]
+        eps = sent(normal(samples.x0.shape[1:], self.context.seed, "redrawn_end", keys), device)
+        step = self.plan.steps(torch.full((len(rows),), k), self.adapter.process, device)
+        x0_hat = sent(self.kept[k].x0_hat[rows], device)
+        x = expand(step.alpha, eps) * x0_hat + expand(step.sigma, eps) * eps
+        return x, self.context.networks.policy.predict(x, step, cond).x0_hat
