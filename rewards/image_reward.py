@@ -184,6 +184,10 @@ def pixels(image: Tensor, size: int, preprocess: clips.Preprocess) -> Tensor:
     return Pixels(size=size, preprocess=preprocess, half_even_crop=True)([image])[0]
 
 
+def card_of(config: Config) -> Card:
+    return dataclasses.replace(CARD, differentiable=config.preprocess == "fast")
+
+
 def build(config: Config) -> Reward:
     from transformers import AutoTokenizer
 
@@ -208,4 +212,4 @@ def build(config: Config) -> Reward:
             head = network(prepared.to(device), words["input_ids"].to(device), words["attention_mask"].to(device))
         return raw_score(head)
 
-    return Reward(score=score, card=dataclasses.replace(CARD, differentiable=config.preprocess == "fast"))
+    return Reward(score=score, card=card_of(config))

@@ -48,6 +48,10 @@ class Config(ClipOptions):
             raise ValueError(f"frames={self.frames} must be at least 1")
 
 
+def card_of(config: Config) -> Card:
+    return replace(CARD, **config.declared)
+
+
 def build(config: Config) -> Reward:
     clip = clips.load(
         config.model,
@@ -63,5 +67,5 @@ def build(config: Config) -> Reward:
         return scale * (clip.embed_images(images) * clip.embed_texts(prompts)).sum(dim=-1)
 
     bounds = {"low": -float(scale), "high": float(scale)}
-    card = replace(CARD, **config.declared, resolution=clip.pixels.resolution, **bounds)
+    card = replace(card_of(config), resolution=clip.pixels.resolution, **bounds)
     return Reward(framewise(score, config.frames), card)

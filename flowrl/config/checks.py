@@ -243,10 +243,9 @@ def _check_rewards(resolved: Resolved) -> None:
                 raise ConfigError(f"{key} repeats {earlier} ({plan.name}): name each value once; {why}")
     check_plans(plans)
     if resolved.training.climbs:
-        # A reward with weights says when it is built what it declares, unless `card_of` does before.
-        known = [
-            None if "build" in (own := vars(p.module)) and "card_of" not in own else p.card for p in resolved.rewards
-        ]
+        # Options may change what a card declares: without `card_of` that is known when the reward is built.
+        late = [{"build", "card_of"} & vars(plan.module).keys() == {"build"} for plan in resolved.rewards]
+        known = [None if unknown else plan.card for plan, unknown in zip(resolved.rewards, late, strict=True)]
         require_paths(resolved.algorithm.name, resolved.rewards, known)
     _check_people(resolved)
 

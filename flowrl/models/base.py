@@ -128,8 +128,9 @@ class ModelAdapter:
     """The interface of a model family, with the defaults that most families share.
 
     A family sets `process`, `prediction_type`, `lora_targets` and `network`, and writes `encode`, `latent_shape`,
-    `schedule`, `predict`, `decode_with_grad` (or, without a gradient, `decode`) and `to`. Latents are [B, C, h, w] or [B, C, T, h, w]; others say where the channels
-    stand in `channel_axis`. No loop, LoRA, EMA or placement logic inside.
+    `schedule`, `predict`, `decode_with_grad` (or, without a gradient, `decode`) and `to`. Latents are [B, C, h, w] or
+    [B, C, T, h, w]; others say where the channels stand in `channel_axis`. No loop, LoRA, EMA or placement
+    logic inside.
     """
 
     pipeline: Any = None

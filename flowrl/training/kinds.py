@@ -26,5 +26,6 @@ def training_of(method: Method) -> Training:
     if isinstance(method, NoiseMethod):
         return NoiseTraining(method)
     raise TypeError(
-        f"{type(method).__name__} is not an EdgeMethod, SampleMethod, GradientMethod or NoiseMethod (flowrl/algorithms/base.py)"
+        f"{type(method).__name__} is not an EdgeMethod, SampleMethod, GradientMethod or NoiseMethod "
+        "(flowrl/algorithms/base.py)"
     )
