@@ -57,7 +57,8 @@ def update(bench: Bench, repeats: int) -> Row:
     The steps are timed by themselves; the rest of an update is that of its forwards.
     """
     counter, updates = bench.context.counter, bench.context.method.passes
-    own, credit = bench.scored(bench.draw(bench.ids()))
+    # A sample gives a forward many steps or times, but as few as one of a method on finished samples.
+    own, credit = bench.scored(bench.draw(bench.ids(2 if bench.resolved.training.takes_sampler else MICROBATCHES)))
     forwards = MICROBATCHES * updates
     reset_peak(bench.device)
     bench.update(own, credit, MICROBATCHES)  # with as many forwards as there are warm-ups

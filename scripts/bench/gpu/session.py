@@ -33,6 +33,7 @@ from scripts.bench.gpu.clock import Clock
 from scripts.bench.random_weights import randomised
 
 REWARD = "scripts.bench.gpu.reward"
+TOWER = "scripts.bench.gpu.tower"
 VARIANTS: dict[str, tuple[str, ...]] = {
     "now": (),
     "autocast": ("model.precision=autocast",),
@@ -85,9 +86,11 @@ class Bench:
         """One update by the run's own learner, of so many training forwards or of as many as the samples give."""
 
         def shorten(work: Work, number: int) -> None:
-            share = work.shares[number]
+            share, most = work.shares[number], self.batch * microbatches
             if isinstance(share, torch.Tensor):
-                work.shares[number] = share[: self.batch * microbatches]
+                work.shares[number] = share[:most]
+            elif share:  # units of terms, all of one size
+                work.shares[number] = share[: max(1, most // len(share[0]))]
 
         learner = self.session.parts.learner
         shortened = Learner(learner.training, self.context, learner.optimizer)
@@ -171,7 +174,7 @@ class Bench:
 
 
 def opened(config: str, words: Sequence[str], *, random: bool) -> Bench:
-    """A session of a recipe with rewards that take no time.
+    """A session of a recipe with a reward that takes no time; where its gradient is climbed, with a CLIP of real size.
 
     Args:
         config: the recipe.
@@ -188,7 +191,8 @@ def opened(config: str, words: Sequence[str], *, random: bool) -> Bench:
             "them and data.prompts, and set data.pairs=null"
         )
     few = [f"data.max_prompts={given.rollout.prompts_per_iteration}", "data.max_eval_prompts=2", "data.eval_share=0"]
-    plain = [f"rewards=[{{name: {REWARD}}}]", "eval.rewards=[]", "optim.updates_per_iteration=1"]
+    climbs = resolve(given).training.climbs
+    plain = [f"rewards=[{{name: {TOWER if climbs else REWARD}}}]", "eval.rewards=[]", "optim.updates_per_iteration=1"]
     resolved = resolve(load_config(config, [*words, *few, *plain]))
     world = join()
     if random:
