@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_not_negative, require_positive
@@ -239,6 +239,14 @@ class EdgeOptions(StepOptions, RatioOptions):
 
 
 # ---- of methods on finished samples
+
+
+class Lag(Protocol):
+    """The pace at which a role follows the policy."""
+
+    def decay(self, updates: int) -> float:
+        """d after so many optimizer steps of the run, in [0, 1]: 0 copies the policy, 1 leaves the role as it is."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

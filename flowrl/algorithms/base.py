@@ -16,13 +16,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import Rule, by_steps, given_signs, leaf_advantages, plain_rewards
-from flowrl.algorithms._options import EdgeOptions, GradientOptions, NoiseOptions, Options, SampleOptions
+from flowrl.algorithms._options import EdgeOptions, GradientOptions, Lag, NoiseOptions, Options, SampleOptions
 from flowrl.core.registry import name_of
 from flowrl.core.types import Edges, Identity, Member, SampleId, Unit
 from flowrl.credit.advantages import Advantages, RuleConfig
@@ -33,8 +33,8 @@ from flowrl.diffusion.plan import StepPlan, solver_plan, window
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.solvers import SolverName
 from flowrl.diffusion.training_times import Times, draw
-from flowrl.losses.batches import GradientBatch, LossOutput, Microbatch, NoisedBatch, summed
-from flowrl.losses.reward_gradients import Route, levers
+from flowrl.losses.batches import GradientBatch, LossOutput, Microbatch, NoisedBatch
+from flowrl.losses.reward_gradients import Route, climbing, levers
 from flowrl.models.weights.roles import Weights
 from flowrl.rollout.learned_noise import NoiseWeights
 from flowrl.rollout.outputs import Outputs, evaluate, is_cfg, training_guidance
@@ -64,14 +64,6 @@ class Networks:
 def by_edge(transition: StepDistribution, batch: Microbatch) -> StepDistribution:
     """The distributions of the latents of a batch for each of its edges."""
     return transition if batch.alone else transition.at(batch.parent)
-
-
-class Lag(Protocol):
-    """The pace at which a role follows the policy."""
-
-    def decay(self, updates: int) -> float:
-        """d after so many optimizer steps of the run, in [0, 1]: 0 copies the policy, 1 leaves the role as it is."""
-        ...
 
 
 C = TypeVar("C", bound=Options)
@@ -357,18 +349,14 @@ class GradientMethod(Method[C]):
 
     Config: ClassVar[type[Options]] = GradientOptions
     nested: bool = False
-    """Whether the gradient goes through the network to earlier steps, by a product with its Jacobian at each."""
+    """Whether the gradient reaches earlier steps through the network, by products with its Jacobian."""
     predicts: bool = False
     """Whether rewards see the clean prediction at the end of the route, not the sample."""
     redrawn: int = 0
-    """Times that the sample is noised again to the end of the route, and climbs from its prediction there."""
+    """Times that a sample is noised again to the end of the route, and climbs from its prediction there."""
 
     def route(self, reach: int, iteration: int, seed: int) -> Route:
-        """The route of an iteration over the first `reach` steps, those that move the image; alike on every process.
-
-        Raises:
-            ValueError: there are too few steps.
-        """
+        """The route of an iteration over the first `reach` steps, those that move the image; ValueError: too few."""
         raise NotImplementedError
 
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
@@ -381,10 +369,7 @@ class GradientMethod(Method[C]):
         return plain_rewards(rewards, weights)
 
     def loss(self, batch: GradientBatch, networks: Networks) -> LossOutput:
-        """Minus the sum of <c, y>, whose gradient is that of the rewards."""
-        loss = -(batch.coefficient * batch.output).flatten(1).sum(dim=1)
-        size = batch.coefficient.flatten(1).norm(dim=1)
-        return replace(summed(loss, batch.metrics), per_step={"reward_gradient/coefficient": size})
+        return climbing(networks.policy.output(batch.latents, batch.step, batch.cond), batch)
 
 
 class NoiseMethod(Method[C]):

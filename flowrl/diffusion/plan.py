@@ -27,8 +27,6 @@ class StepPlan:
     schedule: Schedule
     noise_level: tuple[float, ...]
     train: tuple[int, ...]
-    keep: tuple[int, ...] = ()
-    """Further steps, with noise or without, whose latents and predictions are kept of every sample."""
     solver: tuple[SolverName, ...] = ()
     """Solver of each step that is not a transition; empty: `ode` everywhere. A stochastic one uses the noise level."""
     tree: Branching | None = None
@@ -37,6 +35,8 @@ class StepPlan:
     """s of a tree: siblings share a noise, and each adds s times its own; None: they share nothing."""
     inflation: float = 1.0
     """Factor on the std where a tree splits, in draw and density alike; other than 1 it changes the marginals."""
+    keep: tuple[int, ...] = ()
+    """Further steps, with noise or without, whose latents and predictions are kept of every sample."""
     _tables: dict[int, _Table] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What `steps` takes from, by the identity of the process."""
 

@@ -89,17 +89,24 @@ class NoisedBatch:
 class GradientBatch:
     """One training forward of a method on the gradient of rewards: a step of M samples."""
 
-    output: Tensor
-    """The network's output y at the step, [M, ...] float32, with its graph."""
+    latents: Tensor
+    """Latents at the step, [M, ...]."""
+    step: Step
+    """[M]."""
+    cond: Condition
+    """M rows."""
     coefficient: Tensor
-    """c: the rewards' gradient at the output, [M, ...]."""
-    steps: Tensor
-    """The step of each row, [M] int64, on the CPU."""
+    """c: the gradient of the rewards at the network's output there, [M, ...] float32."""
     metrics: Mapping[str, Tensor]
     """What the rewards said, name -> [M]."""
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return len(self.coefficient)
+
+    @property
+    def steps(self) -> Tensor:
+        """Index into the plan of each row, [M] int64, on the CPU."""
+        return self.step.on_cpu.index
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ Source: arXiv 2309.17400 (DRaFT), 2304.05977 (ReFL), 2405.00760 (DRTune).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from flowrl.core.tensors import floats
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import PredictionType, Process, euler_mean
 from flowrl.diffusion.schedules import Schedule
+from flowrl.losses.batches import GradientBatch, LossOutput, summed
 
 LEVER = 0.05
 """Least noise level of a step that is trained: below it the network moves the image by next to nothing."""
@@ -59,7 +60,7 @@ def links(plan: StepPlan, process: Process, kind: PredictionType, route: Route) 
 
     `kind` is what the network's output is.
     """
-    result = []
+    result: list[Link] = []
     for k in range(route.end, min(route.trained) - 1, -1):
         # Row 0 is x = 1 and y = 0, row 1 the other way round.
         x, y = torch.eye(2)[:, :, None].unbind()
@@ -94,3 +95,10 @@ def pulled_back(
             gradient = gradient + product(link.step, c)
         if link.step in trained:
             yield link.step, c
+
+
+def climbing(output: Tensor, batch: GradientBatch) -> LossOutput:
+    """Minus the sum of <c, y> for the network's output y [M, ...]: its gradient descends against the rewards'."""
+    c = batch.coefficient
+    loss = summed(-(c * output.float()).flatten(1).sum(dim=1), batch.metrics)
+    return replace(loss, per_step={"reward_gradient/coefficient": c.square().flatten(1).sum(dim=1).sqrt()})

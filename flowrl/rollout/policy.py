@@ -29,8 +29,12 @@ class Policy:
 
     def predict(self, x: Tensor, step: Step, cond: Condition) -> Prediction:
         """The network's prediction at x [B, ...]; the one forward of a step."""
-        raw = self.adapter.predict(x, step.timestep, cond, self.guidance_scale)
-        return self.adapter.process.predict(raw, x, step.sigma, self.adapter.prediction_type, step.alpha)
+        raw, kind = self.output(x, step, cond), self.adapter.prediction_type
+        return self.adapter.process.predict(raw, x, step.sigma, kind, step.alpha)
+
+    def output(self, x: Tensor, step: Step, cond: Condition) -> Tensor:
+        """The network's output itself, [B, ...]."""
+        return self.adapter.predict(x, step.timestep, cond, self.guidance_scale)
 
     def distribution(self, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         """The sampler's transition for that prediction."""

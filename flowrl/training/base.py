@@ -33,6 +33,7 @@ from flowrl.rollout.recorder import Recording
 from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler, step_std
 from flowrl.scoring.gradient import RewardGradient
+from flowrl.scoring.scorer import Scorer
 from flowrl.training.metrics import Sums
 from flowrl.training.microbatches import update_chunks
 from flowrl.training.options import WEIGHT_DECAY, OptimConfig
@@ -271,6 +272,10 @@ class Training(Generic[M]):
 
     def begin(self, weights: Weights, texts: Texts, train: Sequence[Prompt], seed: int) -> None:
         """Give the weights what depends on the texts of the training prompts."""
+
+    def climb(self, scorer: Scorer, adapter: ModelAdapter) -> RewardGradient | None:
+        """The gradient of the rewards, for a method that climbs it."""
+        return None
 
     def recording(self, sampler: Sampler) -> Recording:
         """The data that the rollout keeps of its trained steps."""

@@ -7,7 +7,6 @@ network is evaluated. Then a step at a time: memory does not grow with the numbe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,11 +15,14 @@ from flowrl.algorithms.base import GradientMethod
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.rng import normal
 from flowrl.core.tensors import sent
-from flowrl.core.types import Condition
+from flowrl.core.types import Condition, Step
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import expand
 from flowrl.losses.batches import GradientBatch
 from flowrl.losses.reward_gradients import Link, levers, links, pulled_back
+from flowrl.models.base import ModelAdapter
+from flowrl.scoring.gradient import RewardGradient
+from flowrl.scoring.scorer import Scorer
 from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
 from flowrl.training.microbatches import with_lengths
 
@@ -37,16 +39,10 @@ class GradientTraining(Training[GradientMethod]):
         refused = {
             "rollout.shared_noise=true": (rollout.shared_noise, "equal noise gives equal samples", False),
             f"rollout.sampler={rollout.sampler}": (rollout.sampler, "its rollout is deterministic", None),
-            "model.dtype=float16": (model.dtype == "float16", "a reward's gradient is too small for it", "bfloat16"),
             "model.memory.group_offload": (
                 "vae" in model.memory.group_offload,
                 "the decoder's weights leave the device before its backward pass",
                 [part for part in model.memory.group_offload if part != "vae"],
-            ),
-            f"model.compile={model.compile}": (
-                self.method.nested and model.compile,
-                "its gradient goes through a compiled block twice",
-                None,
             ),
         }
         for option, (given, why, instead) in refused.items():
@@ -60,6 +56,10 @@ class GradientTraining(Training[GradientMethod]):
         redrawn = self.method.redrawn
         rows = len(self.method.route(levers(plan.schedule), 1, setting.seed).trained)
         return Demand(rows=rows + 2 * redrawn, share=1.0, latents=2 * len(plan.keep))
+
+    def climb(self, scorer: Scorer, adapter: ModelAdapter) -> RewardGradient:
+        options = self.method.config
+        return RewardGradient(scorer, adapter, options.decoded_at_once, options.hinge)
 
     def work(self, context: UpdateContext, iteration: Iteration) -> Work:
         return GradientBatches(context, iteration)
@@ -135,22 +135,18 @@ class GradientBatches(Work):
         cond: Condition,
     ) -> Iterator[GradientBatch]:
         """The forwards of the trained steps, at the latents `places`."""
-        known: dict[int, Tensor] = {}
+        policy, count = self.context.networks.policy, len(gradient)
+
+        def at(k: int) -> Step:
+            return self.plan.steps(torch.full((count,), k), self.adapter.process, gradient.device)
 
         def product(k: int, c: Tensor) -> Tensor:
-            x = places[k].requires_grad_()
-            known[k] = self._output(k, x, cond)
-            return torch.autograd.grad(known[k], x, c, retain_graph=True)[0]
+            x, size = places[k].clone().requires_grad_(), c.abs().amax().clamp(min=1e-30)
+            # What is small would vanish in half precision.
+            return size * torch.autograd.grad(policy.output(x, at(k), cond).float(), x, c / size)[0]
 
-        walk = partial(pulled_back, gradient, links, self.route.trained)
-        for k, c in walk(product if self.method.nested else None):
-            output = known.pop(k) if k in known else self._output(k, places[k], cond)
-            yield GradientBatch(output, c.detach(), torch.full((len(c),), k), metrics)
-
-    def _output(self, k: int, x: Tensor, cond: Condition) -> Tensor:
-        step = self.plan.steps(torch.full((len(x),), k), self.adapter.process, x.device)
-        policy = self.context.networks.policy
-        return policy.adapter.predict(x, step.timestep, cond, policy.guidance_scale).float()
+        for k, c in pulled_back(gradient, links, self.route.trained, product if self.method.nested else None):
+            yield GradientBatch(places[k], at(k), cond, c, metrics)
 
     @torch.no_grad()
     def _redrawn(self, rows: Tensor, draw: int, cond: Condition) -> tuple[Tensor, Tensor]:

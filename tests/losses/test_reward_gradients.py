@@ -120,8 +120,7 @@ def test_a_doubled_jacobian_leaves_methods_without_a_product_unchanged(name):
     if name == "DRaFT-1":
         wide, nested = ROUTES["DRaFT-3"]
         others = [
-            summed(network, *setting(False, wide)[:2], start, wide, nested=True)[0]
-            for network.steepness in (1.0, 2.0)
+            summed(network, *setting(False, wide)[:2], start, wide, nested=True)[0] for network.steepness in (1.0, 2.0)
         ]
         assert not torch.allclose(*others)
 

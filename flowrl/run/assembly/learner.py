@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flowrl.algorithms._options import GradientOptions
 from flowrl.algorithms.base import Method, Networks
 from flowrl.config.checks import check_model, check_trained
 from flowrl.config.resolved import Resolved
 from flowrl.core.errors import ConfigError, Diverged, Remedy
 from flowrl.display.console import log
 from flowrl.models.weights.roles import Weights
-from flowrl.scoring.gradient import RewardGradient
 from flowrl.scoring.scorer import Scorer
 from flowrl.training import optimizers
 from flowrl.training.base import Training, UpdateContext
@@ -78,10 +76,7 @@ def require_whole_groups(method: Method, prompts: int, world: World) -> None:
 def _learner(
     resolved: Resolved, kind: Training, sampling: Sampling, weights: Weights, scorer: Scorer | None
 ) -> Learner:
-    config, options, climb = resolved.run, kind.method.config, None
-    if isinstance(options, GradientOptions):
-        assert scorer is not None
-        climb = RewardGradient(scorer, sampling.adapter, options.decoded_at_once, options.hinge)
+    config = resolved.run
     updates = config.iterations * config.optim.updates_per_iteration * kind.method.passes
     # No gradient goes through a frozen network.
     scaled = resolved.model.config.dtype == "float16" and not kind.frozen
@@ -95,7 +90,7 @@ def _learner(
         counter=sampling.counter,
         schedule=sampling.schedule,
         sharded=sampling.sharded,
-        climb=climb,
+        climb=None if scorer is None else kind.climb(scorer, sampling.adapter),
         lookup=sampling.texts.of_identities,
     )
     optimizer = Optimizer(weights, config.optim, updates, loss_scaling=scaled, world=sampling.world)
