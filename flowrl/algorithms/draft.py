@@ -67,9 +67,8 @@ class Draft(GradientMethod[Config]):
 
     def route(self, reach: int, iteration: int, seed: int) -> Route:
         if self.config.steps > reach:
-            raise OptionError(
-                f"steps={self.config.steps}: {reach} steps of the grid begin at sigma 0.05 or more",
-                remedies=[Remedy({"steps": 1})],
+            raise ValueError(
+                f"steps={self.config.steps}: {reach} steps of the grid begin at sigma 0.05 or more; give that or less"
             )
         steps = self._steps(reach, iteration, seed)
         return Route(reach - 1, tuple(range(reach - 1, reach - 1 - steps, -1)))

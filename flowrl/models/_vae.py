@@ -38,9 +38,11 @@ def set_up_vae(pipeline: Any, config: ModelConfig) -> None:
         ModelError: it lacks the switch, is a VAE for videos, or overflows in the configured type.
     """
     vae, memory = pipeline.components.get("vae"), config.memory
-    switches = {"vae_slicing": "enable_slicing", "vae_tiling": "enable_tiling"}
-    for option, switch in (switches | {"vae_checkpointing": "enable_gradient_checkpointing"}).items():
-        wanted = vars(memory)[option]
+    for option, wanted, switch in (
+        ("vae_slicing", memory.vae_slicing, "enable_slicing"),
+        ("vae_tiling", memory.vae_tiling, "enable_tiling"),
+        ("vae_checkpointing", memory.vae_checkpointing, "enable_gradient_checkpointing"),
+    ):
         if wanted:
             try:
                 getattr(vae, switch)()

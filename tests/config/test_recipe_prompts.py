@@ -31,8 +31,9 @@ def test_training_and_held_out_prompts_are_apart(name):
     assert not set(train) & set(held_out)
     if model == "sd3":
         assert (len(set(train)), len(set(held_out))) == (384, 96)
-        # The lists of a reward are those of Flow-GRPO's recipe for it.
-        assert data == recipe(f"sd3/flow_grpo-{name.rpartition('-')[2]}").run.data
+        # The lists of a reward are those of Flow-GRPO's recipe for it, and preferences share theirs.
+        reward = name.rpartition("-")[2].replace("hpsv2", "pickscore")
+        assert data == recipe(f"sd3/flow_grpo-{reward}").run.data
 
 
 @pytest.mark.parametrize("part", ["train", "heldout"])

@@ -76,7 +76,7 @@ def test_a_recipe_says_how_it_is_run_and_what_departs(name):
         assert re.search(r"depart", text[text.index("\nname: ") :], re.IGNORECASE), "none at a value"
     assert "not run here" in said.lower()
     keys = re.findall(r"([A-Za-z_]+):", yaml.safe_dump(yaml.safe_load(text)))
-    assert not {key for key in keys if re.search("gpu|process|world|device|nproc", key)}
+    assert not {key for key in keys if re.search("gpu|(?<!pre)process|world|device|nproc", key)}
     assert f"torchrun --nproc-per-node gpu -m flowrl train configs/{name}.yaml" in text
     assert f"flowrl plan configs/{name}.yaml" in text
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowrl.algorithms import base, flow_grpo
-from flowrl.algorithms.base import EdgeMethod, NoiseMethod, SampleMethod
+from flowrl.algorithms.base import EdgeMethod, GradientMethod, NoiseMethod, SampleMethod
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.contracts.methods import require_plan
 from flowrl.core import registry
@@ -35,7 +35,7 @@ from tests.toys import (
 )
 
 NAMES = registry.names("algorithms")
-EDGES, SAMPLES, NOISE = (algorithms(base) for base in (EdgeMethod, SampleMethod, NoiseMethod))
+EDGES, SAMPLES, NOISE, GRADIENT = map(algorithms, (EdgeMethod, SampleMethod, NoiseMethod, GradientMethod))
 SPREAD = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])  # rewards [R, P, G]
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GIVEN = {
@@ -70,7 +70,7 @@ def test_there_are_algorithms_and_helpers_are_none():
     assert "flow_grpo" in EDGES
     assert "awm" in SAMPLES
     assert "find" in NOISE
-    assert sorted(EDGES + SAMPLES + NOISE) == sorted(NAMES)
+    assert sorted(EDGES + SAMPLES + NOISE + GRADIENT) == sorted(NAMES)
     assert not [name for name in NAMES if name.startswith("_")]
 
 
@@ -123,7 +123,7 @@ def test_the_plan_is_valid_on_any_grid_repeatable_and_trains_no_last_step(name, 
         assert float(plan.schedule.sigmas[-1]) == 0
 
 
-@pytest.mark.parametrize("name", SAMPLES + NOISE)
+@pytest.mark.parametrize("name", SAMPLES + NOISE + GRADIENT)
 @pytest.mark.parametrize("grid", [flow_schedule(10), flow_schedule(25, 5.0), vp_schedule(10)], ids=["10", "25", "vp"])
 def test_a_plan_without_edges_is_repeatable_trains_nothing_and_walks_any_grid(name, grid):
     sampler, algorithm = flow_sde.build(flow_sde.Config()), build(name)

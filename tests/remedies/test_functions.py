@@ -68,7 +68,7 @@ def vae(remedy: Remedy, option: str) -> None:
     from flowrl.models._vae import set_up_vae
 
     key = f"model.memory.{option}"
-    memory = dict.fromkeys(("vae_slicing", "vae_tiling", "vae_channels_last"), False) | {option: get(remedy, key, True)}
+    memory = dict.fromkeys(("vae_slicing", "vae_tiling", "vae_checkpointing", "vae_channels_last"), False) | {option: get(remedy, key, True)}
     pipeline = stand_in(components={"vae": nn.Linear(2, 2)})
     set_up_vae(pipeline, stand_in(memory=stand_in(**memory), vae_precision=None))
 
@@ -76,7 +76,7 @@ def vae(remedy: Remedy, option: str) -> None:
 def overflow(remedy: Remedy) -> None:
     from flowrl.models._vae import set_up_vae
 
-    memory = stand_in(vae_slicing=False, vae_tiling=False, vae_channels_last=False)
+    memory = stand_in(vae_slicing=False, vae_tiling=False, vae_checkpointing=False, vae_channels_last=False)
     part = stand_in(config={"force_upcast": True})
     pipeline = stand_in(components={"vae": part}, upcast_vae=None)
     set_up_vae(pipeline, stand_in(memory=memory, vae_precision=get(remedy, "model.vae_precision", "float16")))
