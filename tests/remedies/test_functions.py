@@ -68,7 +68,8 @@ def vae(remedy: Remedy, option: str) -> None:
     from flowrl.models._vae import set_up_vae
 
     key = f"model.memory.{option}"
-    memory = dict.fromkeys(("vae_slicing", "vae_tiling", "vae_checkpointing", "vae_channels_last"), False) | {option: get(remedy, key, True)}
+    names = ("vae_slicing", "vae_tiling", "vae_checkpointing", "vae_channels_last")
+    memory = dict.fromkeys(names, False) | {option: get(remedy, key, True)}
     pipeline = stand_in(components={"vae": nn.Linear(2, 2)})
     set_up_vae(pipeline, stand_in(memory=stand_in(**memory), vae_precision=None))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ class Painted(ToyAdapter):
         return latents.clamp(0, 1)
 
 
-def colour(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+def colour(images: Any, prompts: Any, metadata: Any) -> Tensor:
     """NaN for the prompt "lost"."""
     values = (images.mean(dim=(2, 3)) * COLOURS).sum(dim=1)
     return torch.where(torch.tensor([text == "lost" for text in prompts]), torch.nan, values)
@@ -194,19 +195,19 @@ def test_a_failed_row_has_no_gradient_and_leaves_the_others_theirs():
 def test_the_hinge_and_the_clip_of_an_entry_end_the_gradient_of_their_rows():
     x0 = torch.full((2, 3, 2, 2), 0.5)
     x0[1, 1] = 0.0  # the second is worth 0.75, the first -0.25
-    for options in ({"hinge": 0.5}, {"clip": (-9.0, 0.5)}):
-        found = climb(service(**options), x0, ["a", "b"])
+    for bounded in (service(hinge=0.5), service(clip=(-9.0, 0.5))):
+        found = climb(bounded, x0, ["a", "b"])
         assert found.gradient.flatten(1).any(dim=1).tolist() == [True, False]
 
 
 def test_a_gate_is_scored_without_a_gradient_and_a_reward_that_is_only_looked_at_not_at_all():
     calls = []
 
-    def judged(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+    def judged(images: Any, prompts: Any, metadata: Any) -> Tensor:
         calls.append(images.requires_grad)
         return torch.tensor([float(text == "b") for text in prompts])
 
-    def never(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+    def never(images: Any, prompts: Any, metadata: Any) -> Tensor:
         raise AssertionError("weight 0")
 
     first = Reward(colour, Card(outputs=("colour",), differentiable=True))
