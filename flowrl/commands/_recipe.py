@@ -112,7 +112,8 @@ class Draft:
         def score(one: str) -> tuple[bool | int, ...]:
             tree = every[one]
             alike = _tiny(tree) == tiny, (tree["model"].get("name") in CHOICES["noise"]) == noise
-            return *alike, tree["algorithm"]["name"] == method, one in own, shared[one], -len(one)
+            name = tree["algorithm"]["name"]
+            return *alike, name == method, one in own, name == CHOICES["methods"]["nothing"][0], shared[one], -len(one)
 
         base = max(every, key=score)
         tree, self.why["optim"] = (

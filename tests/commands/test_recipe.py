@@ -100,7 +100,8 @@ def test_savings_are_taken_until_it_fits_and_each_has_its_reason(measured, tmp_p
 
 
 def test_hours_give_the_iterations_where_there_is_a_measurement(measured, tmp_path):
-    one = Draft("mine", Known(SD3, ["jpeg"], memory=80, hours=6), tmp_path)
+    one = Draft("mine", Known(SD3, ["pickscore"], memory=80, hours=6), tmp_path)
+    assert (tree(one)["algorithm"], one.why["optim"]) == ({"name": "awm"}, "as sd3/flow_grpo-pickscore")
     took = hours.seconds("NVIDIA H100 80GB HBM3", one.resolved, one.adapter, one.result, one.own)
     assert 0.7 * 6 * 3600 < tree(one)["iterations"] * (took[0] + took[1]) <= 0.75 * 6 * 3600
     assert "hours for" in one.why["iterations"]
