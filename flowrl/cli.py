@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from flowrl.commands._arguments import with_texts
 from flowrl.core.registry import suggest
 from flowrl.core.startup import own_process
 from flowrl.core.subprocesses import watch_launcher
@@ -160,7 +161,7 @@ def _register() -> None:
     for name in COMMANDS:
         module = importlib.import_module(f"flowrl.commands.{name.replace('-', '_')}")
         epilog = f"Page: {PAGES[name]}. Every word in full: {REFERENCE}"
-        app.command(name=name, cls=Command, epilog=epilog)(module.command)
+        app.command(name=name, cls=Command, epilog=epilog)(with_texts(module.command, name))
 
 
 def _fail(text: str, code: int, *, of_one_process: bool = False) -> NoReturn:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+from flowrl.core.assets import table
 
 if TYPE_CHECKING:
     from flowrl.display.display import Display
@@ -56,55 +60,29 @@ def in_full(text: str) -> str:
     return f"{text} {_MORE.get(text, '')}".rstrip()
 
 
-Config = Annotated[
-    str,
-    argument(
-        "CONFIG",
-        "Configuration: a YAML file, a run folder, or the name of a recipe.",
-        "Recipes: flowrl list recipes. Relative paths in a file start from its folder.",
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    argument(
-        "KEY=VALUE",
-        "Options that replace those of CONFIG, such as rewards.0.weight=2.",
-        "Another one: optim.learning_rate=1e-4. Values are YAML; relative paths start from the working directory.",
-    ),
-]
-PROCESSES = (
-    "Number of processes on this machine.",
-    "They share the samples of an iteration. More of them than GPUs need the backend gloo.",
-)
-LORA = (
-    "LoRA file or folder to add to MODEL: FILE or FILE:SCALE.",
-    "May be given again. In diffusers' layout, or one that diffusers or flowrl converts, such as kohya's.",
-)
-Processes = Annotated[int, option(*PROCESSES, least=1)]
-Loras = Annotated[list[str] | None, option(*LORA, name="--lora")]
-Base = Annotated[
-    bool, option("The model that a run began with.", "Without it a run folder means its tuned weights.", name="--base")
-]
-Parts = Annotated[
-    str | None,
-    option(
-        "Pipeline of the same family as a single .safetensors file.",
-        "A folder or hub id. It has the tokenizers and what else the file lacks. Default: the hub's, where diffusers "
-        "knows the family.",
-        name="--config",
-    ),
-]
-Quiet = Annotated[
-    bool, option("Warnings, errors and the result alone on the screen.", "train.log has everything.", name="--quiet")
-]
-AsJson = Annotated[
-    bool,
-    option(
-        "One JSON object a line on the output stream.",
-        "Nothing else is there (docs/watching.md). Errors are on the error stream too.",
-        name="--json",
-    ),
-]
+def with_texts(command: Callable[..., None], name: str) -> Callable[..., None]:
+    """A command with the texts of its parameters in options.yaml; one that is not there has them in its annotations.
+
+    Raises:
+        ValueError: a parameter without a text, or a text without a parameter.
+    """
+    texts = _texts().get(name)
+    if texts is not None:
+        hints = {one: hint for one, hint in get_type_hints(command).items() if one != "return"}
+        if hints.keys() != texts.keys():
+            raise ValueError(f"options.yaml: {name}: {', '.join(hints.keys() ^ texts.keys())}: text or parameter lacks")
+        command.__annotations__ = {one: Annotated[hint, _told(**texts[one])] for one, hint in hints.items()}
+    return command
+
+
+@functools.cache
+def _texts() -> dict[str, dict[str, dict[str, Any]]]:
+    """Command -> parameter -> the arguments of `_told`."""
+    return table(Path(__file__).with_name("options.yaml"))
+
+
+def _told(what: str, more: str = "", argument: str = "", **of_option: Any) -> Any:
+    return typer.Argument(metavar=argument, help=_noted(what, more)) if argument else option(what, more, **of_option)
 
 
 @contextmanager

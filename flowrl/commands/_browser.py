@@ -1,29 +1,6 @@
-"""What the commands with a page of their own share: its port, and how it gets before the user's eyes."""
+"""What the commands with a page of their own share: how it gets before the user's eyes."""
 
 from __future__ import annotations
-
-from typing import Annotated
-
-import typer
-
-from flowrl.commands._arguments import option
-
-Port = Annotated[
-    int | None,
-    option(
-        "TCP port.",
-        "0 takes any free one. Default: 8420, or one of the next where that is in use.",
-        least=0,
-        most=65535,
-    ),
-]
-Open = Annotated[
-    bool | None,
-    typer.Option(
-        "--open/--no-open",
-        help="Open the page in a browser.\n\nDefault: where there is a display. Else its address is printed.",
-    ),
-]
 
 
 def show(address: str, open_page: bool | None) -> None:

@@ -4,33 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
-
-from flowrl.commands._arguments import argument, option
-
-Run = Annotated[Path, argument("RUN", "Folder of a run that is under way.")]
-WordOf = Annotated[
-    str,
-    argument(
-        "WORD",
-        "save, sample, evaluate or stop.",
-        "save: a checkpoint and the adapter, which are kept; sample: images of eval.preview_prompts or --prompt; "
-        "evaluate: an evaluation, in the curves of the report; stop: the end of the run, saved as after Ctrl-C.",
-    ),
-]
-Prompts = Annotated[
-    list[str] | None,
-    option("Prompt to sample instead of eval.preview_prompts.", "May be given again.", name="--prompt"),
-]
-Steps = Annotated[int | None, option("Denoising steps of sample.", "Default: those of evaluations.", least=1)]
-Guidance = Annotated[float | None, option("Guidance scale of sample.", "Default: that of evaluations.")]
-Seed = Annotated[
-    int | None, option("Seed of the noise of sample.", "Default: 0, the noise of the preview prompts in the report.")
-]
-NoWait = Annotated[
-    bool,
-    option("Return at once.", "The answer will be in RUN/asked; without it the command waits.", name="--no-wait"),
-]
+from typing import Any
 
 _DOES = {
     **{"save": "the run saves", "sample": "the run draws the images"},
@@ -41,13 +15,13 @@ _LOOK_S, _SAY_S = 0.2, 1.0
 
 
 def command(
-    run: Run,
-    word: WordOf,
-    prompt: Prompts = None,
-    steps: Steps = None,
-    guidance: Guidance = None,
-    seed: Seed = None,
-    no_wait: NoWait = False,
+    run: Path,
+    word: str,
+    prompt: list[str] | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    seed: int | None = None,
+    no_wait: bool = False,
 ) -> None:
     """Ask a run to save, sample, evaluate or stop. Its training does not change by a bit.
 

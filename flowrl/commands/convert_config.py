@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from flowrl.commands._arguments import argument, option
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flowrl.apps.migration.engine import Draft
 
-File = Annotated[
-    str,
-    argument("FILE", "Configuration of the other tool, read and never executed.", "flow_grpo: FILE.py:NAME."),
-]
-From = Annotated[
-    str | None, option("Tool that wrote FILE (docs/migration.md).", "Default: by the file's ending.", name="--from")
-]
-Gpus = Annotated[
-    int | None,
-    option("Number of GPUs of the converted run, where FILE does not state it.", "Sizes per GPU need it.", least=1),
-]
-Out = Annotated[
-    Path | None,
-    option(
-        "File of the recipe, which must not exist.",
-        "Its relative paths start there. Default: the output stream, with paths relative to the working directory.",
-    ),
-]
-Strict = Annotated[
-    bool, option("Write nothing if a key without a counterpart changes results.", "Exit code 2.", name="--strict")
-]
 
-
-def command(file: File, tool: From = None, gpus: Gpus = None, out: Out = None, strict: Strict = False) -> None:
+def command(
+    file: str, tool: str | None = None, gpus: int | None = None, out: Path | None = None, strict: bool = False
+) -> None:
     """Make a recipe of another tool's file. Keys without a counterpart go to the error stream."""
     import sys
 

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from flowrl.commands._arguments import argument, option
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flowrl.apps.diagnosis import Diagnosis
 
-Folder = Annotated[Path, argument("RUN", "Run folder, finished or not.", "No model is loaded.")]
-Json = Annotated[
-    bool, option("Print one JSON object.", "Its keys: run, findings, looked_at, not_looked_at.", name="--json")
-]
 
-
-def command(run: Folder, as_json: Json = False) -> None:
+def command(run: Path, as_json: bool = False) -> None:
     """Explain what keeps a run from learning. In plain words, the likeliest cause first."""
     from flowrl.apps.diagnosis import diagnose
     from flowrl.apps.gallery.runs import load_run

@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
-
-from flowrl.commands._arguments import Overrides, argument, option
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flowrl.config.resolved import Resolved
     from flowrl.scoring.entries import RewardPlan
 
 
-Tried = Annotated[str | None, argument("CONFIG", "Configuration whose rewards and model are tried. Default: neither.")]
-Model = Annotated[
-    str | None,
-    option("Pipeline to test with the generic adapter, in place of CONFIG.", "KEY=VALUE are then options of `model`."),
-]
-Check = Annotated[
-    str | None,
-    option(
-        "Sampler, method, reward or suite whose laws are tested: its name or .py file, in place of CONFIG.",
-        "KEY=VALUE are then its own options, of a suite prompts=PATH.",
-    ),
-]
-Guidance = Annotated[float, option("Guidance scale of the comparisons with --model.")]
-
-
 def command(
-    config: Tried = None,
-    overrides: Overrides = None,
-    model: Model = None,
-    check: Check = None,
-    guidance: Guidance = 4.0,
+    config: str | None = None,
+    overrides: list[str] | None = None,
+    model: str | None = None,
+    check: str | None = None,
+    guidance: float = 4.0,
 ) -> None:
     """Test this machine, a model or a component. It prints versions, devices, the process group.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from flowrl.commands._arguments import LORA, PROCESSES, AsJson, Overrides, Quiet, argument, option, showing
+from flowrl.commands._arguments import showing
 
 if TYPE_CHECKING:
     from flowrl.evaluation.results import Evaluation
@@ -17,180 +17,34 @@ SUITE = "With --suite"
 BATCH = 4
 """Images sampled at once where nothing is said."""
 
-Target = Annotated[
-    str,
-    argument(
-        "CONFIG",
-        "Configuration, run folder or recipe; with --suite any model.",
-        "Recipes: flowrl list recipes. A model is a run folder, model folder, hub id, single .safetensors or embedded "
-        "asset (tiny-sd3).",
-    ),
-]
-Accept = Annotated[
-    bool,
-    option(
-        "Permission to evaluate although files of the run have changed.",
-        "The new contents are used. Without it the evaluation is refused (docs/files.md).",
-        name="--accept-changes",
-    ),
-]
-Out = Annotated[
-    Path | None,
-    option(
-        "Folder for scores and images.",
-        "With --suite the same command goes on there. Default: RUN/eval-extra (RUN/suites/NAME) for a run folder, else "
-        "eval/NAME.",
-    ),
-]
-SuiteName = Annotated[
-    str | None,
-    option("Benchmark in place of the run's own evaluation (flowrl list suites).", name="--suite"),
-]
-Rival = Annotated[
-    str | None,
-    option(
-        "Model to compare with, on the same prompts and noise.",
-        "The run folder itself, or with --lora the same model, means what it was before training.",
-        name="--base",
-        group=SUITE,
-    ),
-]
-Loras = Annotated[list[str] | None, option(*LORA, name="--lora", group=SUITE)]
-Processes = Annotated[int, option(*PROCESSES, least=1, group=SUITE)]
-PromptFile = Annotated[
-    Path | None,
-    option(
-        "File or folder of the suite's prompts.",
-        "For those that do not come with flowrl.",
-        name="--prompts",
-        group=SUITE,
-    ),
-]
-Judges = Annotated[
-    list[str] | None,
-    option(
-        "Reward that judges: name, dotted path or .py file.",
-        "May be given again. Default: the suite's own.",
-        name="--judge",
-        group=SUITE,
-    ),
-]
-JudgeSettings = Annotated[
-    list[str] | None,
-    option(
-        "Option of a judge, NAME.key=value, such as geneval.detector=PATH.",
-        "May be given again.",
-        name="--judge-set",
-        group=SUITE,
-    ),
-]
-Samples = Annotated[
-    int | None, option("Images of each prompt.", "Default: the suite's.", least=1, name="--samples", group=SUITE)
-]
-Steps = Annotated[
-    int | None,
-    option("Denoising steps of an image.", "Default: the run's; for a model its pipeline's.", least=1, group=SUITE),
-]
-Guidance = Annotated[
-    float | None,
-    option("Guidance scale, in the pipeline's units.", "Default as for --steps.", group=SUITE),
-]
-Settings = Annotated[
-    list[str] | None,
-    option("Argument of the pipeline, key=value.", "May be given again.", name="--set", group=SUITE),
-]
-Limit = Annotated[
-    int | None,
-    option(
-        "Only so many prompts, spread over the suite.",
-        "For a quick look. A larger number, given later, keeps what is there.",
-        least=1,
-        group=SUITE,
-    ),
-]
-Seed = Annotated[
-    int,
-    option(
-        "Base seed of the initial noise.",
-        "The noise depends on it, on the prompt and the image's number.",
-        group=SUITE,
-    ),
-]
-BatchSize = Annotated[int, option("Images sampled at once.", least=1, name="--batch-size", group=SUITE)]
-Export = Annotated[
-    Path | None,
-    option(
-        "New folder for images as the official evaluator reads them.",
-        "Nothing is judged then, unless --judge is given too.",
-        name="--export",
-        group=SUITE,
-    ),
-]
-Results = Annotated[
-    list[Path] | None,
-    option(
-        "The official evaluator's results on an exported folder.",
-        "With --base give a second one, of the base.",
-        name="--results",
-        group=SUITE,
-    ),
-]
-Rejudge = Annotated[
-    bool,
-    option("Judge saved images anew, by another judge.", "The old lines are set aside.", name="--rejudge", group=SUITE),
-]
-Compat = Annotated[
-    bool,
-    option("The official code's table with its slips.", "Where it has some (dpg).", name="--compat", group=SUITE),
-]
-PairJudge = Annotated[
-    str | None,
-    option(
-        "Reward that compares the images of the model and of --base.",
-        "It sees each pair in both orders, and adds a win rate and the judge's position bias. Such a reward is "
-        "vlm_judge. It needs --base.",
-        name="--pair-judge",
-        group=SUITE,
-    ),
-]
-PairSettings = Annotated[
-    list[str] | None,
-    option(
-        "Option of that judge, key=value, such as http.model=NAME.",
-        "May be given again.",
-        name="--pair-set",
-        group=SUITE,
-    ),
-]
-
 
 def command(
-    target: Target,
-    overrides: Overrides = None,
-    accept: Accept = False,
-    out: Out = None,
-    suite: SuiteName = None,
-    base: Rival = None,
-    lora: Loras = None,
-    prompts: PromptFile = None,
-    judge: Judges = None,
-    judge_set: JudgeSettings = None,
-    samples: Samples = None,
-    steps: Steps = None,
-    guidance: Guidance = None,
-    settings: Settings = None,
-    limit: Limit = None,
-    seed: Seed = 0,
-    batch_size: BatchSize = BATCH,
-    processes: Processes = 1,
-    export: Export = None,
-    results: Results = None,
-    rejudge: Rejudge = False,
-    compat: Compat = False,
-    pair_judge: PairJudge = None,
-    pair_set: PairSettings = None,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    target: str,
+    overrides: list[str] | None = None,
+    accept: bool = False,
+    out: Path | None = None,
+    suite: str | None = None,
+    base: str | None = None,
+    lora: list[str] | None = None,
+    prompts: Path | None = None,
+    judge: list[str] | None = None,
+    judge_set: list[str] | None = None,
+    samples: int | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
+    settings: list[str] | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    batch_size: int = BATCH,
+    processes: int = 1,
+    export: Path | None = None,
+    results: list[Path] | None = None,
+    rejudge: bool = False,
+    compat: bool = False,
+    pair_judge: str | None = None,
+    pair_set: list[str] | None = None,
+    quiet: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Evaluate a run, or any model on a benchmark. The latter with --suite; seeds are fixed.
 

@@ -5,48 +5,18 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from flowrl.commands._arguments import argument, option
-
-Run = Annotated[Path, argument("RUN", "Run folder, such as runs/quickstart.")]
-Out = Annotated[
-    Path | None,
-    option("Folder for the result, new or empty.", "Default with --push: RUN/export-FORMAT."),
-]
-Format = Annotated[
-    Literal["diffusers", "kohya", "comfyui", "merged"],
-    option(
-        "Format of the weights.",
-        "diffusers: a LoRA for diffusers. kohya, comfyui: a LoRA by original names. merged: a whole pipeline.",
-        name="--format",
-    ),
-]
-Push = Annotated[
-    str | None,
-    option(
-        "Repository OWNER/NAME on the Hugging Face hub to upload to.",
-        "Without it nothing is ever sent. It needs a token: hf auth login, or HF_TOKEN.",
-    ),
-]
-Private = Annotated[bool, option("A private repository.", "Without it a new repository is public.", name="--private")]
-DryRun = Annotated[
-    bool,
-    option(
-        "With --push: print what would be uploaded.",
-        "With sizes and the model card; no connection is made. The result is kept with --out alone.",
-        name="--dry-run",
-    ),
-]
+Format = Literal["diffusers", "kohya", "comfyui", "merged"]
 
 
 def command(
-    run: Run,
-    out: Out = None,
+    run: Path,
+    out: Path | None = None,
     layout: Format = "diffusers",
-    push: Push = None,
-    private: Private = False,
-    dry_run: DryRun = False,
+    push: str | None = None,
+    private: bool = False,
+    dry_run: bool = False,
 ) -> None:
     """Export a run's weights with a model card. It prints the file or folder to load.
 

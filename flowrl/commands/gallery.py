@@ -3,27 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-from flowrl.commands._arguments import argument, option
-
-Runs = Annotated[list[Path], argument("RUN", "Run folders, finished or not.")]
-Accept = Annotated[
-    bool,
-    option(
-        "Permission to compare runs that had different contents of a file.",
-        "A file of rewards, prompts or pairs. They are shown side by side without a common chart. Without it they "
-        "are refused.",
-        name="--accept-changes",
-    ),
-]
-Out = Annotated[
-    Path | None,
-    option("Folder of index.html.", "Default: RUN/gallery; for several runs gallery-A-B next to the first."),
-]
 
 
-def command(runs: Runs, accept: Accept = False, out: Out = None) -> None:
+def command(runs: list[Path], accept: bool = False, out: Path | None = None) -> None:
     """Build the HTML report of one or more runs. Several stand side by side. It opens from disk."""
     from flowrl.apps.gallery import build
     from flowrl.apps.gallery.places import PAGE

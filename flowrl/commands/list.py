@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, NoReturn
-
-from flowrl.commands._arguments import argument, option
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,21 +12,9 @@ if TYPE_CHECKING:
 
 
 KINDS = ("models", "samplers", "algorithms", "rewards", "credits", "suites", "recipes")
-Kind = Annotated[
-    str, argument("KIND", "models, samplers, algorithms, rewards, credits (advantage rules), suites or recipes.")
-]
-Name = Annotated[
-    str | None,
-    argument(
-        "NAME",
-        "Component whose options are shown, with defaults and meaning.",
-        "A reward also by dotted path or .py file. Default: a list of all.",
-    ),
-]
-Json = Annotated[bool, option("One JSON value on the output stream.", "For programs.", name="--json")]
 
 
-def command(kind: Kind, name: Name = None, as_json: Json = False) -> None:
+def command(kind: str, name: str | None = None, as_json: bool = False) -> None:
     """List components, their options, and recipes. Downloads nothing."""
     import json
     import shlex

@@ -4,39 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from flowrl.commands._arguments import argument, option
-
-Kind = Annotated[
-    Literal["reward", "method", "sampler", "suite", "config"],
-    argument("KIND", "reward, method, sampler, suite or config."),
-]
-Name = Annotated[str, argument("NAME", "Name of the file without its ending: letters, digits and _.")]
-Short = Annotated[bool, option("A reward as one function, without options, range and comments.")]
-Folder = Annotated[Path, option("Folder of the file; made if it is missing.", name="--path")]
-
+Kind = Literal["reward", "method", "sampler", "suite", "config"]
 STARTING = Path(__file__).parent / "starting"
-GROUP = "With config"
-Model = Annotated[str | None, option("The model, a hub id or a folder.", group=GROUP)]
-Reward = Annotated[list[str] | None, option("A reward's name, or a .py file.", "May be given again.", group=GROUP)]
-PromptFile = Annotated[str | None, option("Your prompts.", "As data.prompts. Default: the package's.", group=GROUP)]
-Pairs = Annotated[str | None, option("Pairs of images to learn from.", "As data.pairs.path.", group=GROUP)]
-Memory = Annotated[float | None, option("GB of the card.", "Default: this machine's.", least=0, group=GROUP)]
-Hours = Annotated[float | None, option("Hours of the run.", "Default: a recipe's iterations.", least=0, group=GROUP)]
 
 
 def command(
     kind: Kind,
-    name: Name = "mine",
-    path: Folder = Path("."),
-    short: Short = False,
-    model: Model = None,
-    reward: Reward = None,
-    prompts: PromptFile = None,
-    pairs: Pairs = None,
-    memory: Memory = None,
-    hours: Hours = None,
+    name: str = "mine",
+    path: Path = Path("."),
+    short: bool = False,
+    model: str | None = None,
+    reward: list[str] | None = None,
+    prompts: str | None = None,
+    pairs: str | None = None,
+    memory: float | None = None,
+    hours: float | None = None,
 ) -> None:
     """Write a commented file to start from. A reward, method, sampler, suite or config. It runs as it is."""
     from flowrl.core.errors import ConfigError

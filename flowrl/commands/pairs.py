@@ -5,64 +5,20 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
 
-from flowrl.commands._arguments import Processes, Quiet, argument, option, showing
-
-Source = Annotated[
-    str,
-    argument(
-        "SOURCE",
-        "Configuration whose model and rewards make the pairs.",
-        "With --check: a preference set (a .jsonl or .parquet, a pattern, a folder, or hf:PATH).",
-    ),
-]
-Words = Annotated[
-    list[str] | None,
-    argument(
-        "KEY=VALUE",
-        "Options that replace those of the configuration.",
-        "Such as rollout.num_inference_steps=20. With --check: options of data.pairs.records, such as label=best "
-        "or max_broken=0.02.",
-    ),
-]
-Out = Annotated[Path | None, option("Folder for the pairs; required.", "The same command given again goes on there.")]
-Count = Annotated[int | None, option("Number of pairs.", "Default: those of one round over the prompts.", least=1)]
-PerPrompt = Annotated[
-    int | None,
-    option(
-        "Samples of each prompt in a round, at least 2.",
-        "More of them widen the gap between best and worst. Default: rollout.group_size.",
-    ),
-]
-Margin = Annotated[
-    float,
-    option(
-        "Least difference in reward between best and worst.",
-        "Of weighted rewards, from 0. A prompt whose difference is not larger gives no pair.",
-    ),
-]
-Check = Annotated[
-    bool,
-    option(
-        "Test of a preference set in place of making pairs.",
-        "It opens every image and reports what is broken. Makes no pairs. Exit code 1 if no training would take "
-        "the set.",
-        name="--check",
-    ),
-]
+from flowrl.commands._arguments import showing
 
 
 def command(
-    target: Source,
-    words: Words = None,
-    out: Out = None,
-    count: Count = None,
-    per_prompt: PerPrompt = None,
-    margin: Margin = 0.0,
-    processes: Processes = 1,
-    check: Check = False,
-    quiet: Quiet = False,
+    target: str,
+    words: list[str] | None = None,
+    out: Path | None = None,
+    count: int | None = None,
+    per_prompt: int | None = None,
+    margin: float = 0.0,
+    processes: int = 1,
+    check: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Make preference pairs by rewards. A pair is the best and the worst sample of a prompt."""
     from flowrl.core.errors import ConfigError

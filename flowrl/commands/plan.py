@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from flowrl.commands._arguments import Config, Overrides, option
 from flowrl.core.startup import imports
 from flowrl.display.units import operations, size
 
@@ -20,19 +19,11 @@ if TYPE_CHECKING:
     from flowrl.diffusion.plan import StepPlan
     from flowrl.planning.memory import Estimate
 
-Measure = Annotated[
-    bool,
-    option(
-        "Train two iterations on this machine, and time the second one.",
-        "Its model is downloaded if it is not here; nothing is written into a run folder.",
-        name="--measure",
-    ),
-]
 PROCESSES = (1, 2, 8)
 """Numbers of processes that the geometry is shown for."""
 
 
-def command(config: Config, overrides: Overrides = None, measure: Measure = False) -> None:
+def command(config: str, overrides: list[str] | None = None, measure: bool = False) -> None:
     """Show whether a run fits, and its hours. Then options, batch geometry, steps, memory, compute; no network is used.
 
     `--measure` trains two iterations on this machine, for which a model is downloaded if it is not here.

@@ -12,9 +12,9 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from flowrl.commands._arguments import Base, Loras, Parts, Quiet, argument, option, showing
+from flowrl.commands._arguments import showing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,61 +24,22 @@ if TYPE_CHECKING:
     from flowrl.rollout.learned_noise import LearnedNoise
 
 
-Model = Annotated[str, argument("MODEL", "Run or model folder, hub id, .safetensors, or embedded asset (tiny-sd3).")]
-Prompts = Annotated[
-    list[str], argument("PROMPT", "Prompts, or files of prompts.", "Of .txt, .jsonl, .json, .csv, .tsv or .parquet.")
-]
-Images = Annotated[
-    list[Path] | None,
-    option(
-        "Image that every prompt edits or begins with.",
-        "May be given again for a model that takes several. A .jsonl of prompts may name images of its own instead.",
-        name="--image",
-    ),
-]
-Out = Annotated[Path, option("Folder for the results.", "Only an equal call overwrites a file in it.")]
-Count = Annotated[int, option("Samples of each prompt.", least=1)]
-Seed = Annotated[int, option("Seed of the initial noise.", "Sample k of a prompt takes seed + k.")]
-Steps = Annotated[int | None, option("Denoising steps.", "Default: the run's; for a model its pipeline's.", least=1)]
-Guidance = Annotated[
-    float | None,
-    option("Guidance scale in the pipeline's own units.", "Default: the run's; for a model its pipeline's."),
-]
-VideoFormat = Annotated[
-    Literal["webp", "mp4"],
-    option("Files of videos: animated WebP, or MP4 (H.264), which needs the extra video.", name="--format"),
-]
-Fps = Annotated[
-    float | None,
-    option(
-        "Frames a second of videos.",
-        "Default: model.fps of a run, the frame_rate or fps of the pipeline's call or its default, else 16.",
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    option(
-        "Argument of the pipeline's call, such as num_frames=33.", "As key=value; may be given again.", name="--set"
-    ),
-]
-
-
 def command(
-    model: Model,
-    prompts: Prompts,
-    image: Images = None,
-    out: Out = Path("samples"),
-    count: Count = 1,
-    seed: Seed = 0,
-    steps: Steps = None,
-    guidance: Guidance = None,
-    options: Settings = None,
-    lora: Loras = None,
-    base: Base = False,
-    config: Parts = None,
-    form: VideoFormat = "webp",
-    fps: Fps = None,
-    quiet: Quiet = False,
+    model: str,
+    prompts: list[str],
+    image: list[Path] | None = None,
+    out: Path = Path("samples"),
+    count: int = 1,
+    seed: int = 0,
+    steps: int | None = None,
+    guidance: float | None = None,
+    options: list[str] | None = None,
+    lora: list[str] | None = None,
+    base: bool = False,
+    config: str | None = None,
+    form: Literal["webp", "mp4"] = "webp",
+    fps: float | None = None,
+    quiet: bool = False,
 ) -> None:
     """Sample images or videos of a model or a run. They are PNG, animated WebP or MP4, by the pipeline's own call.
 

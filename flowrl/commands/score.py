@@ -8,9 +8,8 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from flowrl.commands._arguments import argument, option
 from flowrl.media.media import IMAGE_SUFFIXES
 from flowrl.media.mp4 import SUFFIXES
 
@@ -26,60 +25,14 @@ _Sample = tuple[Path, str, dict]
 """File, prompt and metadata."""
 
 
-Images = Annotated[
-    Path | None,
-    argument(
-        "IMAGES",
-        "Folder of images or videos, or one file.",
-        "Images of .png, .jpg, .webp, .gif, .bmp, .tif or .avif; with the extra video .mp4, .m4v, .mov, .mkv or .webm. "
-        "Sub-folders and other files are named and left out.",
-    ),
-]
-Rewards = Annotated[
-    list[str] | None,
-    option(
-        "Reward to score with: a name, dotted path or .py file.",
-        "May be given again. PREFIX=NAME puts PREFIX_ before the names of its outputs.",
-        name="--reward",
-    ),
-]
-Prompts = Annotated[
-    str | None,
-    option(
-        "Prompts of the files, as lines or records.",
-        "Records (.jsonl, .json, .csv, .tsv, .parquet) with `prompt`, metadata and the name of the file under `image` "
-        "or any other key; or a .txt whose lines are in the order of the files' names, if those have one order. The "
-        "screen says how they were matched. "
-        "Default: the prompts that `flowrl sample` wrote into its files.",
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    option(
-        "Option of a reward, key=value.",
-        "May be given again. Of several rewards NAME.key=value or PREFIX.key=value.",
-        name="--set",
-    ),
-]
-BatchSize = Annotated[int, option("Samples scored together.", "More of them need more memory.", least=1)]
-Out = Annotated[Path | None, option(f"Folder for the lines, as {LINES}.", "Default: they are printed.")]
-Check = Annotated[
-    str | None,
-    option(
-        "Reward whose contract is tested, in place of --reward.",
-        "Tested on IMAGES if given, else on noise. Exit code 1 if a law fails.",
-    ),
-]
-
-
 def command(
-    images: Images = None,
-    reward: Rewards = None,
-    prompts: Prompts = None,
-    options: Settings = None,
-    batch_size: BatchSize = 16,
-    out: Out = None,
-    check: Check = None,
+    images: Path | None = None,
+    reward: list[str] | None = None,
+    prompts: str | None = None,
+    options: list[str] | None = None,
+    batch_size: int = 16,
+    out: Path | None = None,
+    check: str | None = None,
 ) -> None:
     """Score images or videos with any rewards. One line of JSON each (null: not scored), then a summary.
 

@@ -3,62 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
-
-from flowrl.commands._arguments import option
-
-Rewards = Annotated[
-    list[str],
-    option(
-        "Reward to serve: a name, dotted path or .py file.",
-        "May be given again.",
-        name="--reward",
-    ),
-]
-Port = Annotated[int, option("TCP port; 0 takes a free one.", least=0, most=65535)]
-Host = Annotated[str, option("Address to listen at.", "One that other machines reach requires a token.")]
-Settings = Annotated[
-    list[str] | None,
-    option("Option of the reward, key=value.", "May be given again. Of several rewards NAME.key=value.", name="--set"),
-]
-TokenFile = Annotated[Path | None, option("File that holds the bearer token.", "Requests without it are refused.")]
-TokenEnv = Annotated[str | None, option("Environment variable with the token.", "In place of a file.")]
-Workers = Annotated[int, option("Processes for each reward.", "Each of them loads its own copy of it.", least=1)]
-MaxBatch = Annotated[int, option("Largest batch, in samples.", "Of those that a reward is given.", least=1)]
-MaxWait = Annotated[
-    float,
-    option(
-        "Longest wait for a batch, in milliseconds.",
-        "For it to fill. Longer: larger batches and slower answers.",
-        least=0,
-    ),
-]
-MaxItems = Annotated[int, option("Largest request, in samples.", least=1)]
-MaxBody = Annotated[float, option("Largest body of a request, in MB.", least=0.01)]
-MaxPixels = Annotated[int, option("Most pixels of a request.", "Of all its images together.", least=1)]
-Score = Annotated[
-    float, option("Time limit of a batch, in seconds.", "A reward that exceeds it is started again.", least=0.1)
-]
-Request = Annotated[float, option("Time limit of a request, in seconds.", least=0.1)]
-Grace = Annotated[float, option("Time after SIGTERM, in seconds.", "To finish open requests.", least=0)]
+from typing import Any
 
 
 def command(
-    reward: Rewards,
-    port: Port = 8100,
-    host: Host = "127.0.0.1",
-    options: Settings = None,
-    token_file: TokenFile = None,
-    token_env: TokenEnv = None,
-    workers: Workers = 1,
-    max_batch: MaxBatch = 64,
-    max_wait_ms: MaxWait = 20,
-    max_items: MaxItems = 256,
-    max_body_mb: MaxBody = 64,
-    max_pixels: MaxPixels = 1 << 26,
-    score_s: Score = 120,
-    request_s: Request = 900,
-    grace_s: Grace = 30,
+    reward: list[str],
+    port: int = 8100,
+    host: str = "127.0.0.1",
+    options: list[str] | None = None,
+    token_file: Path | None = None,
+    token_env: str | None = None,
+    workers: int = 1,
+    max_batch: int = 64,
+    max_wait_ms: float = 20,
+    max_items: int = 256,
+    max_body_mb: float = 64,
+    max_pixels: int = 1 << 26,
+    score_s: float = 120,
+    request_s: float = 900,
+    grace_s: float = 30,
 ) -> None:
     """Serve rewards over HTTP until a signal. A run reads them by `remote`."""
     from flowrl.apps.command_line import reward_entries

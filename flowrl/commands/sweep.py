@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from flowrl.commands._arguments import Processes, argument, option
 from flowrl.core.startup import imports
-
-Words = Annotated[
-    list[str],
-    argument("CONFIG... KEY=VALUE...", "Configurations, as for flowrl train, and options that replace theirs."),
-]
-Methods = Annotated[
-    str | None,
-    option(
-        "Methods in place of the configurations' own, such as flow_grpo,awm.",
-        "With their defaults; the method that a configuration has keeps its options.",
-    ),
-]
-Seeds = Annotated[str, option("Training seeds, such as 0,1,2.")]
-Out = Annotated[
-    Path | None,
-    option("Folder of the runs, of sweep.json and of the comparison.", "Default: runs/sweep-NAME of the first."),
-]
 
 
 def command(
-    words: Words, methods: Methods = None, seeds: Seeds = "0", out: Out = None, processes: Processes = 1
+    words: list[str], methods: str | None = None, seeds: str = "0", out: Path | None = None, processes: int = 1
 ) -> None:
     """Train methods and seeds; compare the runs. Configurations too; one run after another.
 

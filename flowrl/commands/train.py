@@ -4,50 +4,24 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from flowrl.commands._arguments import AsJson, Config, Overrides, Processes, Quiet, option, showing
+from flowrl.commands._arguments import showing
 from flowrl.core.startup import imports
 
 if TYPE_CHECKING:
     from flowrl.run.report import Finished
 
-Resume = Annotated[
-    bool,
-    option(
-        "Continuation from the newest checkpoint of the run folder.",
-        "Without it a folder that already holds a run is refused.",
-        name="--resume",
-    ),
-]
-Accept = Annotated[
-    bool,
-    option(
-        "Permission to resume after your files, or the options that it names, have changed.",
-        "Files of rewards, prompts and pairs: the run goes on with the new contents and evaluates the base again. With "
-        "dotted keys after it, such as --accept-changes optim.learning_rate optim.learning_rate=1e-5, these options "
-        "may have another value, and files only with the word files (docs/files.md).",
-        name="--accept-changes",
-    ),
-]
-Backend = Annotated[
-    Literal["nccl", "gloo"] | None,
-    option(
-        "Communication between processes: nccl or gloo.",
-        "nccl: a GPU each; gloo: CPUs, or GPUs that are shared. Default: nccl on GPUs, gloo without.",
-    ),
-]
-
 
 def command(
-    config: Config,
-    overrides: Overrides = None,
-    resume: Resume = False,
-    accept: Accept = False,
-    processes: Processes = 1,
-    backend: Backend = None,
-    quiet: Quiet = False,
-    as_json: AsJson = False,
+    config: str,
+    overrides: list[str] | None = None,
+    resume: bool = False,
+    accept: bool = False,
+    processes: int = 1,
+    backend: Literal["nccl", "gloo"] | None = None,
+    quiet: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Train a model and report what it gained. It is evaluated with the same seeds before and after.
 

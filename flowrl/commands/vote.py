@@ -5,24 +5,15 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from flowrl.commands._arguments import argument, option
-from flowrl.commands._browser import Open, Port, account, show
+from flowrl.commands._browser import account, show
 
 if TYPE_CHECKING:
     from flowrl.apps.voting.ballot import Ballot
 
-RunArgument = Annotated[
-    Path, argument("RUN", "Folder of a finished run with images of base and tuned, or of one that waits for votes.")
-]
-Voter = Annotated[
-    str | None,
-    option("Name that the page begins with; another person types theirs.", "Default: the name of your account."),
-]
 
-
-def command(run: RunArgument, voter: Voter = None, port: Port = None, open_page: Open = None) -> None:
+def command(run: Path, voter: str | None = None, port: int | None = None, open_page: bool | None = None) -> None:
     """Let people compare samples of a run. Those of base and tuned, or those on which a run waits.
 
     Keys: left or 1, right or 2, down for a tie, s skips, u takes back. The votes are in RUN/votes, as preference pairs

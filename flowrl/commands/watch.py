@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from flowrl.commands._arguments import argument
-from flowrl.commands._browser import Open, Port, show
-from flowrl.commands.gallery import Accept
-
-Runs = Annotated[list[Path], argument("RUN", "Run folders, under way or ended; several are compared.")]
+from flowrl.commands._browser import show
 
 
-def command(runs: Runs, port: Port = None, open_page: Open = None, accept: Accept = False) -> None:
+def command(runs: list[Path], port: int | None = None, open_page: bool | None = None, accept: bool = False) -> None:
     """Serve the live report of runs to a browser. On this machine, until Ctrl-C. It only reads the run folders."""
     import os
 

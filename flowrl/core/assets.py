@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -45,3 +48,8 @@ def embedded_prompts(name: str) -> Path | None:
     """File of the embedded list of prompts `name`; None if there is none."""
     files = [folder / "assets/prompts" / name for folder in (PACKAGE, PACKAGE.parent)]
     return next((file for file in files if file.is_file()), None)
+
+
+def table(file: Path) -> Any:
+    """The data of one of the package's own YAML files, which lie beside the modules that read them."""
+    return yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader)

@@ -18,7 +18,7 @@ import typer.main
 
 import flowrl
 from flowrl.cli import COMMANDS as COMMAND_NAMES
-from flowrl.commands._arguments import in_full
+from flowrl.commands._arguments import in_full, with_texts
 from flowrl.commands._listed import credit_rules, described
 from flowrl.commands._option_texts import REQUIRED, OptionText, field_texts, option_texts
 from flowrl.config.schema import RunConfig
@@ -161,7 +161,7 @@ def command(name: str) -> Any:
     """A command of the command line, by its module."""
     module = importlib.import_module(f"flowrl.commands.{name.replace('-', '_')}")
     one = typer.Typer(add_completion=False, rich_markup_mode=None)
-    one.command(name=name)(module.command)
+    one.command(name=name)(with_texts(module.command, name))
     return typer.main.get_command(one)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowrl.cli import COMMANDS, DEBUG, GROUPS, PAGES, REFERENCE
-from flowrl.commands._arguments import in_full, option
+from flowrl.commands._arguments import in_full, option, with_texts
 from flowrl.core import registry
 from tests.e2e.test_bad_input import command
 
@@ -153,6 +153,13 @@ def test_two_options_with_one_first_sentence_have_one_text():
     assert in_full("Samples of each prompt.") == "Samples of each prompt."
     with pytest.raises(ValueError, match="go on differently"):
         option("Samples of each prompt.", "Another text.")
+
+
+def test_every_parameter_of_a_command_has_a_text_and_every_text_a_parameter():
+    def watch(runs: list[Path], port: int | None = None, speed: float = 1.0) -> None: ...
+
+    with pytest.raises(ValueError, match=r"watch: .*speed"):
+        with_texts(watch, "watch")
 
 
 def test_a_fault_of_the_file_or_of_a_word_is_told_before_the_libraries_are_loaded(tmp_path):
