@@ -1,6 +1,7 @@
 """The contract of a benchmark suite, and the tables that all of them give.
 
-A suite is one file, in flowrl/apps/suites/ or a user's own; its name is the file's. It defines
+A suite is one file, in flowrl/apps/suites/ (with the words of FACTS in facts.yaml there) or a user's own; its name is
+the file's. It defines
 
     LEVEL             "tested", "verified" or "experimental"
     FACTS             Facts: what it is, where its prompts come from, who judges it, what differs from the official way
@@ -43,6 +44,7 @@ from flowrl.evaluation.suite_intervals import stratified
 from flowrl.statistics.intervals import Bounds
 
 KIND = "suites"
+Level = Literal["tested", "verified", "experimental"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Facts:
     """What differs here from the official protocol."""
     reward: tuple[dict[str, Any], ...] | None
     """Reward entries that judge by default; None: none does here, so `--judge` or `--export` is needed."""
-    level: Literal["tested", "verified", "experimental"]
+    level: Level
     num_prompts: int
     """Prompts of the whole official list."""
     videos: bool = False

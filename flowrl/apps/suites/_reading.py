@@ -1,4 +1,4 @@
-"""Files that suites read: prompts of a benchmark, and results of its official evaluator."""
+"""Files that suites read: what they declare, prompts of a benchmark, and results of its official evaluator."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flowrl.core.assets import table
 from flowrl.core.errors import ConfigError
 from flowrl.data.prompt_files import TEXTS, NoText, note_sampler_keys, read_records
+from flowrl.evaluation.suite import Facts, Level
 
 Scores = dict[str, "float | None"]
+
+
+def facts_of(name: str, level: Level) -> Facts:
+    """The declaration of a suite of flowrl's, from facts.yaml."""
+    facts = table(Path(__file__).with_name("facts.yaml"))[name]
+    return Facts(**facts | {"reward": facts["reward"] and tuple(facts["reward"])}, level=level)
 
 
 def records_of(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:

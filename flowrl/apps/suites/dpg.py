@@ -20,28 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.apps.suites._points import PERCENT, answers_of, by_kind, has_points, known, prompt_line
-from flowrl.apps.suites._reading import keep_once, last_of, records_of, text_of
+from flowrl.apps.suites._reading import facts_of, keep_once, last_of, records_of, text_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.questions import after_parents, arithmetic_mean, listed_questions
 from flowrl.core.strict import read_text
-from flowrl.evaluation.suite import Facts, Item, Line, Row, Table, chosen_output, line, require_path
+from flowrl.evaluation.suite import Item, Line, Row, Table, chosen_output, line, require_path
 
 LEVEL = "experimental"
-FACTS = Facts(
-    title="DPG-Bench",
-    source="arXiv:2403.05135; TencentQQGYLab/ELLA",
-    licence="Apache-2.0 for the code; the prompts' own sources are unclear",
-    prompts="read",
-    where="github TencentQQGYLab/ELLA, dpg_bench/dpg_bench.csv",
-    images_per_prompt=4,
-    judge="the reward questions with worth: decision, yes or no by a vision-language model (not mPLUG: call the result "
-    "DPG by that judge); or the official evaluator (--export, --results)",
-    differs="noise by (prompt, k); every row of the file counts, categories are of all images after parents, and a "
-    "failed image is missing: the official code's way is --compat",
-    reward=({"name": "questions", "worth": "decision"},),
-    level=LEVEL,
-    num_prompts=1065,
-)
+FACTS = facts_of("dpg", LEVEL)
 OUTPUT, OFFICIAL = "dpg", "dpg_official"
 """Scores of an image: by the judge here, by the official evaluator."""
 _COLUMNS = ("item_id", "text", "proposition_id", "dependency", "question_natural_language")

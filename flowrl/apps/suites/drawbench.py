@@ -11,31 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowrl.apps.suites._preference import table_of
-from flowrl.apps.suites._reading import FORMS, column_of, id_of, prompts_of
-from flowrl.evaluation.suite import Facts, Item, Row, Table, require_path
+from flowrl.apps.suites._reading import FORMS, column_of, facts_of, id_of, prompts_of
+from flowrl.evaluation.suite import Item, Row, Table, require_path
 
 LEVEL = "tested"
-FACTS = Facts(
-    title="DrawBench",
-    source="arXiv:2205.11487",
-    licence="the authors' sheet names none",
-    prompts="read",
-    where="hub dataset sayakpaul/drawbench (columns Prompts and Category), or github NVlabs/DiffusionNFT, "
-    "dataset/drawbench/test.txt (no categories, every prompt five times)",
-    images_per_prompt=1,
-    judge="the rewards pickscore, image_reward, aesthetic, clip_score and hpsv2, or any other (--judge)",
-    differs="scores by models in place of the paper's human raters; noise by (prompt, k); a prompt that is listed "
-    "several times is taken once, so give --samples 5 for DiffusionNFT's 1000 images",
-    reward=(
-        {"name": "pickscore"},
-        {"name": "image_reward"},
-        {"name": "aesthetic"},
-        {"name": "clip_score"},
-        {"name": "hpsv2"},
-    ),
-    level=LEVEL,
-    num_prompts=200,
-)
+FACTS = facts_of("drawbench", LEVEL)
 
 
 def items(path: Path | None) -> list[Item]:

@@ -14,25 +14,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowrl.apps.suites._reading import keep_once, records_of
+from flowrl.apps.suites._reading import facts_of, keep_once, records_of
 from flowrl.core.errors import ConfigError
-from flowrl.evaluation.suite import Facts, Item, Row, Table, by_tag, chosen_output, line, refuse_path, score
+from flowrl.evaluation.suite import Item, Row, Table, by_tag, chosen_output, line, refuse_path, score
 
 LEVEL = "tested"
-FACTS = Facts(
-    title="GenEval",
-    source="arXiv:2310.11513; djghosh13/geneval",
-    licence="MIT",
-    prompts="generated",
-    where="drawn by the benchmark's own rule (NumPy's generator at seed 43), byte for byte its file",
-    images_per_prompt=4,
-    judge="the reward geneval (a detector and CLIP), or the official evaluator (--export, --results)",
-    differs="noise by (prompt, k) instead of seed 42 before every prompt; steps and guidance are the model's, not 50 "
-    "and 9.0; the reward's detector is transformers' Mask2Former, not mmdet's checkpoint: report it as GenEval-hf",
-    reward=({"name": "geneval"},),
-    level=LEVEL,
-    num_prompts=553,
-)
+FACTS = facts_of("geneval", LEVEL)
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 _OUTPUTS = ("correct", "geneval_official")
 """Scores by the official rule: of the official evaluator, of the reward."""

@@ -13,33 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.apps.suites._points import PERCENT, answers_of, by_kind, has_points, known
-from flowrl.apps.suites._reading import records_of, text_of
+from flowrl.apps.suites._reading import facts_of, records_of, text_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.questions import arithmetic_mean, geometric_mean
-from flowrl.evaluation.suite import Facts, Item, Row, Table, by_tag, chosen_output, line, require_path, score, tags_of
+from flowrl.evaluation.suite import Item, Row, Table, by_tag, chosen_output, line, require_path, score, tags_of
 
 LEVEL = "experimental"
-FACTS = Facts(
-    title="GenEval 2",
-    source="arXiv:2512.16853; facebookresearch/GenEval2",
-    licence="CC BY-NC 4.0",
-    prompts="read",
-    where="github facebookresearch/GenEval2, file geneval2_data.jsonl",
-    images_per_prompt=1,
-    judge="the reward questions with Qwen3-VL-8B-Instruct: probability of the right answer to each atom's question",
-    differs="noise by (prompt, k); yes counts in capitals too, and a number only where it is one token. "
-    "Unverified with real weights",
-    reward=(
-        {
-            "name": "questions",
-            "worth": "probability",
-            "question": "{question} Answer in one word.",
-            "local": {"model": "Qwen/Qwen3-VL-8B-Instruct"},
-        },
-    ),
-    level=LEVEL,
-    num_prompts=800,
-)
+FACTS = facts_of("geneval2", LEVEL)
 GM, AM = "soft_tifa_gm", "soft_tifa_am"
 _KEYS = ("prompt", "atom_count", "vqa_list", "skills")
 _FORMS = "geneval2_data.jsonl as it is: prompt, atom_count, vqa_list, skills in each line"

@@ -14,26 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from flowrl.apps.suites._reading import text_of
+from flowrl.apps.suites._reading import facts_of, text_of
 from flowrl.core.errors import ConfigError
 from flowrl.data.prompt_files import read_records
-from flowrl.evaluation.suite import Facts, Item, Line, Row, Table, by_tag, line, outputs_of, require_path, score
+from flowrl.evaluation.suite import Item, Line, Row, Table, by_tag, line, outputs_of, require_path, score
 
 LEVEL = "tested"
-FACTS = Facts(
-    title="HPDv2 benchmark",
-    source="arXiv:2306.09341; tgxs002/HPSv2",
-    licence="Apache-2.0 (the code; the data set names none)",
-    prompts="read",
-    where="hub dataset zhwang/HPDv2, folder benchmark: anime.json, concept-art.json, paintings.json and photo.json",
-    images_per_prompt=1,
-    judge="the reward hpsv2 (version 2.1), or any other (--judge)",
-    differs="HPSv2.1 as papers since 2024 report it, where the benchmark's first table has version 2.0; noise by "
-    "(prompt, k); images are judged as PNG, not as JPEG",
-    reward=({"name": "hpsv2"},),
-    level=LEVEL,
-    num_prompts=3200,
-)
+FACTS = facts_of("hpdv2", LEVEL)
 STYLES = ("anime", "concept-art", "paintings", "photo")
 _CHUNK, _CHUNKS = 80, 10
 _FORMS = "a folder with STYLE.json (a list of prompts; also .txt or .jsonl), or benchmark_STYLE.json, of each style"

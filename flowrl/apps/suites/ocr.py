@@ -12,25 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowrl.apps.suites._preference import table_of
-from flowrl.apps.suites._reading import FORMS, id_of, prompts_of
+from flowrl.apps.suites._reading import FORMS, facts_of, id_of, prompts_of
 from flowrl.core.assets import embedded_prompts
-from flowrl.evaluation.suite import Facts, Item, Row, Table, line, require_path, score
+from flowrl.evaluation.suite import Item, Row, Table, line, require_path, score
 
 LEVEL = "tested"
-FACTS = Facts(
-    title="OCR (text rendering)",
-    source="arXiv:2505.05470; yifan123/flow_grpo",
-    licence="flow_grpo's is MIT; the prompts name none",
-    prompts="read",
-    where="github yifan123/flow_grpo, dataset/ocr/test.txt (1018 prompts), or a list of yours with the text in double "
-    'quotes, or under "text" in a .jsonl; flowrl ships sd3-ocr-heldout.jsonl',
-    images_per_prompt=1,
-    judge="the reward ocr (RapidOCR); add a preference score, --judge ocr --judge pickscore",
-    differs="RapidOCR (PP-OCRv4) in place of PaddleOCR, with other weights and order of lines; noise by (prompt, k)",
-    reward=({"name": "ocr"},),
-    level=LEVEL,
-    num_prompts=1018,
-)
+FACTS = facts_of("ocr", LEVEL)
 _OUTPUT = "ocr"
 
 

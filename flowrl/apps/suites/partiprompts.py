@@ -11,24 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowrl.apps.suites._preference import table_of
-from flowrl.apps.suites._reading import FORMS, column_of, id_of, prompts_of
-from flowrl.evaluation.suite import Facts, Item, Row, Table, require_path
+from flowrl.apps.suites._reading import FORMS, column_of, facts_of, id_of, prompts_of
+from flowrl.evaluation.suite import Item, Row, Table, require_path
 
 LEVEL = "tested"
-FACTS = Facts(
-    title="PartiPrompts",
-    source="arXiv:2206.10789; google-research/parti",
-    licence="Apache-2.0",
-    prompts="read",
-    where="github google-research/parti, PartiPrompts.tsv, or hub dataset nateraw/parti-prompts (columns Prompt, "
-    "Category and Challenge)",
-    images_per_prompt=1,
-    judge="the reward pickscore, or any other (--judge)",
-    differs="win rates by scores of models in place of human raters; noise by (prompt, k)",
-    reward=({"name": "pickscore"},),
-    level=LEVEL,
-    num_prompts=1632,
-)
+FACTS = facts_of("partiprompts", LEVEL)
 
 
 def items(path: Path | None) -> list[Item]:

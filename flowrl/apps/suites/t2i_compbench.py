@@ -19,27 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.apps.suites._points import known
-from flowrl.apps.suites._reading import keep_once
+from flowrl.apps.suites._reading import facts_of, keep_once
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.strict import read_text
-from flowrl.evaluation.suite import Facts, Item, Row, Table, by_tag, chosen_output, line, require_path, score
+from flowrl.evaluation.suite import Item, Row, Table, by_tag, chosen_output, line, require_path, score
 
 LEVEL = "experimental"
-FACTS = Facts(
-    title="T2I-CompBench",
-    source="arXiv:2307.06350; Karine-Huang/T2I-CompBench",
-    licence="MIT for the code; the prompts' own sources are unclear",
-    prompts="read",
-    where="github Karine-Huang/T2I-CompBench, examples/dataset/",
-    images_per_prompt=10,
-    judge="the official tools (--export, --results); or the reward questions, P(yes) of each noun phrase (colour, "
-    "shape, texture) or of the whole prompt, multiplied: a name of its own, vlm_yes_product",
-    differs="noise by (prompt, k) instead of seeds 42 + k, steps are the model's, not 30. Of the judge here: a "
-    "vision-language model instead of BLIP, UniDet and CLIP, and noun phrases by a plain rule instead of spaCy",
-    reward=({"name": "questions"},),
-    level=LEVEL,
-    num_prompts=2400,
-)
+FACTS = facts_of("t2i_compbench", LEVEL)
 OUTPUT, OFFICIAL = "vlm_yes_product", "t2i_compbench"
 _BLIP = "annotation_blip/vqa_result.json"
 RESULTS = {

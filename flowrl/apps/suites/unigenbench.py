@@ -15,59 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.apps.suites._points import PERCENT, POINT, answers_of, by_kind, has_points, known, mean_of_parts
-from flowrl.apps.suites._reading import keep_once, records_of, text_of
+from flowrl.apps.suites._reading import facts_of, keep_once, records_of, text_of
+from flowrl.core.assets import table
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import is_mapping
 from flowrl.core.questions import arithmetic_mean
-from flowrl.evaluation.suite import Facts, Item, Line, Row, Table, chosen_output, line, require_path, score
+from flowrl.evaluation.suite import Item, Line, Row, Table, chosen_output, line, require_path, score
 
 LEVEL = "experimental"
-FACTS = Facts(
-    title="UniGenBench",
-    source="arXiv:2510.18701; CodeGoat24/UniGenBench",
-    licence="unclear: the repository names none",
-    prompts="read",
-    where="github CodeGoat24/UniGenBench, data/test_prompts_en.csv (or _zh, _en_long, _zh_long)",
-    images_per_prompt=4,
-    judge="the reward questions with ask: together, 0 or 1 and a reason for each test point; or the official evaluator "
-    "(--export, --results)",
-    differs="noise by (prompt, k); the judge is asked in our words for a JSON answer, and is Qwen3-VL unless you name "
-    "Gemini 2.5 Pro or UniGenBench-EvalModel; an answer that cannot be used twice is missing, the official code asks "
-    "more often. The overall score is that of the leaderboard, which the official code does not print",
-    reward=({"name": "questions", "ask": "together"},),
-    level=LEVEL,
-    num_prompts=600,
-)
+FACTS = facts_of("unigenbench", LEVEL)
 OUTPUT = "unigenbench"
-ABOUT = {
-    "Relationship - Comparison": "how a property of two things compares",
-    "Relationship - Composition": "one thing is made of others",
-    "Relationship - Inclusion": "one thing is inside or part of a container, which may be a surface",
-    "Relationship - Similarity": "things are alike",
-    "Compound - Imagination": "something that cannot happen in reality",
-    "Compound - Feature Matching": "each thing has its own kind of feature",
-    "Attribute - Size": "size, height, length, thickness or width",
-    "Attribute - Expression": "a face that shows a clear emotion",
-    "Attribute - Quantity": "the right number, three or more",
-    "Attribute - Material": "material and texture",
-    "Attribute - Color": "colour",
-    "Attribute - Shape": "shape",
-    "Entity Layout - Two-Dimensional Space": "place in the plane of the picture",
-    "Entity Layout - Three-Dimensional Space": "place in depth",
-    "Action - Full-body (Character/Anthropomorphic)": "a movement of the whole body",
-    "Action - Hand (Character/Anthropomorphic)": "hands with whole, well-formed fingers that do what is asked",
-    "Action - Animal": "what an animal does",
-    "Action - Contact Interaction": "things act on each other by touch",
-    "Action - Non-contact Interaction": "things relate without touch, as by a look",
-    "Action - State": "a lasting state, mostly a verb",
-    "Grammar - Negation": "what is denied is absent",
-    "Grammar - Pronoun Reference": "a pronoun means the right thing",
-    "Grammar - Consistency": "what is said of several things holds for each",
-    "World Knowledge": "a person, building or fact of the world is right",
-    "Style": "style of art, photography or design",
-    "Text Generation": "the text is written exactly, with nothing missing or added",
-    "Logical Reasoning": "what follows from the prompt is shown",
-}
+ABOUT: dict[str, str] = table(Path(__file__).with_name("unigenbench.yaml"))
 """What the dimensions look at, in our words; other names (the Chinese files') stand for themselves."""
 _POINTS = ("Testpoints", "\u8003\u70b9")
 _DESCRIPTIONS = ("Testpoint Description", "\u8003\u70b9\u5bf9\u5e94\u63cf\u8ff0")

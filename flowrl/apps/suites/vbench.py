@@ -25,34 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.apps.suites._points import mean_of_parts
-from flowrl.apps.suites._reading import id_of, keep_once, last_of, text_of
+from flowrl.apps.suites._reading import facts_of, id_of, keep_once, last_of, text_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import read_text
 from flowrl.display.console import log
-from flowrl.evaluation.suite import Facts, Item, Row, Table, by_tag, chosen_output, line, part, require_path, score
+from flowrl.evaluation.suite import Item, Row, Table, by_tag, chosen_output, line, part, require_path, score
 from flowrl.evaluation.suite_intervals import Part
 
 LEVEL = "experimental"
-FACTS = Facts(
-    title="VBench",
-    source="arXiv:2311.17982; Vchitect/VBench",
-    licence="Apache-2.0",
-    prompts="read",
-    where="github Vchitect/VBench, vbench/VBench_full_info.json",
-    images_per_prompt=5,
-    judge="the official tools (--export, --results); --judge NAME, a reward for videos, gives its own mean by "
-    "dimension and none of the official scores",
-    differs="noise by (prompt, k) instead of one seed for each list of prompts; videos are kept as WebP "
-    "at the model's frame rate (without loss below 128 pixels, else at quality 90) and exported as H.264 at that rate, "
-    "where the official pseudo-code writes 8 a second; temporal_flickering has 25 videos a prompt there "
-    "(--samples 25), and is of all of them unless the official static_filter.py is run on the folder first; a "
-    "total of fewer than the sixteen dimensions is named so, where the "
-    "official script counts missing ones as 0 (--compat)",
-    reward=None,
-    level=LEVEL,
-    num_prompts=946,
-    videos=True,
-)
+FACTS = facts_of("vbench", LEVEL)
 # Vchitect/VBench:scripts/constant.py (NORMALIZE_DIC, DIM_WEIGHT, QUALITY_LIST, SEMANTIC_LIST): Min, Max, w.
 QUALITY = {
     "subject_consistency": (0.1462, 1.0, 1.0),

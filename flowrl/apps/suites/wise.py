@@ -16,26 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.apps.suites._reading import keep_once, records_of, text_of
+from flowrl.apps.suites._reading import facts_of, keep_once, records_of, text_of
 from flowrl.core.errors import ConfigError, Remedy
-from flowrl.evaluation.suite import Facts, Item, Row, Table, by_tag, chosen_output, line, outputs_of, require_path
+from flowrl.evaluation.suite import Item, Row, Table, by_tag, chosen_output, line, outputs_of, require_path
 
 LEVEL = "experimental"
-FACTS = Facts(
-    title="WISE",
-    source="arXiv:2503.07265; PKU-YuanGroup/WISE",
-    licence="unclear: the repository names none for its prompts",
-    prompts="read",
-    where="github PKU-YuanGroup/WISE, data_verified/ (WISE_Verified) or WISE_legacy/data/ (the first protocol)",
-    images_per_prompt=1,
-    judge="the reward vlm_judge with the rubric wise_verified or wise_legacy, by the prompts; or the official "
-    "evaluator (--export, --results)",
-    differs="noise by (prompt, k); the judge is asked in our words for a JSON answer, and is Qwen3-VL unless you name "
-    "GPT-4o-2024-05-13 (first protocol) or Qwen3.5-35B-A3B (WISE_Verified); a failed judgement is missing, not 999",
-    reward=({"name": "vlm_judge", "rubric": "wise_verified"},),
-    level=LEVEL,
-    num_prompts=1000,
-)
+FACTS = facts_of("wise", LEVEL)
 LEGACY, VERIFIED = "legacy", "verified"
 WEIGHTS: dict[str, dict[str, float]] = {
     LEGACY: {"culture": 0.4, "time": 0.167, "space": 0.133, "biology": 0.1, "physics": 0.1, "chemistry": 0.1},
