@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from flowrl.commands._arguments import with_texts
+from flowrl.commands.texts import with_texts
 from flowrl.core.registry import suggest
 from flowrl.core.startup import own_process
 from flowrl.core.subprocesses import watch_launcher

@@ -1,17 +1,13 @@
-"""Arguments and options that several commands share, and how their help texts are made."""
+"""How the arguments and options of the commands get their help texts, and the display that commands share."""
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import typer
-
-from flowrl.core.assets import table
 
 if TYPE_CHECKING:
     from flowrl.display.display import Display
@@ -41,15 +37,16 @@ def option(
         group: heading of `--help` under which it stands, such as "With --suite"; None: Options.
     """
     names = [name] if name else []
-    return typer.Option(*names, help=_noted(what, change), min=least, max=most, rich_help_panel=group)
+    return typer.Option(*names, help=noted(what, change), min=least, max=most, rich_help_panel=group)
 
 
 def argument(name: str, what: str, change: str = "") -> Any:
     """A positional argument of a command; texts as for `option`."""
-    return typer.Argument(metavar=name, help=_noted(what, change))
+    return typer.Argument(metavar=name, help=noted(what, change))
 
 
-def _noted(what: str, change: str) -> str:
+def noted(what: str, change: str) -> str:
+    """The first sentence of a help text, after the rest is kept for `in_full`."""
     if _MORE.setdefault(what, change) != change:
         raise ValueError(f"two options say {what!r} and go on differently; let the first sentences differ")
     return what
@@ -58,31 +55,6 @@ def _noted(what: str, change: str) -> str:
 def in_full(text: str) -> str:
     """The whole text of an option or argument, from the sentence that `--help` shows."""
     return f"{text} {_MORE.get(text, '')}".rstrip()
-
-
-def with_texts(command: Callable[..., None], name: str) -> Callable[..., None]:
-    """A command with the texts of its parameters in options.yaml; one that is not there has them in its annotations.
-
-    Raises:
-        ValueError: a parameter without a text, or a text without a parameter.
-    """
-    texts = _texts().get(name)
-    if texts is not None:
-        hints = {one: hint for one, hint in get_type_hints(command).items() if one != "return"}
-        if hints.keys() != texts.keys():
-            raise ValueError(f"options.yaml: {name}: {', '.join(hints.keys() ^ texts.keys())}: text or parameter lacks")
-        command.__annotations__ = {one: Annotated[hint, _told(**texts[one])] for one, hint in hints.items()}
-    return command
-
-
-@functools.cache
-def _texts() -> dict[str, dict[str, dict[str, Any]]]:
-    """Command -> parameter -> the arguments of `_told`."""
-    return table(Path(__file__).with_name("options.yaml"))
-
-
-def _told(what: str, more: str = "", argument: str = "", **of_option: Any) -> Any:
-    return typer.Argument(metavar=argument, help=_noted(what, more)) if argument else option(what, more, **of_option)
 
 
 @contextmanager

@@ -18,9 +18,10 @@ import typer.main
 
 import flowrl
 from flowrl.cli import COMMANDS as COMMAND_NAMES
-from flowrl.commands._arguments import in_full, with_texts
+from flowrl.commands._arguments import in_full
 from flowrl.commands._listed import credit_rules, described
 from flowrl.commands._option_texts import REQUIRED, OptionText, field_texts, option_texts
+from flowrl.commands.texts import with_texts
 from flowrl.config.schema import RunConfig
 from flowrl.core import registry
 from flowrl.credit.advantages import AdvantageConfig

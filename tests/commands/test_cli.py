@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.cli import COMMANDS, DEBUG, GROUPS, PAGES, REFERENCE
-from flowrl.commands._arguments import in_full, option, with_texts
+from flowrl.commands._arguments import in_full, option
+from flowrl.commands.texts import with_texts
 from flowrl.core import registry
 from tests.e2e.test_bad_input import command
 
