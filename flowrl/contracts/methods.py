@@ -278,7 +278,7 @@ def summed(trial: MethodTrial) -> str:
         parts = [part_of(batch, rows) for batch in whole for rows in torch.arange(len(batch)).tensor_split(2)]
     else:
         # A prompt is the most that a forward may have to hold whole.
-        half = -(-sum(map(forwards, whole)) // trial.rollout.rewards.shape[1])
+        half = -(-max(map(forwards, whole)) // trial.rollout.rewards.shape[1])
         parts = list(trial.session.batches(trial.rollout, trial.credit, batch_size=half))
     require(len(parts) > len(whole), f"{len(parts)} parts of {len(whole)} batches")
     first, second = trial.gradient(whole), trial.gradient(parts)

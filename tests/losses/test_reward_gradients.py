@@ -1,11 +1,14 @@
 """Coefficients of reward gradients against autograd through the whole composition of a two-layer network, float64."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from flowrl.contracts.grids import flow_schedule, vp_schedule
+from flowrl.core import registry
 from flowrl.diffusion.plan import solver_plan
 from flowrl.diffusion.process import FlowProcess, VPProcess
 from flowrl.losses.reward_gradients import Link, Route, levers, links, pulled_back
@@ -158,6 +161,23 @@ def test_coefficients_of_a_flow_are_the_published_ones():
         assert [k for k, _ in found] == sorted(expected, reverse=True)
         for k, c in found:
             assert_close(c, expected[k] * slope, rtol=1e-6, atol=1e-9)  # sigmas are float32
+
+
+@pytest.mark.parametrize("name", ["refl", "drtune"])
+def test_ends_lie_in_the_window_and_trained_steps_are_apart_and_repeatable(name):
+    module = registry.load("algorithms", name)
+    method = module.build(module.Config(window=0.4))
+    routes = [method.route(10, iteration, 0) for iteration in range(200)]
+    assert routes == [method.route(10, iteration, 0) for iteration in range(200)]
+    assert routes != [method.route(10, iteration, 1) for iteration in range(200)]
+    assert {route.end for route in routes} == {6, 7, 8, 9}
+    for route in routes:
+        assert max(route.trained) <= route.end
+        gaps = {a - b for a, b in pairwise(route.trained)}
+        assert gaps == (set() if name == "refl" else {(route.end + 1) // 3})
+    firsts = {route.trained for route in routes if route.end == 9}
+    assert firsts == ({(9,)} if name == "refl" else {(6, 3, 0), (7, 4, 1), (8, 5, 2), (9, 6, 3)})
+    assert method.route(1, 1, 0) == Route(0, (0,))
 
 
 def test_a_step_below_the_least_noise_level_is_no_lever():
