@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flowrl.algorithms._options import GradientOptions
+from flowrl.algorithms._options import Options
 from flowrl.core.rng import stream
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndOptions(GradientOptions):
+class EndOptions(Options):
     """The window that the end is drawn from."""
 
     window: float = 0.4

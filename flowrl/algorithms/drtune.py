@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flowrl.algorithms._ends import EndOptions
+from flowrl.algorithms._options import GradientOptions
 from flowrl.algorithms.base import GradientMethod
 from flowrl.core.rng import stream
 from flowrl.core.strict import require_positive
@@ -24,7 +25,7 @@ LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(EndOptions):
+class Config(GradientOptions, EndOptions):
     steps: int = 3
     """Steps that are trained in an iteration; fewer where the stop has fewer before it."""
 

@@ -11,15 +11,22 @@ Source: arXiv 2304.05977; THUDM/ImageReward:ImageReward/ReFL.py; RuoyuWang-2077/
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from flowrl.algorithms._ends import EndOptions
+from flowrl.algorithms._options import GradientOptions
 from flowrl.algorithms.base import GradientMethod
 from flowrl.losses.reward_gradients import Route
 
 LEVEL = "experimental"
-Config = EndOptions
 
 
-class Refl(GradientMethod[EndOptions]):
+@dataclass(frozen=True, kw_only=True)
+class Config(GradientOptions, EndOptions):
+    """Nothing of its own."""
+
+
+class Refl(GradientMethod[Config]):
     predicts = True
 
     def route(self, reach: int, iteration: int, seed: int) -> Route:
