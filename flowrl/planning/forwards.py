@@ -32,6 +32,13 @@ def decode(adapter: ModelAdapter, batch: int) -> Any:
         return adapter.decode(torch.empty(batch, *adapter.latent_shape()))
 
 
+def slope(adapter: ModelAdapter, count: int) -> None:
+    """`count` images and the gradient of a value of each pixel at their latents."""
+    x = torch.empty(count, *adapter.latent_shape(), requires_grad=True)
+    with _Copies():
+        torch.autograd.grad(adapter.decode_with_grad(x).float().sum(), x)
+
+
 def latents(adapter: ModelAdapter, batch: int) -> torch.Tensor:
     """Latents of `batch` images or videos, as the run encodes them."""
     return adapter.encode_images(torch.empty(batch, *image_shape(adapter)))

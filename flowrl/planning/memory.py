@@ -14,6 +14,7 @@ also where a forward runs under autocast (cuda_rules.py).
               rollout     a forward without gradients at rollout.batch_size, doubled by CFG
               decode      the VAE at rollout.batch_size; with pairs `images`, its encoder
               evaluation  the larger of those two at eval.batch_size
+              gradient    of a reward's gradient: the VAE forward and backward at algorithm.decoded_at_once
               update      forward, the reference's forward if there is a KL, and backward at optim.batch_size, beside
                           the gradients of an earlier microbatch;
                           at least the gradient (4 bytes per trained weight), with several processes and its flat copy
@@ -238,7 +239,8 @@ def _work(resolved: Resolved, plan: StepPlan, samples: int, slots: int) -> tuple
 def _phases(resolved: Resolved) -> tuple[str, ...]:
     """Phases of an iteration and of evaluations on the device."""
     drawn = ("rollout",) if resolved.drawn else ()
-    return (*drawn, "images" if resolved.members else "decode", "evaluation", "update")
+    climbed = ("gradient",) if "decoded_at_once" in vars(resolved.algorithm.config) else ()
+    return (*drawn, "images" if resolved.members else "decode", "evaluation", *climbed, "update")
 
 
 def _images(resolved: Resolved, adapter: Any, samples: int) -> int:
@@ -297,6 +299,9 @@ def _measure(
             given = attempt("images", lambda: forwards.latents(adapter, batch))
         # One by one, a batch takes hardly more than an image; otherwise bytes are proportional to it.
         images = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
+        slope, at_once = (0, 0.0), vars(resolved.algorithm.config).get("decoded_at_once")
+        if at_once is not None:
+            slope = attempt("gradient", lambda: forwards.slope(adapter, min(at_once, edges)), grad=True)
         update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
         if not resolved.training.frozen:
             trained = [p for p in adapter.network.parameters() if p.requires_grad]
@@ -317,6 +322,7 @@ def _measure(
         "decode": None if decode[0] is None else decode[0] + leaf["vae"],
         "images": None if given[0] is None else given[0] + leaf["vae"],
         "evaluation": evaluation,
+        "gradient": None if slope[0] is None else slope[0] + leaf["vae"],
         "update": update[0],
         "forward_flop": _times(forward[1], 1 / batch),
         "edge_flop": _times(update[1], 1 / edges),

@@ -280,6 +280,23 @@ def test_checkpointing_trades_memory_for_a_forward(folder):
     assert 0.9 * forward < (light.update_flop - plain.update_flop) / edges <= forward
 
 
+def test_a_rewards_gradient_needs_the_decoder_both_ways(folder):
+    assert "gradient" not in {phase.name for phase in measured(resolved(str(folder))).phases}
+    options = {
+        "rewards": [{"name": "clip_score", "model": "tiny-clip", "preprocess": "fast"}],
+        "optim": {"batch_size": 4, "updates_per_iteration": 1},
+    }
+    options["rollout"] = {"prompts_per_iteration": 4, "group_size": 1, "batch_size": 4, "num_inference_steps": 4}
+    peaks = []
+    for count in (1, 2, 4, 8):
+        climbing = {"name": "draft", "low_variance": 0, "decoded_at_once": count}
+        phases = measured(resolved(str(folder), algorithm=climbing, **options)).phases
+        peaks.append({phase.name: phase.transient for phase in phases}["gradient"])
+    # Activations are proportional to the images; a batch has no more than its four.
+    assert peaks[1] - peaks[0] == pytest.approx((peaks[2] - peaks[1]) / 2, rel=0.05)
+    assert peaks[3] == peaks[2] > 3 * peaks[0]
+
+
 # ---- the real shape
 
 
