@@ -40,11 +40,6 @@ def option(
     return typer.Option(*names, help=noted(what, change), min=least, max=most, rich_help_panel=group)
 
 
-def argument(name: str, what: str, change: str = "") -> Any:
-    """A positional argument of a command; texts as for `option`."""
-    return typer.Argument(metavar=name, help=noted(what, change))
-
-
 def noted(what: str, change: str) -> str:
     """The first sentence of a help text, after the rest is kept for `in_full`."""
     if _MORE.setdefault(what, change) != change:

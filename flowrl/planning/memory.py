@@ -291,17 +291,14 @@ def _measure(
 
     with faked(adapter.network, vae, *encoders.values()), cuda_rules():
         forward = attempt("rollout", lambda: forwards.predict(adapter, batch, guidance))
-        held_out = forward
-        if eval_guidance != guidance:
-            held_out = attempt("rollout", lambda: forwards.predict(adapter, batch, eval_guidance))
-        decode, given = attempt("decode", lambda: forwards.decode(adapter, batch)), (0, 0.0)
-        if resolved.members:
-            given = attempt("images", lambda: forwards.latents(adapter, batch))
+        same = eval_guidance == guidance
+        held_out = forward if same else attempt("rollout", lambda: forwards.predict(adapter, batch, eval_guidance))
+        decode = attempt("decode", lambda: forwards.decode(adapter, batch))
+        given = attempt("images", lambda: forwards.latents(adapter, batch)) if resolved.members else (0, 0.0)
         # One by one, a batch takes hardly more than an image; otherwise bytes are proportional to it.
         images = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
-        slope, at_once = (0, 0.0), vars(resolved.algorithm.config).get("decoded_at_once")
-        if at_once is not None:
-            slope = attempt("gradient", lambda: forwards.slope(adapter, min(at_once, edges)), grad=True)
+        climbed = min(edges, vars(resolved.algorithm.config).get("decoded_at_once", 0))
+        slope = attempt("gradient", lambda: forwards.slope(adapter, climbed), grad=True) if climbed else (0, 0.0)
         update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
         if not resolved.training.frozen:
             trained = [p for p in adapter.network.parameters() if p.requires_grad]
