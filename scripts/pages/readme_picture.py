@@ -77,35 +77,38 @@ def block(folder: Path) -> str:
         return row(f"{model} with its best CFG ({summary[key]['guidance_scale']:g})", key)
 
     count = summary["base"]["shapes_strict"]["n"]
-    return "\n".join(
-        [
-            "![base above tuned, each with its best CFG, on the same captions](assets/quickstart.png)",
-            "",
-            "Ten captions, drawn before any score was seen; base and tuned model each with its best CFG, from the same "
-            "noise. A green frame is strictly right: all asked objects in the asked relation, and no other. A red one "
-            "is not.",
-            "",
-            f"Strict accuracy on {count} held-out captions x {seeds} fixed seeds, {summary['iterations']} iterations "
-            f"of `{method}`, {summary['seconds']:.0f} s in all on {facts['hardware']} ({facts['processes']} "
-            "processes):",
-            "",
-            "| | `shapes_strict` | 95 % interval |",
-            "|---|---|---|",
-            row("base", "base"),
-            row("tuned", "tuned"),
-            row("paired difference", "difference", "+"),
-            best("base"),
-            best("tuned"),
-            row("paired difference, each with its best CFG", "difference_best_guidance", "+"),
-            "",
-            f"The CFG of the last three rows is {summary['guidance_search']['how']}.",
-            "",
-            "Recipe `configs/quickstart.yaml`, seed 0; image and table by `python -m scripts.pages readme-picture "
-            f"{folder}`. The tuned numbers depend on the processor: training carries its rounding on. Other seeds, "
-            "other numbers of steps, and how the recipe was chosen: "
-            "[docs/lab.md](docs/lab.md).",
-        ]
-    )
+    lines = [
+        "![base above tuned, each with its best CFG, on the same captions](assets/quickstart.png)",
+        "",
+        "Ten captions, drawn before any score was seen; base and tuned model each with its best CFG, from the same "
+        "noise. A green frame is strictly right: all asked objects in the asked relation, and no other. A red one "
+        "is not.",
+        "",
+        f"Strict accuracy on {count} held-out captions x {seeds} fixed seeds, {summary['iterations']} iterations "
+        f"of `{method}`, {summary['seconds']:.0f} s in all on {facts['hardware']} ({facts['processes']} "
+        "processes):",
+        "",
+        "| | `shapes_strict` | 95 % interval |",
+        "|---|---|---|",
+        row("base", "base"),
+        row("tuned", "tuned"),
+        row("paired difference", "difference", "+"),
+        best("base"),
+        best("tuned"),
+        row("paired difference, each with its best CFG", "difference_best_guidance", "+"),
+        "",
+        f"The CFG of the last three rows is {summary['guidance_search']['how']}.",
+        "",
+        "Recipe `configs/quickstart.yaml`, seed 0; image and table by `python -m scripts.pages readme-picture "
+        f"{folder}`. The tuned numbers depend on the processor: training carries its rounding on. Other seeds, "
+        "other numbers of steps, and how the recipe was chosen: "
+        "[docs/lab.md](docs/lab.md).",
+    ]
+    return "\n".join(line if line.startswith(("|", "!")) else _wrapped(line) for line in lines)
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def main(words: list[str]) -> None:
