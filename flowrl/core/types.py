@@ -186,7 +186,7 @@ class Samples:
     """Clean latents, [B, ...] float32."""
     ids: tuple[SampleId, ...]
     """B identities."""
-    kept: Mapping[int, Kept] = field(default_factory=dict)
+    kept: Mapping[int, Kept] = field(default_factory=dict[int, Kept])
     """What the plan keeps, by step."""
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ def unmeasured(monkeypatch):
     monkeypatch.setattr(memory, "_measure", lambda *given, **named: (known | {"forward_flop": 1, "edge_flop": 1}, {}))
 
 
-def planned(*words: str):
+def planned(*words: str) -> tuple[Any, Any, Any, Any]:
     resolved = resolve(load_config("lab/flow_grpo", [*FEW, *words]), offline=True)
     adapter = outline(resolved)[0]
     plan = step_plan(resolved, adapter)
@@ -35,10 +36,17 @@ def table(own, *, update: bool = True, recomputes: bool = False, batch: int = 64
     return {"cards": {"C": 80.0}, "rows": [row | {"update": took if update else None}]}
 
 
+def seconds(card: str, *run: Any) -> tuple[float, float | None, str]:
+    """Those of a card that has a measurement."""
+    found = hours.seconds(card, *run)
+    assert found is not None
+    return found
+
+
 def test_rows_and_microbatches_are_counted_by_the_plan(monkeypatch):
     run = planned()
     monkeypatch.setattr(hours, "TABLE", table(run[3]))
-    rollout, update, note = hours.seconds("C", *run)
+    rollout, update, note = seconds("C", *run)
     samples, steps = 8, 6
     starts = 2 + samples * (steps - 1)  # shared noise: one forward of a prompt's start
     assert rollout == pytest.approx(starts * 0.010)
@@ -57,13 +65,13 @@ def test_a_frozen_role_and_a_recomputed_forward_each_add_a_forward(monkeypatch):
     ):
         run = planned(*words)
         monkeypatch.setattr(hours, "TABLE", table(run[3], recomputes=recomputes))
-        assert hours.seconds("C", *run)[1] == pytest.approx(run[2].rows[1] * each / 1000 + 0.1), words
+        assert seconds("C", *run)[1] == pytest.approx(run[2].rows[1] * each / 1000 + 0.1), words
 
 
 def test_guidance_doubles_the_rows_and_a_smaller_batch_is_said(monkeypatch):
     run, guided = planned(), planned("rollout.guidance_scale=4.0", "rollout.batch_size=4")
     monkeypatch.setattr(hours, "TABLE", table(run[3]))
-    one, two = hours.seconds("C", *run), hours.seconds("C", *guided)
+    one, two = seconds("C", *run), seconds("C", *guided)
     assert two[0] == pytest.approx(2 * one[0])
     assert "smaller one takes longer" in two[2]
 
@@ -81,7 +89,7 @@ def test_another_size_or_arithmetic_is_no_measurement(monkeypatch, words):
 def test_a_rollout_alone_gives_no_time_of_updates(monkeypatch):
     run = planned()
     monkeypatch.setattr(hours, "TABLE", table(run[3], update=False))
-    assert hours.seconds("C", *run)[1] is None
+    assert seconds("C", *run)[1] is None
 
 
 def test_the_composed_time_of_recomputing_is_what_a_card_took():
