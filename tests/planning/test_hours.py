@@ -95,7 +95,8 @@ def test_a_rollout_alone_gives_no_time_of_updates(monkeypatch):
 def test_the_composed_time_of_recomputing_is_what_a_card_took():
     """H100, SD3.5-M: 670.1 ms with checkpointing, where 16 rows were trained and 16 of a reference were not."""
     lines = [json.loads(line) for line in (FOLDER / "h100.jsonl").read_text().splitlines()]
-    took = {line["variant"]: line for line in lines if line.get("what") == "update" and "sd3" in line.get("config", "")}
+    own = [line for line in lines if line["what"] == "update" and line["config"].endswith("flow_grpo-pickscore.yaml")]
+    took = {line["variant"]: line for line in own}
     row = next(row for row in hours.TABLE["rows"] if "H100" in row["card"] and row["setting"]["family"] == "sd3")
     forward, plain, again = row["forward"]["ms"], row["update"], took["checkpointing"]["ms_per_microbatch"]
     assert row["update"]["ms"] == took["now"]["ms_per_microbatch"]
