@@ -21,7 +21,7 @@ from flowrl.evaluation.evaluator import PLACES, Evaluator
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import difference, summary
-from flowrl.run.assembly.parts import Scorers
+from flowrl.run.assembly.rewards import Scorers
 from flowrl.run.inputs import prompts_mark
 from flowrl.run.session import Session
 from flowrl.scoring.build import build_scorer, require_metadata

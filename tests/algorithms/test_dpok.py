@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from flowrl.algorithms.dpok import AnchorKL, BatchedCriticConfig, Config, build
 from flowrl.core.types import Condition
 from flowrl.credit.critic import Critic
+from flowrl.data.prompts import Prompt, identity
 from flowrl.losses.ratio import clamped_ratio_loss, clipped_ratio_loss
 from flowrl.rollout.trajectories import Rollout
 from flowrl.rollout.transitions import Table, Transitions
@@ -38,7 +39,8 @@ from tests.toys import (
 
 DDIM = ddim.build(ddim.Config())
 REWARDS = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])
-PROMPTS = (("prompt 0", ()), ("prompt 1", ()))
+PROMPTS = (Prompt("prompt 0"), Prompt("prompt 1"))
+IDENTITIES = tuple(map(identity, PROMPTS))
 SMALL = {"batch": 8, "policy_steps": 3, "critic": BatchedCriticConfig(learning_rate=1e-2, steps=4, batch_size=16)}
 
 
@@ -61,7 +63,7 @@ def rollout(run: Session, rewards: Tensor = REWARDS) -> Rollout:
 def recall(
     run: Session, rewards: Tensor = REWARDS, iteration: int = 1, world: World = ALONE, sums=None
 ) -> TransitionBatches:
-    credit = run.algorithm.advantages(rewards, torch.ones(1), PROMPTS)
+    credit = run.algorithm.advantages(rewards, torch.ones(1), IDENTITIES)
     context = context_of(run, optim_of(1, 5), world=world, lookup=lookup(run))
     return TransitionBatches(context, Iteration(iteration, rollout(run, rewards), credit, sums or Sums()))
 
@@ -80,7 +82,7 @@ def table(first: int, count: int, prompt: int = 0) -> Table:
 def test_the_buffer_keeps_the_newest_and_never_more_than_its_length():
     kept = Transitions(7)
     for first, count in ((0, 3), (3, 3), (6, 5), (11, 20)):
-        kept.add(table(first, count), [PROMPTS[0]])
+        kept.add(table(first, count), [IDENTITIES[0]])
         newest = list(range(max(0, first + count - 7), first + count))
         assert kept.table is not None
         assert kept.table.reward.tolist() == newest
@@ -113,7 +115,7 @@ def test_an_iteration_adds_every_step_of_every_scored_sample_with_its_reward():
     assert torch.equal(kept.table.latents, run.edges.nodes[run.edges.parent][:30])
     assert torch.equal(kept.table.next_latents, run.edges.nodes[run.edges.child][:30])
     assert torch.equal(kept.table.old_log_prob, run.edges.old_log_prob[:30])
-    assert [kept.prompts[k] for k in kept.table.prompt.tolist()] == [PROMPTS[0]] * 18 + [PROMPTS[1]] * 12
+    assert [kept.prompts[k] for k in kept.table.prompt.tolist()] == [IDENTITIES[0]] * 18 + [IDENTITIES[1]] * 12
 
 
 def test_updates_draw_from_earlier_iterations_none_twice_and_each_anew():
@@ -276,7 +278,7 @@ def learner(run: Session) -> Learner:
 
 def iterate(run: Session, work: Learner, iteration: int, gate=None) -> Sums:
     sums = Sums()
-    credit = run.algorithm.advantages(REWARDS, torch.ones(1), PROMPTS)
+    credit = run.algorithm.advantages(REWARDS, torch.ones(1), IDENTITIES)
     work.update(iteration, rollout(run), credit, sums, gate=gate)
     return sums
 

@@ -13,7 +13,7 @@ MOST = 14
 """Modules of the package that one of the parts may enter."""
 
 
-@pytest.mark.parametrize("part", ["data", "model", "learner", "parts"])
+@pytest.mark.parametrize("part", ["data", "model", "rewards", "learner", "parts"])
 def test_each_part_enters_few_modules(part):
     assert len(imported_modules(f"flowrl.run.assembly.{part}")) <= MOST
 

@@ -11,7 +11,6 @@ from flowrl.core.errors import ConfigError, Diverged, Remedy
 from flowrl.display.console import log
 from flowrl.models.weights.roles import Weights
 from flowrl.scoring.scorer import Scorer
-from flowrl.training import optimizers
 from flowrl.training.base import Training, UpdateContext
 from flowrl.training.divergence import remedy
 from flowrl.training.kinds import training_of
@@ -25,9 +24,8 @@ def new_training(resolved: Resolved, world: World) -> Training:
     """A fresh method with its kind of training data, once the processes are known to have work.
 
     Raises:
-        ConfigError: too many processes, or an optimizer that cannot work here.
+        ConfigError: too many processes.
     """
-    optimizers.require(resolved.run.optim.name, world.device)
     leaves = resolved.algorithm.config.leaves(resolved.run.rollout.num_inference_steps)
     samples = resolved.slots * resolved.group_size
     if samples // leaves < world.size:

@@ -12,24 +12,12 @@ from flowrl.rollout.saliency_maps import Mapper, mapper_of
 from flowrl.run.assembly.data import Data, read
 from flowrl.run.assembly.learner import learner_of, new_training
 from flowrl.run.assembly.model import load, sampling_of, trained_weights, try_compiled
+from flowrl.run.assembly.rewards import Scorers
 from flowrl.run.inputs import made_with
-from flowrl.scoring.build import build_scorers, require_fit
-from flowrl.scoring.gradient import require_paths
-from flowrl.scoring.probing import probe
-from flowrl.scoring.scorer import Scorer
+from flowrl.training import optimizers
 from flowrl.training.learner import Learner
 from flowrl.training.sampling import Sampling
 from flowrl.training.world import World
-
-
-@dataclass(frozen=True, slots=True)
-class Scorers:
-    """The rewards at work."""
-
-    trained: Scorer | None
-    """Rewards that are trained on; None for a method that learns from given images."""
-    watched: Scorer | None
-    """Rewards that are trained on or only evaluated (`eval.rewards`); None without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +65,15 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
     Raises:
         ConfigError, ModelError, RewardError: something the user can mend.
     """
+    optimizers.require(resolved.run.optim.name, world.device)
     kind = new_training(resolved, world)
     data = read(resolved, kind)
     prompts = data.prompts
-    scorers = Scorers(*build_scorers(resolved.rewards, resolved.eval_rewards, prompts.listed, prompts.looked_up))
-    if kind.climbs and scorers.trained is not None:
-        cards = [entry.reward.card for entry in scorers.trained.entries]
-        require_paths(resolved.algorithm.name, resolved.rewards, cards)
+    scorers = Scorers.of(resolved, kind.climbs, prompts)
     adapter = load(resolved)
-    require_fit(scorers.watched, videos=adapter.num_frames > 1)
     data.require_fit(adapter, resolved)
     weights = trained_weights(resolved, kind, adapter, prompts.train, world)
-    probe(scorers.trained, prompts.train[:2], adapter)
-    probe(scorers.watched, prompts.evaluated[:2], adapter, known=scorers.trained)
+    scorers.tried(adapter, prompts)
     shown, texts = data.embed(resolved, adapter, world)
     kind.begin(weights, texts, prompts.train, resolved.run.seed)
     for role in kind.method.roles:
@@ -102,7 +86,7 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
     if learner.context.climb is not None:
         learner.context.climb.probe(texts.lookup(prompts.train[:1]), prompts.train[0], world.device)
     require_learned(data.previews, sampling.learned)
-    evaluator = _evaluator(resolved, data, sampling, scorers.watched, folder)
+    evaluator = _evaluator(resolved, data, sampling, scorers, folder)
     spatial = kind.method.spatial if training else None
     return Parts(
         resolved=resolved,
@@ -116,9 +100,8 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
     )
 
 
-def _evaluator(
-    resolved: Resolved, data: Data, sampling: Sampling, scorer: Scorer | None, folder: Path | None
-) -> Evaluator:
+def _evaluator(resolved: Resolved, data: Data, sampling: Sampling, scorers: Scorers, folder: Path | None) -> Evaluator:
+    scorer = scorers.watched
     outputs = [] if scorer is None else [entry.reward.card.outputs for entry in scorer.entries]
     return Evaluator(
         sampling=sampling,

@@ -1,0 +1,46 @@
+"""The rewards of a run: built, and tried before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowrl.config.resolved import Resolved
+from flowrl.evaluation.held_out import RunPrompts
+from flowrl.models.base import ModelAdapter
+from flowrl.scoring.build import build_scorers, require_fit
+from flowrl.scoring.gradient import require_paths
+from flowrl.scoring.probing import probe
+from flowrl.scoring.scorer import Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class Scorers:
+    """The rewards at work."""
+
+    trained: Scorer | None
+    """Rewards that are trained on; None for a method that learns from given images."""
+    watched: Scorer | None
+    """Rewards that are trained on or only evaluated (`eval.rewards`); None without any."""
+
+    @classmethod
+    def of(cls, resolved: Resolved, climbs: bool, prompts: RunPrompts) -> Scorers:
+        """The rewards of a configuration; `climbs`: of a method that takes their gradient.
+
+        Raises:
+            ConfigError, RewardError: one that cannot be built, or has no gradient where it is wanted.
+        """
+        scorers = cls(*build_scorers(resolved.rewards, resolved.eval_rewards, prompts.listed, prompts.looked_up))
+        if climbs and scorers.trained is not None:
+            cards = [entry.reward.card for entry in scorers.trained.entries]
+            require_paths(resolved.algorithm.name, resolved.rewards, cards)
+        return scorers
+
+    def tried(self, adapter: ModelAdapter, prompts: RunPrompts) -> None:
+        """Score noise of the model's size.
+
+        Raises:
+            RewardError: one that does not fit the model, or breaks its contract.
+        """
+        require_fit(self.watched, videos=adapter.num_frames > 1)
+        probe(self.trained, prompts.train[:2], adapter)
+        probe(self.watched, prompts.evaluated[:2], adapter, known=self.trained)
