@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from flowrl.core.errors import RewardError as RewardError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+
+    from flowrl.core.types import Condition
 
 # Words, so that a card is read without torch.
 Images: TypeAlias = "Tensor | Sequence[Tensor]"
@@ -28,6 +30,9 @@ AnswerFunction: TypeAlias = "Callable[[Images, Sequence[str], Sequence[dict]], l
 
 CompareFunction: TypeAlias = "Callable[[Images, Images, Sequence[str], Sequence[dict]], Tensor]"
 """P(the first image is preferred to the second), [B], shown in this order; NaN: the question failed."""
+
+ValueFunction: TypeAlias = "Callable[[Tensor, Tensor, Condition], Tensor]"
+"""Logits [B] of latents x [B, ...] at noise levels sigma [B], under the conditions of their prompts (B rows)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +127,21 @@ class Reward:
         )
         card = replace(self.card, outputs=outputs, less_is_better=lower)
         return Reward(renamed, card, self.answers, self.compare)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentReward:
+    """A judge of a model's latents, clean or noisy; `build(config)` may return one in place of a `Reward`.
+
+    Its one output is the logit of clean latents. A row never depends on the other rows.
+    """
+
+    value: ValueFunction
+    card: Card
+    shape: tuple[int, ...]
+    """Shape of one sample's latents, as the model's `latent_shape` says it."""
+    network: nn.Module | None = None
+    """Its weights, in eval mode and without gradient; None: there are none."""
 
 
 REASONS: ContextVar[list[str] | None] = ContextVar("flowrl_unscored", default=None)
