@@ -17,7 +17,7 @@ PROVENANCE = yaml.safe_load((Path(__file__).parent / "config" / "provenance.yaml
 _ALL = sorted(
     f"{file.parent.name}/{file.stem}"
     for file in FOLDER.glob("*/*.yaml")
-    if file.parent.name not in ("lab", "proxy", "frozen")
+    if file.parent.name not in ("lab", "proxy", "judge", "frozen")
 )
 CARDS = [name for name in _ALL if re.search(r"-\d+gb$", name)]
 """`<recipe>-<n>gb`: what extends a recipe for one card of n GB; its values are those of the recipe."""

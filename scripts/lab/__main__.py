@@ -7,7 +7,10 @@ import sys
 
 from scripts.lab import cells
 
-WORDS = ("frozen-video", "guard", "guard-ratio", "proxy", "find-best-of-n", "motion-tasks", "motion-accuracy")
+WORDS = (
+    *("frozen-video", "guard", "guard-ratio", "proxy", "judge"),
+    *("find-best-of-n", "motion-tasks", "motion-accuracy"),
+)
 """Each is the name of its module, with dashes."""
 
 

@@ -312,6 +312,11 @@ def on_the_way(folder: Path, captions: int = WAY) -> list[Evaluation]:
     return [_cut(each, captions) for each in every if len(each.prompts) >= captions]
 
 
+def evaluations(folder: Path) -> list[Evaluation]:
+    """Base, evaluations on the way and result of a finished run, each on all its captions."""
+    return [replace(each, iteration=_iteration(each)) for each in map(Evaluation.load, _evaluations(folder))]
+
+
 def _evaluations(folder: Path) -> list[Path]:
     """Files of the evaluations of a run folder, in their order."""
     parts = folder / "eval"
@@ -349,7 +354,7 @@ def mean_scores(folder: Path, captions: int, metrics: Sequence[str]) -> list[dic
     Base and result are evaluated on all held-out prompts, those on the way on the first of them alone.
     """
     rows = []
-    for evaluation in map(Evaluation.load, _evaluations(folder)):
+    for evaluation in evaluations(folder):
         row = {name: round(float(np.nanmean(evaluation.scores[name][:captions])), 6) for name in metrics}
-        rows.append({"iteration": _iteration(evaluation)} | row)
+        rows.append({"iteration": evaluation.iteration} | row)
     return rows
