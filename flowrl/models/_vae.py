@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError, Remedy
 from flowrl.models.base import ModelConfig, VaePrecision
+from flowrl.models.memory.units import recompute_units
 
 
 def vae_dtype(precision: VaePrecision) -> torch.dtype:
@@ -45,7 +46,8 @@ def set_up_vae(pipeline: Any, config: ModelConfig) -> None:
     ):
         if wanted:
             try:
-                getattr(vae, switch)()
+                if option != "vae_checkpointing" or not recompute_units(vae.decoder):
+                    getattr(vae, switch)()
             except (AttributeError, NotImplementedError, ValueError):
                 raise ModelError(
                     f"model.memory.{option}=true: {type(vae).__name__} has no {switch}()",

@@ -21,7 +21,7 @@ class MemorySettings:
     vae_tiling: bool = False
     """Decode a large image in overlapping tiles: nearly the same image, blended where tiles meet."""
     vae_checkpointing: bool = False
-    """Where a reward's gradient goes through the decoder: recompute the activations of its blocks, for less memory."""
+    """Where a reward's gradient goes through the decoder: recompute the activations of its units, for less memory."""
     vae_channels_last: bool = False
     """Keep the VAE's weights and activations with the channels last: faster convolutions of images, other rounding."""
     layerwise_casting: Literal["float8_e4m3fn", "float8_e5m2"] | None = None
