@@ -3,8 +3,6 @@
 Importing it loads neither torch nor diffusers; names are resolved when used.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command line. Commands import what they need when they run, so that --help is quick."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -7,8 +7,6 @@ colours are those of the images (`flowrl/shapes.py`), so frames are verified as 
 Lengths are in pixels of the video; the centre of the top-left pixel is (0, 0).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

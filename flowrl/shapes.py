@@ -7,8 +7,6 @@ colour and geometry alone (`rewards/shapes.py`).
 Lengths are in pixels of the image; the centre of the top-left pixel is (0, 0).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import zlib

@@ -1,7 +1,5 @@
 """An advantage rule with its memory, credit where a critic follows, and that of a tree's edges."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The end of a route before the last step, drawn anew in each iteration: for methods whose rewards see a prediction."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flowrl.algorithms._options import Options

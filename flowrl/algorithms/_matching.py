@@ -7,8 +7,6 @@
 5. after the iteration the lagging roles follow the policy
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -3,8 +3,6 @@
 A prompt has `rollout.group_size` / leaves trees: its samples are their leaves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

@@ -12,8 +12,6 @@ to 1e-3, so a clip range acts from about 1e-4 down; the published 1 never does.
 Source: arXiv 2509.25050; scxue/advantage_weighted_matching:advantage_weighted_matching/scripts/train_sd3_awm.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal

@@ -16,8 +16,6 @@ children of a split with a std four times that of their density (`split_inflatio
 and its width pruning by branch keeps the earliest half of each suffix (here: the paper's).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal

@@ -12,8 +12,6 @@ pools test r > 0 where they mean A > 0.
 Source: arXiv 2603.14128; X-GenGroup/Flow-Factory:trainers/crd.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -12,8 +12,6 @@ The last step is deterministic, so the decoded latent is its x0_hat, as in the o
 Source: arXiv 2505.07818; XueZeyue/DanceGRPO:fastvideo/train_grpo_flux.py, train_grpo_hunyuan.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal

@@ -13,8 +13,6 @@ No KL, no reference, no critic. The guided prediction is what is trained (`rollo
 Source: arXiv 2305.13301; kvablack/ddpo-pytorch:scripts/train.py, config/base.py; jannerm/ddpo.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal

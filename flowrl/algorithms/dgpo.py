@@ -12,8 +12,6 @@ Diffusion-DPO.
 Source: arXiv 2510.08425; Luo-Yihong/DGPO:scripts/train_sd3_dgpo.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -12,8 +12,6 @@ At v = v_old the loss does not depend on r, only its gradient does: a flat loss 
 Source: arXiv 2509.16117; NVlabs/DiffusionNFT:scripts/train_nft_sd3.py. arXiv 2510.16888; PKU-YuanGroup/UniWorld-V2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal

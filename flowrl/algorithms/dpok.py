@@ -10,8 +10,6 @@ Clamped alone, without PPO's max with the unclipped term: outside the band there
 Source: arXiv 2305.16381; google-research/google-research:dpok/train_online_pg.py, dpok/reward_model.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal

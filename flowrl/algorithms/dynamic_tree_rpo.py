@@ -15,8 +15,6 @@ tree's size, and that 3 has no comparison by depth, are reconstructions. 4 and 5
 Source: arXiv 2509.23352.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 

@@ -11,8 +11,6 @@ At first mu = 0 and s = 1: the base sampler's own noise. Only the prompts of an 
 Source: arXiv 2407.19453; vpx-ecnu/FIND:dist_train2.py, corrected as docs/algorithms/find.md says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal

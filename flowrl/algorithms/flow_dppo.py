@@ -9,8 +9,6 @@ On policy nothing is dropped and the gradient is Flow-GRPO's.
 Source: arXiv 2606.11025; Tencent-Hunyuan/UniRL:unirl/algorithms/flowdppo.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

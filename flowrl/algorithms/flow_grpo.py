@@ -12,8 +12,6 @@ Other methods of the family take their options, their loss or a part of it from 
 Source: arXiv 2505.05470; yifan123/flow_grpo:scripts/train_sd3.py, config/grpo.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

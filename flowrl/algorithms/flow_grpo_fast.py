@@ -12,8 +12,6 @@ With `branch` its first version: so many samples share noise and ODE up to the w
 Source: yifan123/flow_grpo:scripts/train_sd3_fast.py (branching until 2025-10-13), config/grpo.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from flowrl.algorithms._options import RatioOptions, SpatialOptions

@@ -10,8 +10,6 @@ of a few dims.
 Source: arXiv 2507.21053; akanazawa/fpo:playground/src/flow_policy/fpo.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -12,8 +12,6 @@ with too large a sigma).
 Source: arXiv 2510.01982, 2601.00423; shengjun-zhang/VisualGRPO.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor

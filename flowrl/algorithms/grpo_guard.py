@@ -14,8 +14,6 @@ added unscaled.
 Source: arXiv 2510.22319; yifan123/flow_grpo:scripts/train_sd3_GRPO_Guard.py, config/grpo_guard.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

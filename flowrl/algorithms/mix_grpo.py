@@ -11,8 +11,6 @@ As released, the last two steps are never trained.
 Source: arXiv 2507.21802; Tencent-Hunyuan/MixGRPO:fastvideo/train_grpo_flux.py, fastvideo/utils/grpo_states.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -10,8 +10,6 @@ Flash* is `window: {strategy: frozen}` with ratio 0.2. A flow model with a stati
 Source: arXiv 2507.21802; Tencent-Hunyuan/MixGRPO:fastvideo/utils/sampling_utils.py ("post" strategy).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -9,8 +9,6 @@ The mean is over kept samples. (Released code averages zeros in, which scales th
 Source: arXiv 2304.06767; yifan123/flow_grpo:scripts/train_sd3_sft.py (`ties`, k = 1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

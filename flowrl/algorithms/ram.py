@@ -10,8 +10,6 @@
 Source: arXiv 2605.10759.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from flowrl.algorithms._matching import LagConfig

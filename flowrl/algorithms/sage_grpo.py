@@ -14,8 +14,6 @@ S does not depend on the data. Do not combine it with GRPO-Guard's weights: both
 Source: arXiv 2603.21872; Tencent-Hunyuan/SAGE-GRPO. The rule of step 4 is ours, the official one is not published.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 

@@ -15,8 +15,6 @@ share their noise is not published; here they do.
 Source: arXiv 2410.05255 (v2: Self-Sampling Preference Optimization).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

@@ -7,8 +7,6 @@
 Source: arXiv 2311.12908; SalesforceAIResearch/DiffusionDPO:train.py (`--sft`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flowrl.algorithms._matching import PullOptions, pull, pulling

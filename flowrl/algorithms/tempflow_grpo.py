@@ -13,8 +13,6 @@ A tree has k leaves for each step that branches, and costs (T - 1) + k T (T - 1)
 Source: arXiv 2508.04324; Shredded-Pork/TempFlow-GRPO.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Literal
 

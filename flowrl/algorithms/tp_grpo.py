@@ -13,8 +13,6 @@ A chain is a tree of n + 1 leaves, so a prompt needs several of them.
 Source: arXiv 2602.06422; YunzeTong/TurningPoint-GRPO. That columns are compared by prompt is our presumption.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import ClassVar

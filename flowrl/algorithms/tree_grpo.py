@@ -11,8 +11,6 @@ picks one for their sum; `path_weight` offers it on standardised log-probs.
 Source: arXiv 2512.08153; no released code.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the words of a command line mean, for commands and the wing: rewards, a pipeline's own call, processes."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

@@ -1,7 +1,5 @@
 """Text of users in Markdown, and paths without the folders that they lie in."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path

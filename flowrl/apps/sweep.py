@@ -1,7 +1,5 @@
 """The cells of a sweep, recipes x methods x seeds: their record, their order, their runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the commands with a page of their own share: how it gets before the user's eyes."""
 
-from __future__ import annotations
-
 
 def show(address: str, open_page: bool | None) -> None:
     """Open a page of this machine in a browser, or print how another machine reaches it.

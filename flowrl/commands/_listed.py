@@ -1,7 +1,5 @@
 """One component in words: what it is, its level, its page, its options; and the recipes by model and method."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import textwrap

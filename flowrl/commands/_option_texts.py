@@ -1,7 +1,5 @@
 """Options of a dataclass with type, default and the text under each field, for pages and lists."""
 
-from __future__ import annotations
-
 import ast
 import collections.abc
 import dataclasses

@@ -1,7 +1,5 @@
 """`flowrl ask`: a checkpoint, images or an evaluation of a run that is under way, or its end."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

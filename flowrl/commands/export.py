@@ -1,7 +1,5 @@
 """`flowrl export`: a run's weights in the formats that other programs read, and on the hub where that is asked for."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

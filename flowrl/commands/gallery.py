@@ -1,7 +1,5 @@
 """`flowrl gallery`: the HTML report of one run, or of several side by side."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

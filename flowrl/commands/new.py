@@ -1,7 +1,5 @@
 """`flowrl new`: a commented, running file to start from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """`flowrl pairs`: preference pairs from a model and its rewards, and a look at a preference set."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`flowrl serve`: rewards over HTTP, for runs on other machines or in other environments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`flowrl sweep`: recipes x methods x seeds, one run after another, and one comparison."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flowrl.core.startup import imports

@@ -1,7 +1,5 @@
 """The texts of the commands' arguments and options, which are in options.yaml."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

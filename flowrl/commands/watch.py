@@ -1,7 +1,5 @@
 """`flowrl watch`: the report of runs under way in a browser."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flowrl.commands._browser import show

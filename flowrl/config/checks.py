@@ -1,7 +1,5 @@
 """Checks over several components of a configuration, before a model is loaded."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 from flowrl.config import few_steps

@@ -4,8 +4,6 @@ Mappings are merged deeply, lists and plain values replaced. A mapping whose `na
 options of one component mean nothing to another. Paths keep their meaning: each is relative to the file that holds it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

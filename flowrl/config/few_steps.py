@@ -1,7 +1,5 @@
 """A run on a model that is distilled to few steps: its guidance, its numbers of steps, its grid, its training times."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flowrl.config.components import Component

@@ -3,8 +3,6 @@
 A path of the command line is relative to the working directory, and so is `output`. Names that are not files stay.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import typing

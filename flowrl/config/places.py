@@ -3,8 +3,6 @@
 Those of components are stored ones, so that a fault is told before their modules, and torch, are imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """A run with its components and their validated options."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any

@@ -4,8 +4,6 @@ An unknown key, a wrong type or a value out of range is refused with the key, th
 valid name before a model is loaded. No value is changed silently.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """A toy reward, for methods under trial: the mean brightness of an image or video."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from flowrl.reward import Card

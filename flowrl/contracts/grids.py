@@ -1,7 +1,5 @@
 """The grids on which samplers and methods are tried: those of SD3 and its kin, of DanceGRPO, and of SD1.x."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

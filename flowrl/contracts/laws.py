@@ -1,7 +1,5 @@
 """A law of a contract: a name, what it expects, and a trial that measures it on a component."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

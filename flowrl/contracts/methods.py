@@ -1,7 +1,5 @@
 """The contract of a method, tried on a tiny model of `assets/`: a rollout, its credit, its loss and one update."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import tempfile

@@ -3,8 +3,6 @@
 That it draws what its pipeline's own call draws needs the pipeline: `flowrl doctor MODEL` compares the two.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ The probability-flow ODE, and every SDE that belongs to it, keeps these marginal
 noise, so nothing is drawn: a mean, and what one unit of the start and of each step's noise adds to it, tell all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import TypeAlias

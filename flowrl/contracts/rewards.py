@@ -4,8 +4,6 @@ An exception that is not a RewardError is allowed for a NaN image (the scorer th
 nowhere else.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any

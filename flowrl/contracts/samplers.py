@@ -1,7 +1,5 @@
 """The contract of a sampler: a Gaussian whose mean follows the network, deterministic without noise, row by row."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

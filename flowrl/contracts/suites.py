@@ -1,7 +1,5 @@
 """The contract of a suite, tried on its prompts with made-up scores: nothing is drawn, and no judge is loaded."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

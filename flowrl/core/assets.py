@@ -1,7 +1,5 @@
 """Assets of the package by name: small models, recipes, lists of prompts."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Work in a thread while the program goes on."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Files of runs and commands: folders for results, failing disks, damaged files, plain data of JSON."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

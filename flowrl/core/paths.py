@@ -5,8 +5,6 @@
 `flowrl/config/locate.py` makes marked options absolute when a configuration is read.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import typing

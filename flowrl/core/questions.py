@@ -6,8 +6,6 @@ this one means nothing). The answer to a question is a number from 0 to 1, the j
 NaN: it failed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What pydantic refuses, in words of a configuration: key, value, reason, and the remedies of a component."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import typing

@@ -4,8 +4,6 @@ A third party names a dotted module path ("my_package.my_reward") or a file ("pa
 may bring rewards of its own by name: an entry point of the group `flowrl.rewards` that names a module.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import importlib

@@ -4,8 +4,6 @@ Keys are (seed, purpose, ...): iteration, slot, sample, step, branch as the purp
 and batch position never enter, so noise does not depend on the layout of a run.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ Python looks for unreachable cycles whenever many objects are new, and imports m
 fifth of the time of importing torch, diffusers and transformers, and every later look passes them again.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Generator
 from contextlib import contextmanager

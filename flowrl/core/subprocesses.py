@@ -1,8 +1,6 @@
 """Watch of a worker over its launcher, and how long it waits for the others. It imports little, since it begins before
 torch is loaded."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

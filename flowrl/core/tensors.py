@@ -1,7 +1,5 @@
 """Functions of tensors whose types torch leaves open."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

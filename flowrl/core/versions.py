@@ -1,7 +1,5 @@
 """Versions of Python, flowrl and the libraries that affect its numbers."""
 
-from __future__ import annotations
-
 import platform
 from importlib import metadata
 

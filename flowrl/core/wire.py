@@ -11,8 +11,6 @@ little-endian). `sources` are the images of metadata["images"] as "png", since a
 A score is a number or null (never NaN, never 0 for a failure); null comes with an error {"kind", "text"}.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import dataclasses

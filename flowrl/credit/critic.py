@@ -1,7 +1,5 @@
 """V, a small network that expects a reward: the baseline of methods without a group."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

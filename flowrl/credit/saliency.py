@@ -13,8 +13,6 @@ advantages multiplied by them (`apply_map`).
 Source: arXiv 2511.18719; Tele-AI/TeleBoost:teleboost/algorithms/vipo.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

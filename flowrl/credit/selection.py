@@ -1,7 +1,5 @@
 """Selection of the samples of a group that take part in the update: pure functions on scores [P, G]."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """How much each of several rewards decides of the order of a group's samples. R rewards, P prompts, G samples."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

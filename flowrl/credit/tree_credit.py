@@ -8,8 +8,6 @@ Source: arXiv 2509.06040 (BranchGRPO), 2512.08153 (TreeGRPO), 2508.04324 (TempFl
 2602.06422 (TP-GRPO).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -4,8 +4,6 @@ A pair is a slot of two samples, the chosen image with reward 1 and the rejected
 single image with a label, is a slot of one sample. So a `Rollout` is the same for drawn and for given samples.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

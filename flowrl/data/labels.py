@@ -1,7 +1,5 @@
 """Single labelled images made of pairs, for Diffusion-KTO (arXiv 2404.04465)."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass

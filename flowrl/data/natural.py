@@ -1,7 +1,5 @@
 """The order of names in which 10 comes after 9, for folders that are read in the order of their names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The options of `data`: prompts, held-out prompts, and given pairs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 

@@ -4,8 +4,6 @@ A file of another form is refused, never read as lines of text. Records are read
 after the last one that is needed.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import re

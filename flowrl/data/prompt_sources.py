@@ -5,8 +5,6 @@ Those inside a data set are written to the user's cache under the hash of their 
 same for every run, process and resume.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

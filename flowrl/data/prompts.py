@@ -1,7 +1,5 @@
 """Prompts with their images and metadata, and their order in a run; flowrl/data/prompt_sources.py reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 

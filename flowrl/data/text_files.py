@@ -6,8 +6,6 @@ changes, runs may share a folder, and two that write a file at once write the sa
 and renamed. It is safetensors, with the SHA-256 of its contents in the header; a damaged one is made again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

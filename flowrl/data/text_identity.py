@@ -1,7 +1,5 @@
 """The identity of a model's text encoders: equal ones give a text the same embedding."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import inspect

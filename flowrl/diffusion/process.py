@@ -4,8 +4,6 @@
 written against these two coefficients, never against a model. Computation is in float32.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Literal
 

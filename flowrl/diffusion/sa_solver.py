@@ -13,8 +13,6 @@ Source: arXiv 2309.05019 (with its replacement of the exact order-2 coefficients
 scxue/advantage_weighted_matching.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Sigma grids: pure functions from a number of steps to float32 [K + 1], from noise to exactly 0."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

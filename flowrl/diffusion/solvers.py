@@ -15,8 +15,6 @@ The published rule for fewer than 15 steps bounds the last but one step by order
 Source: arXiv 2211.01095; Tencent-Hunyuan/MixGRPO:fastvideo/utils/sampling_utils.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

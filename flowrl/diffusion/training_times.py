@@ -21,8 +21,6 @@ Draws are keyed by identity, one per sample, so they do not depend on batches or
 draw over a micro-batch; the expectation is the same.) Where a loss compares the samples of a prompt they share theirs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -10,8 +10,6 @@ from a node to its children, by a transition of the sampler (noisy) or by the so
 Leaves are counted so that those of a node are neighbours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -16,8 +16,6 @@ K = 1..1000 with N = 1000 (61, 103, 121, ...), its trailing grids have K + 1 tim
 float64 inside. Source: diffusers' DDIMScheduler and LCMScheduler; arXiv 2305.08891 (terminal SNR 0, spacing).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal, get_args
 

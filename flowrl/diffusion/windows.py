@@ -3,8 +3,6 @@
 All are pure functions of seed and iteration, the same on every rank, so a resumed run needs no state of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

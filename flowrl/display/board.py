@@ -1,7 +1,5 @@
 """What a display says: the state of a run, and its text. Pure: times are given, nothing is written."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Messages to the screen and train.log."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """Phases of a run, for the display, and for messages about memory: each that a lack of memory leaves adds its name."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Times, sizes in bytes and amounts of work as text."""
 
-from __future__ import annotations
-
 
 def duration(seconds: float) -> str:
     """Seconds in words, of two units at most.

@@ -18,8 +18,6 @@ method. The first process draws the tree, or all of them if a forward needs all 
     note      reason for no advantage, or for none that trains; null otherwise
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

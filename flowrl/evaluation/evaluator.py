@@ -1,7 +1,5 @@
 """Fixed-seed evaluation: the same prompts and noise before and after."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

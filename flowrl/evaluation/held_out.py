@@ -4,8 +4,6 @@ A number is held-out if the run never trains on its prompts. Without `data.eval_
 split off; if that is impossible, every number is of training prompts and is named so.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

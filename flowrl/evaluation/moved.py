@@ -4,8 +4,6 @@ Most changes of a score are no success if nobody can see them, so each place tha
 sentences: the terminal, the report, the comparison of runs, the model card, the table of a suite, the votes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path

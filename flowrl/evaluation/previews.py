@@ -7,8 +7,6 @@ size, number of processes and order of the list. In the run folder:
     previews/TAG.json            tag, iteration, guidance_scale, num_inference_steps, prompts
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Dark, flat, saturation and high frequencies are those of the reward `degeneracy`
 added here. Diversity is the image std of `training/image_std.py`. P prompts, S seeds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Statistics of fixed-seed evaluations (`flowrl/statistics/`): intervals over distinct prompts, paired differences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

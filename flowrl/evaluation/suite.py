@@ -29,8 +29,6 @@ and, where its judge answers a list of questions to each image (a reward with `a
                       reward's own scores are taken and the answers are not kept
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Parts of a suite's lines: values by prompt, and their mean with an interval."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Digests of samples in 8 bits, by which two evaluations tell which of their images are the same, kept or not."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Images and videos between tensors and the messages of reward servers."""
 
-from __future__ import annotations
-
 import io
 import math
 

@@ -1,7 +1,5 @@
 """Classifier-free guidance, for families whose network does not embed it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Facts of a model that its diffusers scheduler has: the process, the kind of prediction and the grid of the steps."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging

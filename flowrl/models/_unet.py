@@ -11,8 +11,6 @@ noise_level 1; that of the others is `ddim` with eta 1. All end at alpha = 1 wha
 own schedulers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol

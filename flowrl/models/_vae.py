@@ -4,8 +4,6 @@ On CUDA torch computes the convolutions of a float32 network in TF32: operands r
 float32. That is `tf32`; `float32` is IEEE arithmetic. On a CPU both are IEEE.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any

@@ -7,8 +7,6 @@ T5 without a mask, so its padding is part of the input. In bfloat16 the network 
 pipeline.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

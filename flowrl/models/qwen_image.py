@@ -6,8 +6,6 @@ states of a vision-language model, as long as each prompt. The loop makes forwar
 padding; other batches are padded with zeros under a mask, so a prompt does not see its neighbours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -6,8 +6,6 @@ model the value that is embedded. Text: CLIP, 77 tokens; 2.x has OpenCLIP's with
 its checkpoints are stored. The safety checker is not loaded: it would blacken images before they are scored.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

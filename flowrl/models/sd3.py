@@ -5,8 +5,6 @@ scale (<= 1: none). Text: two CLIP encoders and T5; without T5 the pipeline pads
 so does this adapter, since it calls the pipeline's own `encode_prompt`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -8,8 +8,6 @@ prompt guidance leads away from zeros if the checkpoint has force_zeros_for_empt
 Refiners are refused: they start from another model's latents.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

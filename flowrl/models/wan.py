@@ -7,8 +7,6 @@ Wan 2.2 has two experts: `transformer` down to the boundary, `transformer_2` bel
 trains decide which of them trains; `flowrl plan` shows whose they are.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

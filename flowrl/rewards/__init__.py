@@ -3,8 +3,6 @@
 Their files lie in the repository's `rewards/` folder, where people look for them; an installed flowrl has them here.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2] / "rewards"

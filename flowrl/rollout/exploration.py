@@ -11,8 +11,6 @@ only if it ranks candidates as the full draw does, which `fidelity` measures.
 Source: arXiv 2604.06916; NVlabs/Sana:train_scripts/sol_rl.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

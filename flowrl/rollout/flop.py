@@ -1,7 +1,5 @@
 """Operations of the network for one row, counted on tensors without values: the useful work of a run's forwards."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

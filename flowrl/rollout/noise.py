@@ -1,7 +1,5 @@
 """Keyed noise of one rollout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The shared evaluation of methods without log-probs: several networks on the same noised samples (x, sigma, eps)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The policy: adapter, sampler and guidance bound together; and the count of its network forwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ The copy takes over the policy's weights, base + scale B A, before every preview
     compiled   merged, by torch.compile
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

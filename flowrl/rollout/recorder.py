@@ -1,7 +1,5 @@
 """The record of a rollout's trained steps: every latent once, as a node, and the edges between nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

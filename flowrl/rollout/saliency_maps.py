@@ -1,7 +1,5 @@
 """Saliency maps of a rollout's images by a frozen backbone, frame by frame (arXiv 2511.18719)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

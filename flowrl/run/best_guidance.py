@@ -4,8 +4,6 @@ The scales of `eval.best_guidance` and the recipe's own are compared on the firs
 noise of their own: neither the judged captions nor their noise take part in the choice.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ Tensors that are split over N processes are in N files, `state-00000.safetensors
 the rows of each file, so that any other number of processes can read it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

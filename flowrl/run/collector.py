@@ -1,7 +1,5 @@
 """The first half of an iteration: prompts, samples, images and scores."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

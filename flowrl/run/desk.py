@@ -7,8 +7,6 @@
 An ID is time, process and word of the request, in that order.
 """
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

@@ -1,7 +1,5 @@
 """The early end of a run, by a signal or a failure: what is saved, and the messages in its folder and terminal."""
 
-from __future__ import annotations
-
 import math
 
 from flowrl.core.errors import Abandoned, Diverged, Fault, Moved, Overshot, Remedy, described, exited

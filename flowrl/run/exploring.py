@@ -1,7 +1,5 @@
 """Exploration at work (rollout/exploration.py): the first look at a pool, the check of its ranking, the choice."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any

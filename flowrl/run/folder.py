@@ -1,7 +1,5 @@
 """The run folder: its lock, its configuration and contents, its progress, `metrics.jsonl`."""
 
-from __future__ import annotations
-
 import copy
 import fcntl
 import json

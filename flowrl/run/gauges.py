@@ -1,7 +1,5 @@
 """What an iteration asked of the machine: its CPU time, operations a second of the network, the largest memory."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """The first half of an iteration for methods on given images, and the network's preference among held-out pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

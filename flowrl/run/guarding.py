@@ -6,8 +6,6 @@ goes on after its guard ended it, with guard.mode=warn or off, goes on from the 
 guard had only warned.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import asdict

@@ -5,8 +5,6 @@ next to the weights is their stamp: it is removed before their first byte, writt
 iteration. Weights without a stamp, or with that of another iteration, are written again from the checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

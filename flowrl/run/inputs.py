@@ -5,8 +5,6 @@ are copied to `inputs/`. A preference set may be large: its record is the scan's
 its files. docs/files.md is the users' page.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Whatever can be sampled and judged, as one diffusers pipeline: runs, model folders, hub ids, single files, LoRAs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

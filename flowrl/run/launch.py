@@ -1,7 +1,5 @@
 """The launcher of `--processes N`: starts the workers, forwards signals, ends them after a failure."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

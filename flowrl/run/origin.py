@@ -1,7 +1,5 @@
 """Origin of a pipeline's images as plain data: the model, hashes of its weights, and the arguments of its call."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

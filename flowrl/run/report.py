@@ -1,7 +1,5 @@
 """Before and after training: the base evaluation, the final one, `summary.json`, an iteration's line."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Nothing here moves a number of the training: a checkpoint only reads, images and
 and a failure of what was asked for is the answer, not the end of the run.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ such a file, and often neither are text encoders and VAE: they come from a folde
 `assets/model_configs` has no tokenizers, so it tells the pipeline's class alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's checkpoints: the state of its session, and the weights in the layout of a plain pipeline."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

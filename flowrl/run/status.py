@@ -1,7 +1,5 @@
 """Status of a run in its folder: running, or how it ended."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run tells the display (`display`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

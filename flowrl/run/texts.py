@@ -1,7 +1,5 @@
 """Embeddings of a run's prompts: on demand, in the memory of each process, or in files that the processes share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial

@@ -5,8 +5,6 @@ was sent. `trackers.json` of the run folder holds the ids of the trackers' runs 
 A tracker that fails is named once; the training does not wait for one, but for `_PATIENCE_S` at its end.
 """
 
-from __future__ import annotations
-
 import operator
 import queue
 import secrets

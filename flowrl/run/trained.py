@@ -1,7 +1,5 @@
 """A run's trained weights in the pipeline of its model, with the settings of its evaluations."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping

@@ -17,8 +17,6 @@ constants, and its clip ranges (1e-5) belong to that form.
 Source: arXiv 2509.05952; IamCreateAI/FlowCPS:flow_grpo/diffusers_patch/sd3_sde_with_logprob.py.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

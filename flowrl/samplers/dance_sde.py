@@ -13,8 +13,6 @@ sigma = 1. Log-prob form: mean over dims.
 Source: arXiv 2505.07818; XueZeyue/DanceGRPO:fastvideo/train_grpo_flux.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

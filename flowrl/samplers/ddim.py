@@ -16,8 +16,6 @@ Source: arXiv 2010.02502; kvablack/ddpo-pytorch:ddpo_pytorch/diffusers_patch/ddi
 flow no official code: the same Gaussian written with alpha = 1 - sigma.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

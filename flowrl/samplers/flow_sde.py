@@ -12,8 +12,6 @@ Log-prob form: mean over dims.
 Source: arXiv 2505.05470; yifan123/flow_grpo:flow_grpo/diffusers_patch/sd3_sde_with_logprob.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

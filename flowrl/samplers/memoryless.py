@@ -14,8 +14,6 @@ Source: arXiv 2409.08861; microsoft/soc-fine-tuning-sd (which takes DDIM with et
 paper's offset of sigma by one grid step is not taken over: it biases the mean).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 No singular points; no density, so its steps are never trained by methods with log-probs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -15,8 +15,6 @@ Source: arXiv 2603.21872; Tencent-Hunyuan/SAGE-GRPO:hyvideo/schedulers/schedulin
 (there the eps_hat term is switched by the flag `sde_solver`; without it the marginals are not kept).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

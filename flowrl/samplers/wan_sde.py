@@ -13,8 +13,6 @@ noise level is 1 (on) or 0 (the Euler step). Log-prob form: mean over dims.
 Source: arXiv 2505.05470; yifan123/flow_grpo:flow_grpo/diffusers_patch/wan_pipeline_with_logprob.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

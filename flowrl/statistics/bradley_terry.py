@@ -7,8 +7,6 @@ the strengths, whose mean is 0, are unique. For two samples with a and b wins
     s_1 - s_2 = log((a + prior / 2) / (b + prior / 2)).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 _STEPS, _HALVINGS = 100, 60

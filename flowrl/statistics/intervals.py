@@ -7,8 +7,6 @@ wider of two at each end: the t interval, which holds for symmetric values, and 
 the t interval (`_freedom`). docs/judging/statistics.md has the measured coverage.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 P prompts, S seeds, N groups of prompts. Tables are [P, S] float64, NaN where an image could not be scored.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

@@ -3,8 +3,6 @@
 R training seeds, P prompts, S seeds of the evaluation's noise.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How small the rewards of a run may be: the credit that they give, and the factor that mends it."""
 
-from __future__ import annotations
-
 import math
 
 FAINT = 1e-3

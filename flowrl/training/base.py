@@ -4,8 +4,6 @@ A kind is a `Training` for the whole run and a `Work` for each iteration; `flowr
 method.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

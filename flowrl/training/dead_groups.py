@@ -1,8 +1,6 @@
 """Warnings of iterations from which nothing is learned, ever less often, with the cause: all groups are dead, or the
 credit is that of rewards of far too small a scale."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

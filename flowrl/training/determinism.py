@@ -7,8 +7,6 @@ other. A reward that scores while the rollout goes on shares its setting: then t
 makes the same forwards, refuses.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Latents and images that are not finite: counted before any reward sees them, so that no reward is blamed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Training on a rollout's stochastic steps: credit, shares of the updates, old log-probs evaluated once more."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace

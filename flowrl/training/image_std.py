@@ -1,7 +1,5 @@
 """The std of images inside a group, which says whether the samples of a prompt have become one."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The kind of training data of each method."""
 
-from __future__ import annotations
-
 from flowrl.algorithms.base import EdgeMethod, GradientMethod, Method, NoiseMethod, SampleMethod
 from flowrl.training.base import Training
 from flowrl.training.edge_batches import EdgeTraining

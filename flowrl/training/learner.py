@@ -1,7 +1,5 @@
 """The update half of an iteration: shares of the data, one reduction per optimizer step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """From edges to training forwards: shuffled microbatches, moved to the device one at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

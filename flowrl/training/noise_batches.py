@@ -1,7 +1,5 @@
 """The training data of a method on the initial noise: the noise of the samples, and the learned distributions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The optimizer step: learning-rate schedule, gradient clipping, loss scaling, EMA."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

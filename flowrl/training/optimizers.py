@@ -9,8 +9,6 @@ adafactor           second moments of rows and columns, no first one (arXiv 1804
                     1 - t^-0.8, and an update whose root mean square exceeds 1 is scaled down to it
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import math

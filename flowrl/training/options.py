@@ -1,7 +1,5 @@
 """Options of `optim`: the optimizer, learning-rate schedule, gradient clipping, averaged weights."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Literal

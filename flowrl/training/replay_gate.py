@@ -9,8 +9,6 @@ gives other values for another batch: updates mix prompts and steps, and run wit
        more at the batches of the updates, so that the run goes on
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Drawing samples with the parts of a run: conditions, the denoising loop, decoding, scores, tables by identity."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Signals: SIGINT and SIGTERM are remembered, and the work stops at its next check."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

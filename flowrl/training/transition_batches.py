@@ -1,7 +1,5 @@
 """Training on remembered transitions: an iteration's are added, the critic is fitted, every update draws anew."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

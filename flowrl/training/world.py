@@ -1,7 +1,5 @@
 """Processes: joining the group, the few collectives of the loop, failures in step; accelerate's state is made here."""
 
-from __future__ import annotations
-
 import datetime
 import logging
 import os

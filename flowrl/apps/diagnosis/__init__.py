@@ -4,8 +4,6 @@ Each check is a pure function of an `Evidence`. It gives a `Seen`, None where al
 folder does not have what it needs. `docs/troubleshooting.md` has a section for each.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

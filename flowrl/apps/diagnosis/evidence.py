@@ -1,7 +1,5 @@
 """What a run folder shows: options, columns of the metrics, paired changes, saved images. No model is loaded."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Checks of the rewards: one that decides alone, saturation, noise, power, scorers that disagree."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

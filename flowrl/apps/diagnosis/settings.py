@@ -1,7 +1,5 @@
 """Checks of the run's settings: evaluation unlike training, text that is cut, blur, a slow phase."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

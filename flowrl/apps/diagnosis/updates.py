@@ -1,7 +1,5 @@
 """Checks of the updates: dead groups, clip, ratio, gradient, KL, learning rate, weights that hardly move."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The images of base and tuned on one page: each embedded once, at a size that keeps the page small."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import os

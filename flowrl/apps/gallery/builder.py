@@ -4,8 +4,6 @@ Only text files and images of run folders are read, so a report can be built any
 run is under way.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import hashlib

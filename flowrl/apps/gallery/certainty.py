@@ -1,7 +1,5 @@
 """What the intervals of a report are made of, and a warning where hardly a prompt tells base and tuned apart."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a run is, in words: state, time, model, algorithm, provenance."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

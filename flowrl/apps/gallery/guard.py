@@ -1,7 +1,5 @@
 """What a run's guard says, in sentences for the report and the model card."""
 
-from __future__ import annotations
-
 import math
 
 from flowrl.apps.gallery.runs import Run, number

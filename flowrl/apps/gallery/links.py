@@ -1,7 +1,5 @@
 """Permanent names of prompts on the page: a link keeps its aim when prompts are added, sorted or drawn anew."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The live page: the report of run folders as they are now, in parts, so that a browser fetches only what changed."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import html

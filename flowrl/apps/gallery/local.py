@@ -4,8 +4,6 @@ Nothing is answered that is asked for under another name: a page of the network 
 could read it otherwise.
 """
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

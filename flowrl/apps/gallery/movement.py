@@ -1,7 +1,5 @@
 """How much a run's images differ from its base's, from its folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

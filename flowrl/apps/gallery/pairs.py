@@ -1,7 +1,5 @@
 """Cards of base and tuned on one prompt and seed, for every section of the page."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

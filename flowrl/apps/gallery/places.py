@@ -1,7 +1,5 @@
 """Folders of reports: inside a run for its own one, next to the runs for a comparison."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The filmstrip of the user's own prompts (`eval.preview_prompts`): a row for each, a column for each evaluation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

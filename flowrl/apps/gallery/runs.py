@@ -1,7 +1,5 @@
 """Run folders, finished or under way, read from their text files alone. P prompts, K evaluation seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

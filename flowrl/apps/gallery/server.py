@@ -3,8 +3,6 @@
 It answers GET and HEAD (flowrl/apps/gallery/local.py). Of the folders it gives out images, never another file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import parse_qs

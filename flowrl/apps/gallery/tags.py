@@ -1,7 +1,5 @@
 """What belongs to an evaluation by its tag (base, iteration-N, tuned), and the order in which a page shows it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Round numbers for the axes of charts, and their labels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

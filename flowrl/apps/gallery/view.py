@@ -1,7 +1,5 @@
 """Values of the template's part about one run."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A run folder that is watched: what is new in it, by calls of stat, and whether its run is alive."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import time

@@ -1,7 +1,5 @@
 """A launcher script of a shell, read as text: its one training command, with the variables it sets put in."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """DiffusionDPO: what becomes of the flags of its train.py (SalesforceAIResearch/DiffusionDPO @5233e75)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flowrl.apps.migration.command_line import read_command

@@ -3,8 +3,6 @@
 A key cannot be lost: whatever the configuration sets and no line has used is listed with its reason.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

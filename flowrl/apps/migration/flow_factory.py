@@ -2,8 +2,6 @@
 options; those of a trainer in flow_factory_trainers.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flow-Factory's trainers: what becomes of the options of each (its commit a0b2bc5)."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

@@ -1,7 +1,5 @@
 """flow_grpo and DiffusionNFT: what becomes of their options (yifan123/flow_grpo @879042c, NVlabs/DiffusionNFT)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flowrl.apps.migration.engine import DTYPES, UNKNOWN_STEPS, Draft

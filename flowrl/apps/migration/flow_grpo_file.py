@@ -1,7 +1,5 @@
 """flow_grpo and DiffusionNFT: the reading of a configuration, FILE.py:NAME, with the base.py beside it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flowrl.apps.migration.python_config import Reader

@@ -2,8 +2,6 @@
 `while`, and calls of the file's own functions with their arguments.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Callable

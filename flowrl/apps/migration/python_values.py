@@ -1,7 +1,5 @@
 """Values of a Python configuration that is read: its ConfigDicts, its functions, and the operations that are done."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import inspect

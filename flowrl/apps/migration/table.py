@@ -1,7 +1,5 @@
 """The form of a tool's table: each key of its configuration, with its default and what becomes of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

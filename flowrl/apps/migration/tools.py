@@ -1,7 +1,5 @@
 """The tools whose configurations can be converted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flowrl.apps.migration import diffusion_dpo, flow_factory, flow_grpo, trl

@@ -5,8 +5,6 @@ nothing. The result of a prompt in a round depends on (seed, round, prompt) alon
 batch size, any number of processes, and wherever an earlier call was interrupted. Nothing is trained.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

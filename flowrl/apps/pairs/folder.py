@@ -4,8 +4,6 @@ A step writes its images to the disk, then its lines, then pairs.json, which hol
 call that was killed in between leaves at most invalid lines, and images that the next call writes again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The options and prompts of a set of pairs, checked before anything is loaded; apps/pairs/drawing.py makes the set."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -3,8 +3,6 @@
 Every number is one of the run folder; no model is loaded. Texts of users are escaped, and of paths only names remain.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

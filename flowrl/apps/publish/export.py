@@ -6,8 +6,6 @@ comfyui     `diffusion_model.` names of the original network, with `alpha`: Comf
 merged      a whole pipeline folder with the update added to its weights, in `model.dtype`: `from_pretrained(DIR)`
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

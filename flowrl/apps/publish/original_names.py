@@ -5,8 +5,6 @@ times the alpha: the same function. A slot that was not trained has zero rows an
 by n.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

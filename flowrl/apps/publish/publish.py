@@ -1,7 +1,5 @@
 """An exported folder on the Hugging Face hub. Nothing is sent but by `push`, and nothing but the folder's files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -4,8 +4,6 @@ A request is refused as early as can be: the token before the body is read, its 
 their headers before they are decoded. Everything but /health wants the token where there is one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

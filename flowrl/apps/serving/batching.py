@@ -4,8 +4,6 @@ Each worker has one batch at a time, which is the lock on its model. A batch tha
 again request by request, so that only the request with the bad sample pays for it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque

@@ -1,7 +1,5 @@
 """Numbers of a server in the text format of Prometheus."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import accumulate
 

@@ -3,8 +3,6 @@
 A frame is the length of a JSON header and of what follows it, the header, and the images' bytes one after the other.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from io import BufferedIOBase

@@ -1,7 +1,5 @@
 """The limits of a server, and its requests, read strictly before anything is decoded."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection

@@ -6,8 +6,6 @@ decoder. Workers are forked from a process that has imported torch and nothing m
 once, and inherits no thread, socket or GPU context of the server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

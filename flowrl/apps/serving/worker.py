@@ -3,8 +3,6 @@
 Images are decoded here and not in the server, so that a file that crashes a decoder ends a worker, not the service.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import os

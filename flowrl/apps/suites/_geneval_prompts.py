@@ -10,8 +10,6 @@ The plurals are the benchmark's ("four benchs").
 Source: arXiv:2310.11513; the rule of djghosh13/geneval:prompts/create_prompts.py (MIT), written anew.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Test points: several answers to an image, each of which belongs to a kind of its own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

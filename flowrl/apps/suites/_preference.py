@@ -1,7 +1,5 @@
 """The table of a suite that any score of preference or alignment may judge: each score over all, and by group."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flowrl.evaluation.suite import Item, Line, Row, Table, by_tag, line, outputs_of, score, tags_of

@@ -1,7 +1,5 @@
 """Files that suites read: what they declare, prompts of a benchmark, and results of its official evaluator."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -11,8 +11,6 @@ categories are of the answers before parents, of the last image of each prompt a
 Source: arXiv:2403.05135; TencentQQGYLab/ELLA:dpg_bench/compute_dpg_bench.py.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ It has no training split, so it is a good hold-out for training on other prompts
 Source: arXiv:2205.11487.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

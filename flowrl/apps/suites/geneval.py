@@ -6,8 +6,6 @@ unweighted mean of the six, not the mean over images.
 Source: arXiv:2310.11513; djghosh13/geneval:evaluation/evaluate_images.py, summary_scores.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

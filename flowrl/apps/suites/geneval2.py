@@ -6,8 +6,6 @@ questions of an image, GM their geometric mean, both averaged over the images.
 Source: arXiv:2512.16853; facebookresearch/GenEval2:README.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ The score of a style is 100 times its mean, and the official code's deviation is
 Source: arXiv:2306.09341; tgxs002/HPSv2:hpsv2/evaluation.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

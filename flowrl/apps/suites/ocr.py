@@ -6,8 +6,6 @@ the whole target is read. Judge a preference score on the same images too: destr
 Source: yifan123/flow_grpo:dataset/ocr, flow_grpo/ocr.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -5,8 +5,6 @@ The paper's result is a win rate by human raters: give --base, and the table has
 Source: arXiv:2206.10789; google-research/parti.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -8,8 +8,6 @@ vision-language model with the first rule, and is called by another name.
 Source: arXiv:2307.06350; Karine-Huang/T2I-CompBench:BLIPvqa_eval/BLIP_vqa.py, 3_in_1_eval/3_in_1.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

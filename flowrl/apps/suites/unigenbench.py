@@ -6,8 +6,6 @@ score is the mean of the ten dimensions. 27 sub-dimensions are shown too.
 Source: arXiv:2510.18701; CodeGoat24/UniGenBench:eval/qwenvl_72b_en_eval.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

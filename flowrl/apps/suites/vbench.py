@@ -14,8 +14,6 @@ Source: arXiv:2311.17982; Vchitect/VBench:scripts/constant.py, scripts/cal_final
 prompts/README.md.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

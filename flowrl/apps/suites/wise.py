@@ -9,8 +9,6 @@ overall = 0.4 culture + 0.167 time + 0.133 space + 0.1 (biology + physics + chem
 Source: arXiv:2503.07265; PKU-YuanGroup/WISE:README.md, WISE_legacy/README.md.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

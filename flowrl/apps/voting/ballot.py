@@ -1,7 +1,5 @@
 """Who is asked which pair next, and what becomes of the answer."""
 
-from __future__ import annotations
-
 import io
 import secrets
 import tempfile

@@ -3,8 +3,6 @@
 P prompts, K evaluation seeds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shlex
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """What the votes of a run say: how often tuned was preferred, and how far people agree."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter, defaultdict

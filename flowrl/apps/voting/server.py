@@ -4,8 +4,6 @@ It listens as `flowrl watch` does (flowrl/apps/gallery/local.py). An answer chan
 the page itself: JSON, with the origin of this server and the token that was in the page, which no other page can read.
 """
 
-from __future__ import annotations
-
 import html
 import secrets
 from collections.abc import Callable

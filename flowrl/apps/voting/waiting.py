@@ -3,8 +3,6 @@
 D different images of a prompt.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager

@@ -13,8 +13,6 @@ latents and `scheduler.step` (packing, guidance, renormalisation, sign) is its o
     stand_ins    what encodes prompts and images there
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flowrl.models.generic.adapter import Config, Generic

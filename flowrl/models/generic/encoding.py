@@ -10,8 +10,6 @@ Rows of different lengths share a forward only with a mask; they are padded as i
 right.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

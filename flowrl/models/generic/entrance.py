@@ -1,7 +1,5 @@
 """A pipeline that can be entered: its parts, options and images, and one call at chosen timesteps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -4,8 +4,6 @@ A class that is not listed gets `Family()`, its guidance by its arguments, and a
 samples at different timesteps may share a forward.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

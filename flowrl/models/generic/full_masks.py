@@ -5,8 +5,6 @@ tensors have not; all of them together are as many either way, so shapes, operat
 with values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ encodes prompts and images is replaced by stand-ins (models/generic/stand_ins.py
 that are not in the folder. The network and the VAE are on the meta device and take fake tensors only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The families' tables: where a module of diffusers lies in the original network, and the names of other programs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """LoRA files in diffusers' layout, and where the files of several experts lie."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The names that a LoRA file may use for the modules of a network, and what lies under each."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from flowrl.models.lora_formats.families import Place, family_of

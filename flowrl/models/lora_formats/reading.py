@@ -11,8 +11,6 @@ Without any of them s is 1, as every reader takes it. Places that disagree are r
 right.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Kinds of LoRA files that are not read, each with its name and a remedy."""
 
-from __future__ import annotations
-
 import re
 
 _UPDATES = (

@@ -5,8 +5,6 @@ fewer than the network is refused. No value is changed, for any alpha: the scale
 diffusers' own importers multiply the scale into the tensors, which rounds, and leave out names without a word.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

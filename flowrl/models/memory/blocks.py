@@ -1,7 +1,5 @@
 """The blocks of a denoiser, as diffusers declares them: for sharding, compilation and checkpointing of some of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -10,8 +10,6 @@ rollout, replay and the update have one set of kernels. `probe` learns which arg
 Nothing falls back: a graph break, the limit of recompilations, a lack of a compiler end in ModelError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The text encoders of a run's model once more, for a prompt that comes after they were freed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

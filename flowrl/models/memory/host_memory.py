@@ -5,8 +5,6 @@ on the CPU come and go, so the kernel maps the same pages again and again, and f
 page faults in an iteration of the quickstart. No value depends on it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

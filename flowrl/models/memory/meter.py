@@ -1,7 +1,5 @@
 """Bytes and operations of work on tensors: real ones, or fake ones that have shapes and no values."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`model.memory`: savings of device memory by the libraries' own switches. Applied in models/memory/savings.py."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -6,8 +6,6 @@ with its LoRA       cast_frozen
 on its device       place: group offload; one small attention, a test of the backend and its gradient
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 from collections.abc import Iterable

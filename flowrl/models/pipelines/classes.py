@@ -5,8 +5,6 @@ JSON is read: model_index.json, and for a class with a native adapter the config
 id that is not embedded they are downloaded, a few kilobytes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

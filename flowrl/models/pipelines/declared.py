@@ -1,7 +1,5 @@
 """What a model's index files say of its distillation (models/pipelines/distilled.py), before it is loaded and after."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

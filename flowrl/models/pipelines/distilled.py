@@ -16,8 +16,6 @@ A name (turbo, schnell, lightning, distill) proves nothing, and is only told. di
 model_index.json that it does not know, so the file itself is read, and written again after `save_pretrained`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

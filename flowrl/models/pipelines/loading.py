@@ -1,7 +1,5 @@
 """A pipeline by its path: with its weights, or on the meta device from its JSON files alone."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model's path: an embedded asset, a folder, a single file or a hub id; and the reasons why it cannot be loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

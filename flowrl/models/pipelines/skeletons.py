@@ -1,7 +1,5 @@
 """A model without its weights: its adapter on the meta device, from JSON files alone."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import ModuleType

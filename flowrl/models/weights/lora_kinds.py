@@ -7,8 +7,6 @@ lokr      W + alpha / rank * (w1 kron w2)                        (arXiv 2309.148
           the product of two of the rank
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

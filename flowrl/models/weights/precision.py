@@ -9,8 +9,6 @@ autocast    torch.autocast around the forward, peft's own LoRA layers, which com
             in further passes over the output. For weights that are all trained: they are float32.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any

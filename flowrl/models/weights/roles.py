@@ -4,8 +4,6 @@ The policy lives in the network. Every other role is a named set of tensors that
 for LoRA the reference is the network with the adapter disabled, and costs nothing.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

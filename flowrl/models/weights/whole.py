@@ -4,8 +4,6 @@ diffusers leaves a missing tensor without memory and transformers draws it at ra
 looked for only where an image was not finite: a pass over all weights takes seconds.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The data of a run: its prompts, given images and previews, read first, held against the model, then embedded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flowrl.config.resolved import Resolved

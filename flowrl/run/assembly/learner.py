@@ -1,7 +1,5 @@
 """The learner of a run: its method with the kind of its data, the checks of the first iteration, and the optimizer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flowrl.algorithms.base import Method, Networks

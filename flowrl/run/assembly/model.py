@@ -1,7 +1,5 @@
 """The model of a run: loaded, with its trained weights on its device, compared, compiled, and ready to draw."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

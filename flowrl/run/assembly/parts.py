@@ -1,7 +1,5 @@
 """The parts of a run: data, rewards, model, weights and method, checked before anything is trained."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

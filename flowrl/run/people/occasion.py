@@ -1,7 +1,5 @@
 """The samples of an iteration, asked about through the run's folder: questions, the wait for votes, and scores."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence

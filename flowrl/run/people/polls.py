@@ -9,8 +9,6 @@ The run writes them, `flowrl vote` adds votes (votes.py), and the run closes a q
 same again: a question with the same images keeps its votes, and its scores where it is closed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

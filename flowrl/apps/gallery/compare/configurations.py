@@ -1,7 +1,5 @@
 """Keys in which the configurations of runs differ."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The evaluated metric over iterations, samples, network evaluations and seconds, and results over costs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Values of the template's part about several runs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Leader tables: levels and paired differences of every run, by one metric. M runs, P shared prompts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

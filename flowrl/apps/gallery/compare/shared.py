@@ -4,8 +4,6 @@ The noise of an evaluation belongs to the place of a prompt in its list and to i
 has the same place in all runs.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The same prompts and noise side by side: a row for each prompt, a column for the base and for each run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

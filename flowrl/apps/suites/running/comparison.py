@@ -1,7 +1,5 @@
 """Tables of a suite, of one model or of a base and a tuned one, as Markdown and as plain data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

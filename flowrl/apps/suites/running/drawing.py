@@ -1,7 +1,5 @@
 """Samples of a suite from any diffusers pipeline by its own call, with noise fixed for each (prompt id, k)."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Mapping, Sequence

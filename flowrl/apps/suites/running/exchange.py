@@ -1,7 +1,5 @@
 """A suite's samples in the folder that its official evaluator reads, and that evaluator's results as scores."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

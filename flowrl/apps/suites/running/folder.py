@@ -9,8 +9,6 @@ A line is written when its sample is judged, an image before that, under its las
 call that is killed leaves what is done, and the same call goes on.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping

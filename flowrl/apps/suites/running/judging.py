@@ -1,7 +1,5 @@
 """Rewards as the judges of a suite."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

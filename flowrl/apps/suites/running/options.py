@@ -1,7 +1,5 @@
 """What is asked of a suite: which models, how their samples are made, who judges them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

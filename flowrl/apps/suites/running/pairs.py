@@ -9,8 +9,6 @@ thus gives 1/2 everywhere and a bias of 1.
 Source: both orders as Pref-GRPO (CodeGoat24/Pref-GRPO) and LLM-as-a-judge, arXiv:2306.05685.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

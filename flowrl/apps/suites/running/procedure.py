@@ -1,7 +1,5 @@
 """The procedure of a suite: a benchmark on a model, or on a base and a tuned one with the same noise."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

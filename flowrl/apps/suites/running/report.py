@@ -1,7 +1,5 @@
 """The result of a suite as table.md and result.json, and on the screen."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

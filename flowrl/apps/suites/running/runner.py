@@ -4,8 +4,6 @@ A sample is (prompt id, k); its noise, its file and its line depend on nothing e
 are still to be done, each exactly once. An image is judged as it was saved, so its scores can be computed again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
