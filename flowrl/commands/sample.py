@@ -19,6 +19,7 @@ from flowrl.commands._arguments import showing
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from flowrl.apps.selection import BestOf
     from flowrl.core.types import Gaussians
     from flowrl.data.prompts import Prompt
     from flowrl.rollout.learned_noise import LearnedNoise
@@ -30,6 +31,9 @@ def command(
     image: list[Path] | None = None,
     out: Path = Path("samples"),
     count: int = 1,
+    best_of: int | None = None,
+    keep: int | None = None,
+    reward: str | None = None,
     seed: int = 0,
     steps: int | None = None,
     guidance: float | None = None,
@@ -55,6 +59,7 @@ def command(
     with showing(quiet):
         import torch
 
+        from flowrl.apps import selection
         from flowrl.apps.command_line import call_of, require_finite
         from flowrl.core.errors import ConfigError
         from flowrl.core.files import out_folder
@@ -63,9 +68,10 @@ def command(
         from flowrl.run.trained import frame_rate, learned_noise
 
         require_finite(guidance)
-        if not -(2**63) <= seed < 2**64 - count:
+        if not -(2**63) <= seed < 2**64 - max(count, best_of or 1):
             raise ConfigError(f"--seed {seed}: torch takes seeds of 64 bits; give a smaller number")
         records = _records(prompts, image or [])
+        chooser = selection.best_of(best_of, keep, reward, model, records, count)
         out_folder(out)
         noise = None if base else learned_noise(Path(model))
         distributions = None if noise is None else _distributions(noise, records)
@@ -83,7 +89,7 @@ def command(
         made = loaded.origin(call, guidance)
         less = "; smaller images (--set height=512 --set width=512) and videos of fewer frames take less"
         with phase("sampling", less):
-            _draw(pipeline, call, records, made, distributions, out, count, seed, video, rate)
+            _draw(pipeline, call, records, made, distributions, out, best_of or count, seed, video, rate, chooser)
 
 
 @dataclass(frozen=True)
@@ -131,8 +137,9 @@ def _draw(
     seed: int,
     video: Video,
     fps: float,
+    chooser: BestOf | None,
 ) -> None:
-    """Write `count` samples of each prompt into the folder `out` and print their files; `made`: origin."""
+    """Write `count` samples of each prompt, or the chosen ones, into `out` and print their files; `made`: origin."""
     import torch
 
     from flowrl.core.errors import ConfigError
@@ -143,7 +150,14 @@ def _draw(
 
     bar = Progress(len(records) * count, "sampling", show=True)
     for i, record in enumerate(records):
-        images = _image_arguments(pipeline, record, call)
+        images, held = _image_arguments(pipeline, record, call), list[torch.Tensor]()
+
+        def write(k: int, levels: torch.Tensor, more: dict[str, Any], i: int = i, record: Prompt = record) -> None:
+            note = provenance(made, record.text, record.images, seed + k) | more
+            if levels.ndim == 4:
+                note["fps"] = fps
+            print(media.write(levels, out / stem(i, k, note), note, fps=fps, form=video.form))
+
         for k in range(count):
             generator = torch.Generator().manual_seed(seed + k)
             arguments = {**call, **images, "output_type": "pt", "generator": generator, "return_dict": False}
@@ -155,15 +169,14 @@ def _draw(
             except ValueError as error:  # how pipelines refuse what they are called with
                 raise ConfigError(f"{type(pipeline).__name__}: {error}") from error
             require_finite(pipeline, drawn[None], [record.text])
-            note = provenance(made, record.text, record.images, seed + k)
             frames = len(drawn) if drawn.ndim == 4 else 1
             video.require(pipeline, frames)
-            if frames > 1:
-                note["fps"] = fps
-            levels = eight_bit(drawn).cpu()
-            file = media.write(levels, out / stem(i, k, note), note, fps=fps, form=video.form)
+            held.append(eight_bit(drawn if frames > 1 else drawn.reshape(drawn.shape[-3:])).cpu())
             bar.update(1)
-            print(file)
+            if chooser is None:
+                write(k, held.pop(), {})
+        for k, more in ({} if chooser is None else chooser(held, record, seed)).items():
+            write(k, held[k], more)
     bar.close()
 
 

@@ -6,11 +6,12 @@ import itertools
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowrl.media.media import IMAGE_SUFFIXES
+from flowrl.media.media import IMAGE_SUFFIXES, SELECTED, selection
 from flowrl.media.mp4 import SUFFIXES
 
 if TYPE_CHECKING:
@@ -75,8 +76,9 @@ def _print_records(
     from flowrl.core.files import write_atomically
 
     values: dict[str, list[float]] = {name: [] for name in outputs}
-    lines = []
+    lines, selected = list[str](), Counter[str]()
     for record in records:
+        selected.update([record[SELECTED]] if SELECTED in record else [])
         for name, column in values.items():
             if record[name] is not None:
                 column.append(record[name])
@@ -85,6 +87,8 @@ def _print_records(
             print(lines[-1])
     if out is not None:
         write_atomically(out / LINES, "".join(f"{line}\n" for line in lines))
+    for how, count in selected.items():
+        _warn(f"{count} of {len(lines)} files were selected ({how}): their mean is not that of a model")
     return values
 
 
@@ -279,7 +283,7 @@ def _records(
         for name in outputs:
             value = float(raw[name][rows[place]]) if place in rows else float("nan")
             record[name] = None if value != value else value
-        yield record
+        yield record | ({SELECTED: how} if (how := selection(file)) else {})
 
 
 # ---- the contract

@@ -39,6 +39,8 @@ _ANIMATED = ("WEBP", "GIF", "PNG", "AVIF")
 _QUALITY = 90
 _NOTE = "flowrl"
 """Key of the note in a PNG's text."""
+SELECTED = "selected"
+"""Key in the note of an image that was selected among several by a score."""
 
 
 def write(
@@ -101,6 +103,12 @@ def read_note(file: Path) -> dict[str, Any]:
     except (OSError, SyntaxError, ValueError, TypeError, Pillow.DecompressionBombError):
         return {}
     return result if is_mapping(result) else {}
+
+
+def selection(file: Path) -> str:
+    """How an image was selected, such as "best of 4 by NAME"; "" for others. No measure of a model is one of such."""
+    how = read_note(file).get(SELECTED)
+    return str(how.get("how")) if is_mapping(how) else ""
 
 
 def _note_file(video: Path) -> Path:

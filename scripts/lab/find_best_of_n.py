@@ -38,6 +38,7 @@ from flowrl.evaluation.statistics import interval
 from flowrl.rollout.trajectories import Rollout
 from flowrl.run.report import row_line
 from flowrl.run.session import Session
+from flowrl.statistics.best_of import best_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "configs" / "lab" / "find.yaml"
@@ -47,31 +48,8 @@ WANTED = (1, 16, 64, 256, 1024)
 """Pictures of a prompt that are asked for, m."""
 
 
-def best_of(values: np.ndarray, judged: np.ndarray, count: int) -> float:
-    """Expected judgement of the best by value among `count` of N pictures at random, without replacement.
-
-    Args:
-        values: what is chosen by, [N].
-        judged: the judge's score, [N].
-        count: 1 to N.
-
-    Equal values are chosen among at random. With N - a pictures left to choose `count` from, none of the a best is
-    among them with probability C(N - a, count) / C(N, count).
-    """
-    total = len(values)
-    if not 1 <= count <= total:
-        raise ValueError(f"best of {count} needs a pool of as many pictures, there are {total}")
-    expected, above, ways = 0.0, 0, math.comb(total, count)
-    for value in sorted(set(values.tolist()), reverse=True):
-        block = values == value
-        behind = above + int(block.sum())
-        chance = (math.comb(total - above, count) - math.comb(total - behind, count)) / ways
-        expected, above = expected + chance * float(judged[block].mean()), behind
-    return expected
-
-
 def best_of_share(values: np.ndarray, judged: np.ndarray, count: float) -> float:
-    """The same where `count` is a mean: some pictures get one draw more than others."""
+    """`best_of` where `count` is a mean: some pictures get one draw more than others."""
     low = math.floor(count)
     if low == count:
         return best_of(values, judged, low)

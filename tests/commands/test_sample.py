@@ -2,17 +2,21 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 from torch.testing import assert_close
 
+from flowrl.apps import selection
 from flowrl.commands.sample import provenance, stem
-from flowrl.core.errors import ModelError
+from flowrl.core.errors import ConfigError, ModelError, RewardFailure
+from flowrl.data.prompts import Prompt
 from flowrl.media import media
 from flowrl.models.generic import options as guidance
 from flowrl.models.generic.adapter import Config, Generic
@@ -22,6 +26,7 @@ from tests import tiny_pipelines as tiny
 from tests.e2e.test_bad_input import command
 from tests.tables import table
 
+LAB, PROMPT = Path(__file__).resolve().parents[2] / "configs" / "lab", Prompt("a red circle", {})
 # family, tiny pipeline, options of the adapter: each of them shows in the pipeline's own call.
 RUNS: list[tuple[str, str, dict[str, Any]]] = [
     ("flux", "flux", {}),
@@ -147,6 +152,75 @@ def test_a_folder_used_again_keeps_what_another_call_drew_and_the_same_call_draw
         assert draw("flux", *words)[0] == 0
     files = sorted(Path("samples").iterdir(), key=os.path.getmtime)
     assert [media.read_note(file)["prompt"] for file in files] == ["a red circle", "a red circle!"]
+
+
+def test_the_best_of_n_are_kept_with_all_scores_and_are_named_where_they_are_scored(draw, monkeypatch, capsys):
+    """A judge by the red channel; the second one calls all equal, and the third one has no score of the first image."""
+    red = "def score(images, prompts, metadata):\n    return [{} for image in images]\n"
+    Path("red.py").write_text(red.format("float(image[0].mean())"))
+    Path("same.py").write_text(red.format("1.0"))
+    assert draw("flux", "a", "b", "--count", "4", "--seed", "7", "--out", "all")[0] == 0
+    reds = [float(media.read(drawn(f"00001-{k}", folder="all"))[0].mean()) for k in range(4)]
+    code, printed = draw("flux", "a", "b", "--best-of", "4", "--keep", "2", "--seed", "7", "--reward", "red.py")
+    assert code == 0, printed
+    best = sorted(range(4), key=lambda k: -reds[k])[:2]
+    kept = sorted(Path("samples").glob("00001-*.png"))
+    assert {int(file.name.split("-")[1]) for file in kept} == set(best)
+    for file in kept:
+        number = file.name.split("-")[1]
+        assert torch.equal(media.read(file), media.read(drawn(f"00001-{number}", folder="all")))
+        note = media.read_note(file)
+        assert note["seed"] == 7 + int(number)
+        told = note["selected"]
+        assert (told["how"], told["keep"], told["seeds"]) == ("best of 4 by red", 2, [7, 8, 9, 10])
+        assert told["chosen_by"] == told["scores"]["red"] == pytest.approx(reds)
+    assert len(list(Path("samples").glob("*.png"))) == 4
+    assert draw("flux", "a", "--best-of", "3", "--reward", "same.py", "--out", "ties")[0] == 0
+    assert [file.name[:7] for file in Path("ties").glob("*.png")] == ["00000-0"]
+
+    code, printed = command(monkeypatch, capsys, "score", "samples", "--reward", "red.py")
+    assert code == 0, printed
+    assert json.loads(printed.splitlines()[0])["selected"] == "best of 4 by red"
+    assert "4 of 4 files were selected (best of 4 by red): their mean is not that of a model" in printed
+    code, printed = command(monkeypatch, capsys, "score", "all", "--reward", "red.py")
+    assert "selected" not in printed
+
+
+def test_an_image_without_a_score_is_not_chosen_and_too_few_of_them_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "def score(images, prompts, metadata):\n    return [float(x.mean()) or float('nan') for x in images]\n"
+    Path("bright.py").write_text(text)
+    levels = [torch.full((3, 2, 2), value, dtype=torch.uint8) for value in (0, 51, 102, 0)]
+    chooser = selection.best_of(4, 2, "bright.py", "model", [PROMPT], 1)
+    assert chooser is not None
+    kept = chooser(levels, PROMPT, 5)
+    assert list(kept) == [2, 1]
+    assert kept[1]["selected"]["chosen_by"] == [None, pytest.approx(0.2), pytest.approx(0.4), None]
+    with pytest.raises(RewardFailure, match="1 of 2 images of 'a red circle' have a score"):
+        chooser(levels[:2], PROMPT, 5)
+
+
+def test_a_run_chooses_by_those_of_its_own_rewards_that_count(tmp_path):
+    tree = yaml.safe_load((LAB / "flow_grpo.yaml").read_text())
+    for names in (["shapes"], ["shapes", "brightness.py"]):
+        (tmp_path / "brightness.py").write_text(
+            "def score(images, prompts, metadata):\n    return [0.0 for _ in images]\n"
+        )
+        rewards = [{"path": str(tmp_path / name)} if name.endswith(".py") else {"name": name} for name in names]
+        tree["rewards"] = [{"name": "jpeg", "weight": 0.0}, *rewards]
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+        chooser = selection.best_of(4, None, None, str(tmp_path), [PROMPT], 1)
+        assert chooser is not None
+        assert [entry.name for entry in chooser.scorer.entries] == [name.removesuffix(".py") for name in names]
+        how = "best of 2 by " + " + ".join(name.removesuffix(".py") for name in names)
+        (note,) = chooser([torch.zeros(3, 16, 16, dtype=torch.uint8)] * 2, PROMPT, 0).values()
+        assert note["selected"]["how"] == how
+
+
+@pytest.mark.parametrize(("count", "keep", "reward", "drawn", "reason"), table(__file__, "refused_choices"))
+def test_a_choice_that_is_none_is_refused_with_the_reason(count, keep, reward, drawn, reason):
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        selection.best_of(count, keep, reward, "model", [PROMPT], drawn)
 
 
 CALL = {"num_inference_steps": 4, "height": 8}
