@@ -49,12 +49,6 @@ def command(
 
     Each file holds its prompt, seed and settings, those of a video in a .json next to it.
     """
-    from flowrl.media import mp4
-
-    if fps is not None:
-        mp4.require_rate(fps, "--fps")
-    if form == "mp4":
-        mp4.library("--format mp4")
     video = Video(form, fps)
     with showing(quiet):
         import torch
@@ -99,6 +93,14 @@ class Video:
     form: str
     fps: float | None
     """Frames a second; None: nobody said."""
+
+    def __post_init__(self) -> None:
+        from flowrl.media import mp4
+
+        if self.fps is not None:
+            mp4.require_rate(self.fps, "--fps")
+        if self.form == "mp4":
+            mp4.library("--format mp4")
 
     @property
     def asked(self) -> str | None:
