@@ -272,11 +272,7 @@ def _inside(p: Placed, scale: float) -> bool:
 
 
 def frames_of(courses: tuple[Course, ...], frames: int = FRAMES) -> list[list[Placed]]:
-    """The objects in every frame.
-
-    Raises:
-        ValueError: fewer than two frames.
-    """
+    """The objects in every frame. Raises ValueError: fewer than two frames."""
     if frames < 2:
         raise ValueError(f"frames={frames}; a video of this world has 2 or more")
     middle = switches(frames)

@@ -54,11 +54,7 @@ def in_full(text: str) -> str:
 
 @contextmanager
 def showing(quiet: bool = False, as_json: bool = False) -> Generator[Display]:
-    """The display of a command, which tells its end too; of several processes the first one shows it.
-
-    Raises:
-        ConfigError: both are asked for.
-    """
+    """The display of a command, which tells its end too; the first process shows it. Raises ConfigError: both asked."""
     from flowrl.core.errors import ConfigError, Remedy, ending_of
     from flowrl.display.display import opened
 

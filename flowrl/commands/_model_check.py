@@ -16,11 +16,7 @@ _INDEX = "model_index.json"
 
 
 def place_of(config: ModelConfig) -> str:
-    """Place of the model, in words.
-
-    Raises:
-        ModelError: it does not exist, is gated or private, or has parts without weights; with the remedy.
-    """
+    """The model's place, in words. Raises ModelError: not there, gated, private, or lacks weights; with the remedy."""
     path = resolve_path(config.path)
     if path.endswith(".safetensors"):
         return "a single file that is here"

@@ -49,11 +49,7 @@ def command(
 
 
 def _checked(run: Path, word: str, options: dict[str, Any]) -> Any:
-    """The word, if a run that takes it is under way in the folder.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
+    """The word, if a run that takes it is under way in the folder. Raises ConfigError: with the remedy."""
     from flowrl.core.errors import ConfigError, Remedy
     from flowrl.core.registry import suggest
     from flowrl.run import desk as requests

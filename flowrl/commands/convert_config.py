@@ -52,11 +52,7 @@ def command(
 
 
 def _check(text: str, draft: Draft) -> None:
-    """Read the recipe back, as a run of it in its folder would.
-
-    Raises:
-        ConfigError: it is not valid, with the key; it is not written then.
-    """
+    """Read the recipe as a run in its folder would. Raises ConfigError: not valid, with the key; none is written."""
     import tempfile
 
     from flowrl.config.load import load_config, resolve

@@ -222,11 +222,7 @@ def _image_arguments(pipeline: Any, record: Prompt, call: dict[str, Any]) -> dic
 
 
 def _distributions(noise: LearnedNoise, records: list[Prompt]) -> Gaussians:
-    """The learned noise distribution of each prompt.
-
-    Raises:
-        ConfigError: a prompt that the run did not train on.
-    """
+    """The learned noise distribution of each prompt. Raises ConfigError: a prompt that the run did not train on."""
     from flowrl.core.errors import ConfigError
     from flowrl.data.prompts import identity
     from flowrl.rollout.learned_noise import UnknownPrompt

@@ -73,11 +73,7 @@ def report(run: Finished) -> None:
 
 
 def likely_cause(run: Finished) -> None:
-    """Say what kept the run from learning, if it did not.
-
-    Raises:
-        ConfigError: a file of the run folder is damaged.
-    """
+    """Say what kept the run from learning, if it did not. Raises ConfigError: a file of the run folder is damaged."""
     from flowrl.apps.diagnosis import cause
     from flowrl.apps.gallery.runs import load_run
     from flowrl.display.console import verdict

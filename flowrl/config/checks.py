@@ -17,11 +17,7 @@ from flowrl.training.base import checking
 
 
 def check(resolved: Resolved) -> None:
-    """Refuse combinations that no single component can check.
-
-    Raises:
-        ConfigError: with the key, the value and the remedy.
-    """
+    """Refuse combinations that no component can check alone. Raises ConfigError: with key, value and remedy."""
     _check_source(resolved)
     _check_rewards(resolved)
     _check_modality(resolved)

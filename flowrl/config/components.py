@@ -36,11 +36,7 @@ class Component:
         return {"name": self.name} if self.path is None else {"path": self.path}
 
     def build(self) -> Any:
-        """The component.
-
-        Raises:
-            ConfigError: a user's file that fails.
-        """
+        """The component. Raises ConfigError: a user's file that fails."""
         if self.path is None:
             return self.module.build(self.config)
         try:

@@ -137,11 +137,7 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _refuse_elsewhere(value: str, text: str, path: str, key: str, base: Path) -> None:
-    """Refuse a path that exists from the working directory alone, since either place may be meant.
-
-    Raises:
-        ConfigError: with both places.
-    """
+    """Refuse a path that exists only from the working directory: either may be meant. Raises ConfigError: with both."""
     if base.absolute() == Path.cwd() or glob.glob(path) or not (os.path.exists(text) or glob.glob(text)):
         return
     there = os.path.relpath(text, base)

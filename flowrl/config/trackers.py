@@ -108,11 +108,7 @@ def entries(trackers: Sequence[Any]) -> list[Entry]:
 
 
 def require(trackers: Sequence[Any]) -> list[Entry]:
-    """The entries of `trackers`, all of them installed here and with options that they have.
-
-    Raises:
-        ConfigError: one is not installed, or has no such option.
-    """
+    """The entries of `trackers`. Raises ConfigError: one is not installed here, or has no such option."""
     result = entries(trackers)
     for entry in result:
         if not installed(entry.name):

@@ -87,11 +87,7 @@ def require_watched(guard: GuardConfig, trained: Sequence[Scored], evaluated: Se
 
 
 def check_guard(resolved: Resolved) -> None:
-    """Refuse a guard that has nothing to look at, before anything is loaded.
-
-    Raises:
-        ConfigError: no evaluations during training, or no metric to watch.
-    """
+    """Refuse a guard with nothing to look at. Raises ConfigError: no evaluations in training, or no metric."""
     run, guard = resolved.run, resolved.run.guard
     if not guard.asked:
         return

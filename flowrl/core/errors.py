@@ -276,11 +276,7 @@ def exited(error: SystemExit) -> Exited:
 
 @contextmanager
 def no_exit() -> Generator[None]:
-    """Turn a `sys.exit` inside the block into a failure.
-
-    Raises:
-        Exited: in place of SystemExit.
-    """
+    """Turn a `sys.exit` inside the block into a failure. Raises Exited: in place of SystemExit."""
     try:
         yield
     except SystemExit as error:

@@ -80,11 +80,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def read_object(file: Path, remedy: str) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ConfigError: the file is damaged; `remedy` says what is safe to do.
-    """
+    """The JSON object in a file. Raises ConfigError: the file is damaged; `remedy` says what is safe to do."""
     try:
         result = loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # not text, or not JSON

@@ -99,11 +99,7 @@ def lost(folder: Path) -> str:
 
 
 def expanded(value: str, key: str) -> str:
-    """`value` with a leading `~` and every `${NAME}` replaced.
-
-    Raises:
-        ConfigError: an environment variable that is not set.
-    """
+    """`value` with a leading `~` and every `${NAME}` replaced. Raises ConfigError: a variable that is not set."""
 
     def fill(match: re.Match[str]) -> str:
         if match[1] not in os.environ:

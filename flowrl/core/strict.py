@@ -182,11 +182,7 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 
 def validate(cls: type, value: Any, where: str) -> Any:
-    """An instance of the dataclass `cls` from plain data.
-
-    Raises:
-        ConfigError: with the key, the value and the reason.
-    """
+    """An instance of the dataclass `cls` from plain data. Raises ConfigError: with key, value and reason."""
     if not is_mapping(value):
         raise ConfigError(f"{where or 'the configuration'} must be a mapping of keys to values, got {value!r}")
     if cls not in _ADAPTERS:
@@ -204,11 +200,7 @@ def validate(cls: type, value: Any, where: str) -> Any:
 
 
 def config_class(module: ModuleType, where: str, name: str) -> type:
-    """`Config` of a component's module.
-
-    Raises:
-        ConfigError: it lacks Config or build, or Config is not a dataclass.
-    """
+    """`Config` of a component's module. Raises ConfigError: it lacks Config or build, or Config is not a dataclass."""
     config = vars(module).get("Config")
     if config is None or "build" not in vars(module):
         raise ConfigError(f"{where}: {name} is not a component: it must define Config and build(config)")
@@ -276,11 +268,7 @@ def dotted(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def find_config(path: str | Path) -> Path:
-    """The YAML file of a command's argument CONFIG: that file, the one in a run folder, or a recipe's.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The YAML of an argument CONFIG: a file, a run folder's or a recipe's. Raises ConfigError: there is none."""
     file = Path(path)
     if file.is_dir() and (file / "config.yaml").is_file():
         return file / "config.yaml"
@@ -299,11 +287,7 @@ def find_config(path: str | Path) -> Path:
 
 
 def read_text(file: Path, where: str) -> str:
-    """The text of a file, without a byte-order mark.
-
-    Raises:
-        ConfigError: it cannot be read, or is not UTF-8.
-    """
+    """The text of a file, without a byte-order mark. Raises ConfigError: it cannot be read, or is not UTF-8."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except OSError as error:

@@ -115,11 +115,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 def require_schema(message: Any, who: str) -> None:
-    """Refuse a message of another schema version.
-
-    Raises:
-        WireError: another version, or none.
-    """
+    """Refuse a message of another schema version. Raises WireError: another version, or none."""
     version = message.get("schema") if is_mapping(message) else None
     if version != SCHEMA or type(version) is not int:
         has = "names no schema" if version is None else f"has schema {str(version)[:20]}"

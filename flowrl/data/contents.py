@@ -78,11 +78,7 @@ def say(text: str, *values: object) -> None:
 
 
 def read(run: Path) -> Record | None:
-    """The record of a run folder; None if it has none.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """The record of a run folder; None if it has none. Raises ConfigError: the file is damaged."""
     file = run / FILE
     if not file.is_file():
         return None
@@ -112,11 +108,7 @@ def file_of(one: Input) -> Path:
 
 
 def require_comparable(runs: Sequence[Path], *, accept: bool) -> list[str]:
-    """Sentences about files whose contents differ between runs.
-
-    Raises:
-        ConfigError: there are such files, and `accept` is false.
-    """
+    """Sentences about files whose contents differ between runs. Raises ConfigError: `accept` is false, with some."""
     records = [(run, record) for run in runs if (record := read(run)) is not None]
     result: list[str] = []
     for (first, one), (second, other) in itertools.combinations(records, 2):
@@ -136,11 +128,7 @@ def require_comparable(runs: Sequence[Path], *, accept: bool) -> list[str]:
 
 
 def require_same(run: Path, record: Record, now: Sequence[Input], *, accept: bool) -> list[str]:
-    """Sentences about the inputs that have changed.
-
-    Raises:
-        ConfigError: one has changed, and `accept` is false.
-    """
+    """Sentences about the inputs that have changed. Raises ConfigError: one has changed, and `accept` is false."""
     result = list(changes(run, record, now).values())
     if result and not accept:
         raise ConfigError(

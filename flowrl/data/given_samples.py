@@ -256,9 +256,5 @@ def _shown(image: StoredImage, adapter: Any, moment: float, place: tuple[float, 
 
 
 def require_encoder(adapter: ModelAdapter) -> None:
-    """Encode a grey image or video as a test.
-
-    Raises:
-        ModelError: the model cannot encode images, or not so many frames.
-    """
+    """Encode a grey image or video as a test. Raises ModelError: the model cannot encode, or not so many frames."""
     adapter.encode_images(torch.full((1, *image_shape(adapter)), 0.5))

@@ -55,11 +55,7 @@ class StoredImage:
         return f"sha256:{hashlib.sha256(self.source).hexdigest()}"
 
     def open(self) -> Image:
-        """The image, as `media.open_image` reads it.
-
-        Raises:
-            Unreadable: it is missing or broken, its range is not known, or it is a video.
-        """
+        """The image by `media.open_image`. Raises Unreadable: missing, broken, of an unknown range, or a video."""
         return self._read(self._image)
 
     def frames(self, count: int | None, place: float = 0.5) -> list[Image]:

@@ -117,11 +117,7 @@ class PreferenceSet:
         return len(self.rows)
 
     def read(self, index: int) -> Preference:
-        """One record, its images not opened.
-
-        Raises:
-            Unreadable: the row has no image, or the source has changed since the scan.
-        """
+        """One record, images not opened. Raises Unreadable: no image in the row, or a source changed since the scan."""
         row = int(self.rows[index])
         where = f"{self.report.where}, {self.records.place(row)}"
         try:
@@ -181,11 +177,7 @@ class PreferenceSet:
     # ---- from a record to a preference
 
     def _preference(self, record: dict[str, Any] | None, row: int) -> Preference:
-        """The preference of a record.
-
-        Raises:
-            Unfit: the record cannot be used.
-        """
+        """The preference of a record. Raises Unfit: the record cannot be used."""
         if record is None:
             raise Unfit("not a record", "")
         text = record.get(self.text)
@@ -210,11 +202,7 @@ class PreferenceSet:
         return Preference(Prompt(text, metadata), won, lost, margin, self.records.place(row))
 
     def _fitting(self, result: Preference) -> Preference:
-        """The preference itself, where its videos fit.
-
-        Raises:
-            Unfit: they do not, or there are videos in a set of images.
-        """
+        """The preference itself, if its videos fit. Raises Unfit: they do not, or are videos in a set of images."""
         sources = [image.source for image in (result.chosen, result.rejected) if image is not None]
         if self.videos is None:
             for source in sources:
@@ -321,11 +309,7 @@ class PreferenceSource:
         return {"fingerprint": self.pairs.fingerprint, "count": len(self.pairs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Compare the set with that of a checkpoint; the order itself has no state.
-
-        Raises:
-            ConfigError: the set has changed.
-        """
+        """Compare the set with a checkpoint's; the order has no state. Raises ConfigError: the set has changed."""
         now = self.state_dict()
         if state != now:
             raise ConfigError(

@@ -198,11 +198,7 @@ def _unquoted(cell: str) -> str:
 
 
 def _header(row: list[str], place: str, texts: Sequence[str], separator: str) -> tuple[list[str], str]:
-    """(names of the columns, that of the text).
-
-    Raises:
-        ConfigError: no column of the text, or a name twice.
-    """
+    """(names of the columns, that of the text). Raises ConfigError: no column of the text, or a name twice."""
     names = [name.strip() for name in row]
     column = next((name for name in texts if name in names), None)
     if column is None:

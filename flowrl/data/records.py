@@ -62,11 +62,7 @@ class Records:
         raise NotImplementedError
 
     def read(self, row: int) -> dict[str, Any] | None:
-        """A whole row.
-
-        Raises:
-            OSError: it can no longer be read.
-        """
+        """A whole row. Raises OSError: it can no longer be read."""
         raise NotImplementedError
 
     def blocks(self) -> np.ndarray | None:

@@ -111,11 +111,7 @@ def facts(source: Path) -> tuple[int, float | None]:
 
 
 def frames_of(source: Path) -> list[Image]:
-    """RGB frames of a file or of a folder, in order.
-
-    Raises:
-        media.UNREADABLE: it is none, is broken, or its frames have several sizes.
-    """
+    """RGB frames of a file or folder, in order. Raises media.UNREADABLE: none, broken, or of several sizes."""
     if not source.is_dir():
         return media.read_frames(source)
     files, frames = frame_files(source), list["Image"]()
@@ -129,11 +125,7 @@ def frames_of(source: Path) -> list[Image]:
 
 
 def frame_files(folder: Path) -> list[Path]:
-    """The images of a folder of frames in the order of their names, where 10 comes after 9.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """A folder's images in the order of their names, 10 after 9. Raises ValueError: there is none."""
     files = [file for file in folder.iterdir() if file.suffix.lower() in FRAME_SUFFIXES and file.is_file()]
     if not files:
         raise ValueError(f"a folder without frames ({', '.join(FRAME_SUFFIXES)})")
@@ -141,11 +133,7 @@ def frame_files(folder: Path) -> list[Path]:
 
 
 def part_of(frames: list[Image], count: int | None, place: float) -> list[Image]:
-    """`count` neighbouring frames, None: all; `place` in [0, 1] is where they stand: 0.5 is the middle.
-
-    Raises:
-        ValueError: there are fewer.
-    """
+    """`count` neighbouring frames, None: all; `place` in [0, 1], 0.5 the middle. Raises ValueError: there are fewer."""
     if count is None:
         return frames
     if len(frames) < count:

@@ -100,11 +100,7 @@ def batches(prompts: Sequence[str | Prompt], batch_size: int = BATCH) -> list[li
 
 
 def encoded(adapter: ModelAdapter, prompts: Sequence[Identity]) -> Condition:
-    """Conditions of prompts, on the adapter's device.
-
-    Raises:
-        ModelError: they are not finite, and neither are weights of the model.
-    """
+    """Conditions of prompts on the adapter's device. Raises ModelError: not finite, and nor are the model's weights."""
     texts = [text for text, _ in prompts]
     encode: Any = adapter.encode  # with images, for adapters that declare image_limits
     images = [[open_image(file) for file in files] for _, files in prompts]

@@ -144,11 +144,7 @@ def _sound(file: Path) -> bool:
 
 
 def _read(file: Path, *, whole: bool = False) -> dict[str, Tensor | list[Tensor]]:
-    """The entries of a file, mapped into memory.
-
-    Raises:
-        ValueError: another format, or, with `whole`, other contents than were written.
-    """
+    """A file's entries, mapped into memory. Raises ValueError: another format, or, with `whole`, other contents."""
     with safe_open(file, framework="pt") as source:
         about = source.metadata() or {}
         tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118, it is no dict

@@ -87,11 +87,7 @@ class TimesConfig:
             raise ValueError(f"power={self.power} must be above -1, or the density has no mass, and at most 100")
 
     def terms(self, num_steps: int) -> int:
-        """Terms per sample on a grid of so many steps.
-
-        Raises:
-            ValueError: the grid has fewer nodes than the rule needs.
-        """
+        """Terms per sample on a grid of so many steps. Raises ValueError: it has fewer nodes than the rule needs."""
         if self.name not in GRID:
             assert self.count is not None
             return self.count

@@ -14,11 +14,7 @@ _WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory"
 
 @contextmanager
 def phase(name: str, advice: str = "") -> Generator[None]:
-    """A part of a run.
-
-    Raises:
-        OutOfMemory: for lack of memory inside it, with its phases, the innermost first, and `advice`.
-    """
+    """A part of a run. Raises OutOfMemory: no memory inside it; with its phases, innermost first, and `advice`."""
     try:
         with working(name):
             yield

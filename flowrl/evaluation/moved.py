@@ -54,11 +54,7 @@ def saved_pairs(before: Path, after: Path, prompts: Iterable[int]) -> Iterator[t
 
 
 def brightness(file: Path) -> np.ndarray:
-    """Brightness of an image's or video's frames, [F, H, W] float64 from 0 to 255.
-
-    Raises:
-        media.UNREADABLE: it cannot be read.
-    """
+    """Brightness of an image's or video's frames, [F, H, W] float64 0 to 255. Raises media.UNREADABLE."""
     return np.stack([np.asarray(frame.convert("L"), dtype=np.float64) for frame in media.read_frames(file)])
 
 

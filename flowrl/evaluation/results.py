@@ -102,11 +102,7 @@ class Evaluation:
 
     @staticmethod
     def load(file: Path) -> Evaluation:
-        """Read the file of `save`.
-
-        Raises:
-            ConfigError: the file is damaged, or of another version.
-        """
+        """Read the file of `save`. Raises ConfigError: the file is damaged, or of another version."""
         record = read_object(file, evaluation_remedy(file))
         try:
             return _evaluation(record)

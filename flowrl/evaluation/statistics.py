@@ -25,11 +25,7 @@ def accuracy(agreement: Agreement) -> dict[str, float]:
 
 
 def difference(base: Evaluation, tuned: Evaluation) -> dict[str, dict[str, float]]:
-    """Metric -> paired difference tuned - base with interval; both must hold the same prompts and seeds.
-
-    Raises:
-        ValueError: other prompts or seeds.
-    """
+    """Metric -> paired difference tuned - base with interval. Raises ValueError: other prompts or seeds in one."""
     common = [name for name in base.scores if name in tuned.scores]
     return {name: paired.difference(*_tables(base, tuned, name), tuned.groups) for name in common}
 
@@ -75,11 +71,7 @@ def win_rate(
 
 
 def _tables(base: Evaluation, tuned: Evaluation, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Scores of both for every prompt and seed, [P, S] each.
-
-    Raises:
-        ValueError: their prompts or seeds differ.
-    """
+    """Scores of both for every prompt and seed, [P, S] each. Raises ValueError: their prompts or seeds differ."""
     if base.prompts != tuned.prompts:
         raise ValueError("a paired difference needs the same prompts in both evaluations")
     before, after = base.scores[metric], tuned.scores[metric]

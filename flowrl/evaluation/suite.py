@@ -270,22 +270,14 @@ def name_of(place: str) -> str:
 
 
 def load_suite(name: str) -> Suite:
-    """The suite of a built-in name, a .py file or a dotted path.
-
-    Raises:
-        ConfigError: there is none, or its file raises.
-    """
+    """The suite of a built-in name, .py file or dotted path. Raises ConfigError: there is none, or its file raises."""
     from flowrl.scoring.entries import imported
 
     return suite_of(name_of(name), imported(KIND, name, f"--suite {name}"))
 
 
 def suite_of(name: str, module: ModuleType) -> Suite:
-    """The suite that a module defines.
-
-    Raises:
-        ConfigError: it lacks a part that every suite has.
-    """
+    """The suite that a module defines. Raises ConfigError: it lacks a part that every suite has."""
     own = vars(module)
     if lacking := [part for part in ("FACTS", "items", "aggregate") if part not in own]:
         raise ConfigError(f"{name} is not a suite: its file must define {', '.join(lacking)} (docs/judging/suites.md)")

@@ -14,11 +14,7 @@ def of(levels: np.ndarray) -> str:
 
 
 def table(known: Any, prompts: int, seeds: int) -> np.ndarray:
-    """The digests in an evaluation's record, [P, S] of text.
-
-    Raises:
-        ValueError: a table of another shape.
-    """
+    """The digests in an evaluation's record, [P, S] of text. Raises ValueError: a table of another shape."""
     result = np.asarray(known, dtype=np.str_).reshape(prompts, -1 if prompts else seeds)
     if result.shape != (prompts, seeds):
         raise ValueError(f"digests is {list(result.shape)} for {prompts} prompts and {seeds} seeds")

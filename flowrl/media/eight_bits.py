@@ -115,11 +115,7 @@ class Album:
         return part
 
     def whole(self) -> EightBitImages:
-        """All images.
-
-        Raises:
-            ValueError: some have not come.
-        """
+        """All images. Raises ValueError: some have not come."""
         if self._images is None or self.done < self.count:
             raise ValueError(f"{self.done} of {self.count} images have come")
         return self._images

@@ -53,11 +53,7 @@ def require_rate(fps: Any, where: str) -> float:
 
 
 def require_room(frames: int, width: int, height: int) -> None:
-    """Check how large a video is once it is decoded, by what its header says, before anything is.
-
-    Raises:
-        ValueError: more than `MOST_FRAMES` or `MOST_BYTES`.
-    """
+    """Check a video's decoded size by its header. Raises ValueError: more than `MOST_FRAMES` or `MOST_BYTES`."""
     if frames > MOST_FRAMES or frames * width * height * 3 > MOST_BYTES:
         raise ValueError(
             f"it has {frames} frames of {width} x {height} pixels, more than {MOST_FRAMES} frames or "
@@ -66,11 +62,7 @@ def require_room(frames: int, width: int, height: int) -> None:
 
 
 def library(file: str | Path) -> Any:
-    """The package `av`.
-
-    Raises:
-        ConfigError: it is not installed; the message names `file`.
-    """
+    """The package `av`. Raises ConfigError: it is not installed; the message names `file`."""
     try:
         import av
     except ImportError as error:

@@ -40,11 +40,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def unpack(image: WireImage) -> Tensor:
-    """float32 [3, H, W] or [F, 3, H, W] in [0, 1].
-
-    Raises:
-        OSError, ValueError, SyntaxError: the bytes are not an image.
-    """
+    """float32 [3, H, W] or [F, 3, H, W] in [0, 1]. Raises OSError, ValueError, SyntaxError: these are no image."""
     if image.format in _DTYPES:
         values = np.frombuffer(image.data, _DTYPES[image.format]).reshape(image.shape)
         tensor = torch.as_tensor(values.astype(np.float32))

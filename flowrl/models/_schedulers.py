@@ -39,11 +39,7 @@ class Path:
 
 
 def path_of(scheduler: Any) -> Path:
-    """Flow or VP, by the scheduler's class and configuration.
-
-    Raises:
-        ModelError: neither.
-    """
+    """Flow or VP, by the scheduler's class and configuration. Raises ModelError: neither."""
     kind, values = type(scheduler), scheduler.config
     if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "set_timesteps", None)):
         raise ModelError(f"scheduler {kind.__name__} has no step() and set_timesteps(): its loop cannot be entered")

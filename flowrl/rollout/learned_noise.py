@@ -42,11 +42,7 @@ class LearnedNoise(nn.Module):
         self.std = nn.ParameterList(nn.Parameter(torch.ones(*shape)) for _ in self.prompts)
 
     def numbers(self, prompts: Sequence[Identity]) -> Tensor:
-        """Number of each prompt's distribution, [n] int64.
-
-        Raises:
-            UnknownPrompt: a prompt without one.
-        """
+        """Number of each prompt's distribution, [n] int64. Raises UnknownPrompt: a prompt without one."""
         for prompt in prompts:
             if prompt not in self.rows:
                 raise UnknownPrompt(prompt[0])

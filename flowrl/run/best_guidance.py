@@ -76,11 +76,7 @@ def saved(session: Session, evaluator: Evaluator, file: Path, guidance_scale: fl
 
 
 class GuidanceSearch:
-    """Finds the best guidance of the weights that are in the network.
-
-    Raises:
-        ConfigError: the reward cannot judge a caption of the training.
-    """
+    """Finds the best guidance of the network's weights. Raises ConfigError: a reward that cannot judge a caption."""
 
     def __init__(self, session: Session) -> None:
         parts, entry = session.parts, heaviest(session.parts.scorers)

@@ -45,11 +45,7 @@ def is_open(run: Path) -> bool:
 
 
 def submit(run: Path, word: Word, options: Mapping[str, Any]) -> str:
-    """Write a request; its ID.
-
-    Raises:
-        WriteError: the folder cannot be written.
-    """
+    """Write a request; its ID. Raises WriteError: the folder cannot be written."""
     seconds, rest = divmod(time.time_ns(), 10**9)
     name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(seconds))}.{rest:09d}-{os.getpid()}-{word}"
     request = {"word": word, "by": who(), "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "options": dict(options)}

@@ -52,11 +52,7 @@ class MetricsFile:
             os.fsync(stream.fileno())
 
     def rows(self) -> list[dict[str, Any]]:
-        """Complete rows; a torn last line of a killed run is dropped.
-
-        Raises:
-            ConfigError: another line is damaged.
-        """
+        """Complete rows; a torn last line of a killed run is dropped. Raises ConfigError: another line is damaged."""
         return read_rows(self.file)[0]
 
     def truncate(self, iteration: int) -> None:
@@ -147,11 +143,7 @@ class RunFolder:
             return False
 
     def require_own(self) -> None:
-        """Look whether the folder at this path is still the locked one; nothing to look at without a lock.
-
-        Raises:
-            Moved: it was moved, deleted or replaced.
-        """
+        """Look whether the locked folder is still at this path. Raises Moved: it was moved, deleted or replaced."""
         if self._lock is None or self._is_lock(self._lock):
             return
         now = _present(self._lock)
@@ -216,19 +208,11 @@ class RunFolder:
         return start
 
     def agree_on_sets(self, sets: Sequence[Input], start: int, accept: bool) -> None:
-        """Compare the contents of data sets, which are known once they are scanned.
-
-        Raises:
-            ConfigError: another set than the run was started with.
-        """
+        """Compare scanned data sets' contents. Raises ConfigError: another set than the run was started with."""
         inputs.update(self.path, contents.read(self.path), sets, start, accept)
 
     def forget_after(self, iteration: int) -> None:
-        """Drop metrics and evaluations after a checkpoint; they will be made again.
-
-        Raises:
-            ConfigError: one of the files is damaged.
-        """
+        """Drop metrics and evaluations after a checkpoint: they are made again. Raises ConfigError: a damaged file."""
         self.metrics.truncate(iteration)
         for file in (file for place in PLACES for file in (self.path / place).glob("*.json")):
             result = read_object(file, evaluation_remedy(file)).get("iteration")

@@ -36,11 +36,7 @@ LEAST = 4
 
 
 def refuse_guarded(folder: Path, guard: GuardConfig) -> None:
-    """Refuse to resume a run that its guard has ended, unless the guard may no longer end it.
-
-    Raises:
-        ConfigError: guard.mode would end it again.
-    """
+    """Refuse to resume a run that its guard ended. Raises ConfigError: guard.mode would end it again."""
     known = known_object(folder / SUMMARY)
     if known.get("status") != GUARDED:
         return

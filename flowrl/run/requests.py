@@ -190,11 +190,7 @@ def _free(folder: Path, name: str) -> str:
 
 
 def _wish(session: Session, options: dict[str, Any]) -> _Wish:
-    """The options of a request, with the run's own for those left out.
-
-    Raises:
-        ConfigError: an option of a wrong kind, or a prompt that the run cannot draw.
-    """
+    """A request's options, else the run's own. Raises ConfigError: of a wrong kind, or a prompt it cannot draw."""
     drawn = session.parts.previews
     given, steps, guidance, seed = (options.get(key) for key in ("prompts", "steps", "guidance", "seed"))
     if not (isinstance(given or [], list) and all(isinstance(text, str) for text in given or [])):

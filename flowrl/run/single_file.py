@@ -92,11 +92,7 @@ def _shapes(file: Path) -> dict[str, torch.Tensor]:
 
 
 def _family(file: Path, shapes: dict[str, torch.Tensor]) -> str:
-    """The repository that diffusers takes for a file with these keys.
-
-    Raises:
-        ModelError: keys of no family that diffusers knows.
-    """
+    """The repository that diffusers takes for a file with these keys. Raises ModelError: keys of no known family."""
     from diffusers.loaders import single_file_utils as known
 
     unknown = ModelError(

@@ -211,11 +211,7 @@ class Training(Generic[M]):
         """Refuse a model's grid, with ValueError, that does not have the training times."""
 
     def first_plan(self, schedule: Schedule, sampler: Sampler, process: Process, seed: int) -> StepPlan:
-        """The plan of the first iteration on the model's grid.
-
-        Raises:
-            ConfigError: the method has none there, or it trains a step without noise.
-        """
+        """The first iteration's plan on the model's grid. Raises ConfigError: none, or a trained step without noise."""
         try:
             plan = self.method.plan(schedule, sampler, 1, seed)
             if plan.train:
@@ -234,11 +230,7 @@ class Training(Generic[M]):
     # ---- work and memory
 
     def demand(self, plan: StepPlan, setting: Setting) -> Demand:
-        """The demand of one sample.
-
-        Raises:
-            ValueError: the grid does not have the times.
-        """
+        """The demand of one sample. Raises ValueError: the grid does not have the times."""
         raise NotImplementedError
 
     def guidance(self, adapter: ModelAdapter, rollout: float) -> float:
@@ -286,8 +278,4 @@ class Training(Generic[M]):
         raise NotImplementedError
 
     def pass_gate(self, work: Work, dtype: torch.dtype) -> None:
-        """Pass the parity gate (replay_gate.py) before the first update, where the loss takes log-probs.
-
-        Raises:
-            ParityError: naming the step.
-        """
+        """Pass the parity gate (replay_gate.py), where the loss takes log-probs. Raises ParityError: with the step."""

@@ -33,11 +33,7 @@ def prepare() -> None:
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Refuse what has no deterministic kernel inside the block, if the process is in deterministic mode at all.
-
-    Raises:
-        ConfigError: naming the operation.
-    """
+    """In deterministic mode, refuse what has no deterministic kernel. Raises ConfigError: naming the operation."""
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if not torch.are_deterministic_algorithms_enabled():
         yield

@@ -42,11 +42,7 @@ class Health:
         return self.spoiled > TOO_MANY * self.count
 
     def require_finite(self, when: str, remedy: Callable[..., tuple[type[Diverged], str]], *, trained: bool) -> None:
-        """Warn of a few samples that are not finite, which have no score.
-
-        Raises:
-            Diverged: most of them are not.
-        """
+        """Warn of a few samples that are not finite, which have no score. Raises Diverged: most of them are not."""
         if self.diverged:
             kind, advice = remedy(trained=trained, in_decoder=self.in_decoder)
             raise kind(f"{self.message(when)}: {advice}")

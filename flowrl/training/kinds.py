@@ -10,11 +10,7 @@ from flowrl.training.transition_batches import TransitionTraining
 
 
 def training_of(method: Method) -> Training:
-    """The training data by the method's base class; remembered transitions and given images are kinds of their own.
-
-    Raises:
-        TypeError: the method has none of the bases.
-    """
+    """The training data by the method's base class or kind of samples. Raises TypeError: it has none of the bases."""
     if isinstance(method, EdgeMethod):
         return EdgeTraining(method) if method.transitions is None else TransitionTraining(method)
     if isinstance(method, SampleMethod):

@@ -48,11 +48,7 @@ def require(name: Name, device: torch.device) -> None:
 
 
 def make(name: Name, parameters: Sequence[Tensor], settings: Settings) -> Any:
-    """The optimizer over parameters, which are on their device.
-
-    Raises:
-        ConfigError: as `require`.
-    """
+    """The optimizer over parameters, which are on their device. Raises ConfigError: as `require`."""
     if name == "adafactor":
         from transformers.optimization import Adafactor
 

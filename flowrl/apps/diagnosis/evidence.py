@@ -62,11 +62,7 @@ class Evidence:
     # ---- options
 
     def option(self, key: str) -> Any:
-        """The value at a dotted key of config.yaml; null is a value.
-
-        Raises:
-            Lacking: another component, which has no such option.
-        """
+        """The value at a dotted key of config.yaml; null is a value. Raises Lacking: a component without the option."""
         tree: Any = self.run.config
         for part in key.split("."):
             if not isinstance(tree, dict) or part not in tree:
@@ -97,11 +93,7 @@ class Evidence:
     # ---- metrics
 
     def column(self, key: str, least: int = 2) -> np.ndarray:
-        """The finite values [N] of a column of metrics.jsonl.
-
-        Raises:
-            Lacking: no row has it, or fewer than `least`.
-        """
+        """The finite values [N] of a column of metrics.jsonl. Raises Lacking: no row has it, or fewer than `least`."""
         values = self.run.curve(key)[1]
         known = values[np.isfinite(values)]
         if not len(self.run.rows):
@@ -155,11 +147,7 @@ class Evidence:
 
     @property
     def base(self) -> Evaluation:
-        """The evaluation of the untrained model.
-
-        Raises:
-            Lacking: there is none, or it has no scores.
-        """
+        """The evaluation of the untrained model. Raises Lacking: there is none, or it has no scores."""
         base = self.run.base
         if base is None:
             raise Lacking("there is no eval/base.json")
@@ -204,11 +192,7 @@ class Evidence:
 
     @property
     def metric(self) -> str:
-        """The output that the run is judged by.
-
-        Raises:
-            Lacking: nothing was evaluated.
-        """
+        """The output that the run is judged by. Raises Lacking: nothing was evaluated."""
         found = self.run.summary.get("primary") or next(iter(self.base.scores), None)
         if found is None:
             raise Lacking("no output is evaluated")

@@ -145,11 +145,7 @@ class LivePage:
             return result | {"parts": {id_: text for id_, text in built.parts.items() if hashes[id_] != known[id_]}}
 
     def require(self) -> None:
-        """Build the page once, before anybody asks.
-
-        Raises:
-            ConfigError: a file is damaged, or the runs cannot be compared; with the remedy.
-        """
+        """Build the page once, before anybody asks. Raises ConfigError: a damaged file, or runs that do not compare."""
         with self._lock:
             self._look()
             self._build(strict=True)

@@ -105,11 +105,7 @@ class Tree(Tagged):
 
 
 def read(path: Path) -> Tree:
-    """The tree of a file, with the contact sheet next to it.
-
-    Raises:
-        ConfigError: the file is damaged; with the remedy.
-    """
+    """The tree of a file, with the contact sheet next to it. Raises ConfigError: it is damaged; with the remedy."""
     try:
         return _tree(loads(path.read_text(encoding="utf-8")), path)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

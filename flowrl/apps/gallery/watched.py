@@ -31,11 +31,7 @@ class Rows:
     """(inode, bytes that were read)."""
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """(complete rows, whether the last line is half written).
-
-        Raises:
-            ConfigError: a line before the last one is damaged.
-        """
+        """(complete rows, whether the last line is half written). Raises ConfigError: an earlier line is damaged."""
         try:
             with self.file.open("rb") as stream:
                 inode, size = os.fstat(stream.fileno()).st_ino, os.fstat(stream.fileno()).st_size

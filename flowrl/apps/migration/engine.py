@@ -85,11 +85,7 @@ class Draft:
         return values[key] if key in values else self.source.base.get(key, self.tool.keys[key].default)
 
     def number(self, key: str, *, least: float | None = None) -> int | float:
-        """The value of a key that is a number.
-
-        Raises:
-            ConfigError: it is none, not finite, or below `least`.
-        """
+        """The value of a key that is a number. Raises ConfigError: it is none, not finite, or below `least`."""
         value = self.get(key)
         if not is_number(value):
             raise self.fault(key, "it must be a number")
@@ -189,11 +185,7 @@ class Draft:
         return ConfigError(f"{self.source.file}: {key}={self.get(key)!r}: {reason}; correct it in the file")
 
     def gpus(self) -> int:
-        """The number of GPUs of the run that is converted.
-
-        Raises:
-            ConfigError: nothing states it, or file and command line differ.
-        """
+        """The number of GPUs of the converted run. Raises ConfigError: nothing states it, or two places differ."""
         stated, asked = self.source.gpus, self._asked
         if stated is None and asked is None:
             raise ConfigError(
@@ -212,11 +204,7 @@ class Draft:
         return found
 
     def quotient(self, top: int, below: int, option: str, how: str) -> int:
-        """A whole number that a recipe needs.
-
-        Raises:
-            ConfigError: the division leaves a rest.
-        """
+        """A whole number that a recipe needs. Raises ConfigError: the division leaves a rest."""
         share = Fraction(top, below)
         if share.denominator != 1:
             raise ConfigError(
@@ -231,11 +219,7 @@ class Draft:
         self._used.update(keys)
 
     def reward(self, entry: dict[str, Any], *keys: str, note: str = "") -> None:
-        """Add a reward.
-
-        Raises:
-            ConfigError: a weight below 0.
-        """
+        """Add a reward. Raises ConfigError: a weight below 0."""
         if entry.get("weight", 1.0) < 0:
             raise self.fault(keys[0], f"{entry['name']} has a weight below 0, which trains towards what is worse")
         self.rewards.append(Line(entry, keys, note))

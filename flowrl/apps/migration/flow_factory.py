@@ -44,11 +44,7 @@ _WARMUP_EPOCHS = 10
 
 
 def read(place: str) -> Source:
-    """A YAML configuration.
-
-    Raises:
-        ConfigError: it is no mapping of sections, or doubles a key.
-    """
+    """A YAML configuration. Raises ConfigError: it is no mapping of sections, or doubles a key."""
     file = Path(place)
     tree = parse_yaml(read_text(file, str(file)), str(file))
     if not isinstance(tree, dict) or "train" not in tree:

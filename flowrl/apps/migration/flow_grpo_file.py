@@ -27,11 +27,7 @@ _GPUS = ("gpu_number", "n_gpus")
 
 
 def read(place: str) -> Source:
-    """The configuration that FILE.py:NAME names.
-
-    Raises:
-        ConfigError: no such file or function, or a statement that cannot be read without executing it.
-    """
+    """The configuration of FILE.py:NAME. Raises ConfigError: no such file or function, or it would have to run."""
     path, _, name = place.rpartition(":") if ".py:" in place else (place, "", "")
     file = Path(path)
     base, notes = _base(file)

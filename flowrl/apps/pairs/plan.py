@@ -47,11 +47,7 @@ def rollout_plan(resolved: Resolved, schedule: Schedule) -> StepPlan:
 
 
 def training_prompts(resolved: Resolved) -> list[Prompt]:
-    """Prompts of `data.prompts`.
-
-    Raises:
-        ConfigError: they cannot be read, or their metadata has a key of the lines.
-    """
+    """Prompts of `data.prompts`. Raises ConfigError: they cannot be read, or their metadata has a key of the lines."""
     data = resolved.run.data
     columns = Columns(data.prompt_column, data.image_column, data.subset)
     assert data.prompts is not None  # only a method that learns from pairs has none
@@ -73,11 +69,7 @@ def training_prompts(resolved: Resolved) -> list[Prompt]:
 
 
 def check(resolved: Resolved, wanted: Wanted) -> None:
-    """Refuse what cannot give pairs, before anything is loaded.
-
-    Raises:
-        ConfigError: naming the key, the value and the remedy.
-    """
+    """Refuse what cannot give pairs, before anything is loaded. Raises ConfigError: with key, value and remedy."""
     rollout = resolved.run.rollout
     if resolved.members:
         raise ConfigError(

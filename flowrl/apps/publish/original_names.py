@@ -58,11 +58,7 @@ def renamed(tensors: dict[str, Tensor], scale: float, family: Family, layout: La
 
 
 def fuse(parts: dict[int, tuple[Tensor, Tensor]], widths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(A [n r, in], B [out, n r]) of the updates of some of n slots; a missing one is not updated.
-
-    Raises:
-        ModelError: updates of several ranks.
-    """
+    """(A [n r, in], B [out, n r]) of some of n slots; others are not updated. Raises ModelError: several ranks."""
     first = next(iter(parts.values()))[0]
     rank, into = first.shape
     if {len(down) for down, _ in parts.values()} != {rank}:

@@ -87,11 +87,7 @@ def dumps(message: Any) -> bytes:
 
 
 def parse_request(body: bytes, limits: Limits, rewards: Collection[str]) -> Request:
-    """A request of /score.
-
-    Raises:
-        Refusal: 400 no JSON of this form, 404 no such reward, 413 more than the limits allow.
-    """
+    """A request of /score. Raises Refusal: 400 no JSON of this form, 404 no such reward, 413 more than the limits."""
     try:
         message = json.loads(body, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:

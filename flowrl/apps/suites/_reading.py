@@ -44,11 +44,7 @@ def last_of(path: str) -> str:
 
 
 def keep_once(result: dict[tuple[str, int], Scores], key: tuple[str, int], scores: Scores, where: str) -> None:
-    """Add the scores of a sample.
-
-    Raises:
-        ConfigError: it has some already.
-    """
+    """Add the scores of a sample. Raises ConfigError: it has some already."""
     if key in result:
         raise ConfigError(
             f"{where}: prompt {key[0]!r}, sample {key[1]} has a result already; keep one of the two lines"
@@ -82,11 +78,7 @@ def prompts_of(path: Path, where: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def text_of(value: Any, where: str) -> str:
-    """The text of a prompt.
-
-    Raises:
-        ConfigError: it is none, or an empty one.
-    """
+    """The text of a prompt. Raises ConfigError: it is none, or an empty one."""
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"{where}: the prompt {value!r} must be a text that is not empty; mend it, or leave it out")
     return value

@@ -116,11 +116,7 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
 
 
 def compat(rows: Sequence[Row], items: Sequence[Item]) -> Table:
-    """The official code's table of the answers of a judge (see the module).
-
-    Raises:
-        ConfigError: the rows have no answers.
-    """
+    """The official code's table of a judge's answers (see the module). Raises ConfigError: the rows have no answers."""
     if not has_points(rows):
         raise ConfigError("--compat: the official code's table is made of the answers to the questions; judge by them")
     known = {item.id: item for item in items}

@@ -24,11 +24,7 @@ _FORMS = "geneval2_data.jsonl as it is: prompt, atom_count, vqa_list, skills in 
 
 
 def items(path: Path | None) -> list[Item]:
-    """The prompts; an id is the number of the line, 00000 to 00799.
-
-    Raises:
-        ConfigError: no file, or a line whose lists do not fit.
-    """
+    """The prompts; an id is the line, 00000 to 00799. Raises ConfigError: no file, or a line whose lists do not fit."""
     result: list[Item] = []
     for number, (where, record) in enumerate(records_of(require_path(path, "geneval2", FACTS, _FORMS), _KEYS)):
         pairs, skills = record["vqa_list"], record["skills"]

@@ -51,11 +51,7 @@ _BREAK = re.compile(
 
 
 def items(path: Path | None) -> list[Item]:
-    """The prompts of the categories; an id is CATEGORY-LINE, its line from 0.
-
-    Raises:
-        ConfigError: no such files, or a file of no category.
-    """
+    """The prompts; an id is CATEGORY-LINE, from line 0. Raises ConfigError: no files, or a file of no category."""
     given = require_path(path, "t2i_compbench", FACTS, _FORMS)
     files = {name: given / f"{name}_val.txt" for name in RESULTS}
     if given.is_file():

@@ -32,11 +32,7 @@ _PLACE = re.compile(r"(?:^|/)(\d+)_(\d+)\.png$")
 
 
 def items(path: Path | None) -> list[Item]:
-    """The prompts; an id is the file's own index.
-
-    Raises:
-        ConfigError: no file, or a row of another form.
-    """
+    """The prompts; an id is the file's own index. Raises ConfigError: no file, or a row of another form."""
     result: list[Item] = []
     for where, record in records_of(require_path(path, "unigenbench", FACTS, _FORMS), ("index",)):
         text, dims = (_column(record, name, where) for name in ("prompt", "sub_dims"))

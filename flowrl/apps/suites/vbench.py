@@ -193,11 +193,7 @@ def _normalised(name: str, rows: Sequence[Row]) -> Part:
 
 
 def layout(item: Item, k: int) -> str:
-    """videos/PROMPT-K.mp4: the tools find a video by its prompt.
-
-    Raises:
-        ConfigError: a prompt that cannot be the name of a file.
-    """
+    """videos/PROMPT-K.mp4: the tools find a video by its prompt. Raises ConfigError: it cannot be a file's name."""
     name = f"{item.text}-{k}.mp4"
     if "/" in name or "\0" in name or len(name.encode()) > _NAME_BYTES:
         raise ConfigError(

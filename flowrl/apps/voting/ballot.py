@@ -298,11 +298,7 @@ class Ballot:
 
 
 def named(voter: str) -> str:
-    """The name of a voter without spaces around it.
-
-    Raises:
-        Refusal: it is empty, long, or has characters that cannot be printed.
-    """
+    """The name of a voter, stripped of spaces. Raises Refusal: empty, long, or with characters that do not print."""
     name = " ".join(voter.split())
     if not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
         raise Refusal(f"The name of a voter has 1 to {LONGEST_NAME} printable characters; this one is {voter[:60]!r}.")
@@ -310,11 +306,7 @@ def named(voter: str) -> str:
 
 
 def require_name(voter: str) -> str:
-    """`named`, for the option of the command.
-
-    Raises:
-        ConfigError: as there.
-    """
+    """`named`, for the option of the command. Raises ConfigError: as there."""
     try:
         return named(voter)
     except Refusal as refusal:

@@ -156,11 +156,7 @@ class VoteHandler(LocalHandler):
 
 
 def _text(said: dict[str, Any], key: str) -> str:
-    """A value of the question.
-
-    Raises:
-        Refusal: it is missing.
-    """
+    """A value of the question. Raises Refusal: it is missing."""
     if key not in said:
         raise Refusal(f"The question lacks {key!r}.")
     return said[key]

@@ -38,11 +38,7 @@ _OURS = {
 
 
 def find_networks(pipeline: Any) -> dict[str, nn.Module]:
-    """The denoisers by component name.
-
-    Raises:
-        ModelError: no component of a known name.
-    """
+    """The denoisers by component name. Raises ModelError: no component of a known name."""
     result = {name: part for name in _NETWORKS if isinstance(part := pipeline.components.get(name), nn.Module)}
     if not result:
         raise ModelError(
@@ -53,11 +49,7 @@ def find_networks(pipeline: Any) -> dict[str, nn.Module]:
 
 
 def guidance_arguments(pipeline: Any, scale: float, call: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the pipeline's own call that set its guidance to `scale`, in addition to `call`.
-
-    Raises:
-        ModelError: the pipeline takes no guidance scale.
-    """
+    """Arguments, besides `call`, that set the pipeline's guidance to `scale`. Raises ModelError: it takes none."""
     kind = _guidance(pipeline)
     if kind in ("cfg", "embedded"):
         return {"guidance_scale": scale}
@@ -135,11 +127,7 @@ class Size:
 
     @staticmethod
     def of(pipeline: Any, asked: Asked, family: Family, parameters: Mapping, network: nn.Module) -> Size:
-        """The asked size, or the pipeline's default.
-
-        Raises:
-            ModelError: there is no default, or a side is not a multiple of the unit.
-        """
+        """The asked size, or the pipeline's. Raises ModelError: no default, or a side is no multiple of the unit."""
         scale = _scale(pipeline)
         patch = family.patch or network_config(network).get("patch_size") or 1
         patch = int(patch[-1]) if isinstance(patch, list | tuple) else int(patch)
@@ -153,11 +141,7 @@ class Size:
         return Size(sides[0], sides[1], scale * patch)
 
     def places(self, tokens: int, num_frames: int) -> tuple[int, ...]:
-        """(h, w), or (T, h, w) of videos, of packed tokens.
-
-        Raises:
-            ModelError: their number does not fit the size.
-        """
+        """(h, w), or (T, h, w) of videos, of packed tokens. Raises ModelError: their number does not fit the size."""
         rows, columns = self.height // self.unit, self.width // self.unit
         if tokens % (rows * columns) or (num_frames == 1 and tokens != rows * columns):
             raise ModelError(f"{tokens} tokens are not a grid of {rows} x {columns}")

@@ -77,11 +77,7 @@ def _loaded(adapter: ModelAdapter, config: ModelConfig) -> dict[str, nn.Module]:
 
 
 def _require_room(place: str, free: int | None, weights: int) -> None:
-    """Refuse what does not fit; `free` None: unknown.
-
-    Raises:
-        ModelError: with both numbers.
-    """
+    """Refuse what does not fit; `free` None: unknown. Raises ModelError: with both numbers."""
     if free is not None and free < _ROOM * weights:
         raise ModelError(
             f"the text encoders need {size(_ROOM * weights)} of {place} next to the training, and {size(free)} are free"

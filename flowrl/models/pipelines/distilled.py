@@ -155,11 +155,7 @@ def by_index(index: Mapping[str, Any], said: Said | None) -> Distilled | None:
 
 
 def _levels(value: Any) -> tuple[float, ...]:
-    """A list of noise levels.
-
-    Raises:
-        ModelError: it does not fall strictly, or leaves (0, 1].
-    """
+    """A list of noise levels. Raises ModelError: it does not fall strictly, or leaves (0, 1]."""
     numbers = value if isinstance(value, list | tuple) else []
     good = all(isinstance(each, int | float) and not isinstance(each, bool) and 0 < each <= 1 for each in numbers)
     if not numbers or not good or any(a <= b for a, b in pairwise(numbers)):

@@ -318,11 +318,7 @@ def trainable(adapter: ModelAdapter, options: ModelConfig, seed: int) -> Weights
 
 
 def freeze(adapter: ModelAdapter, options: ModelConfig, seed: int) -> None:
-    """Freeze the network of an adapter, with `init_lora` where one is set; before it goes to its device.
-
-    Raises:
-        ModelError: a LoRA that does not fit.
-    """
+    """Freeze an adapter's network, with `init_lora`, before it moves. Raises ModelError: a LoRA that does not fit."""
     adapter.autocasts = autocasts(options, trained=False)
     networks, layers = component_names(adapter.network).values(), []
     if options.lora is not None and options.init_lora is not None:

@@ -74,11 +74,7 @@ class Data:
 
 @working("reading the prompts and images")
 def read(resolved: Resolved, kind: Training) -> Data:
-    """Prompts and images of a run, read before anything else.
-
-    Raises:
-        ConfigError: a list or a set that cannot be used.
-    """
+    """Prompts and images of a run, read before all else. Raises ConfigError: a list or a set that cannot be used."""
     config = resolved.run
     prompts = run_prompts(config, kind.own_prompts)
     kind.check_prompts(prompts.train, prompts.evaluated)

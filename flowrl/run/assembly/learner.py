@@ -19,11 +19,7 @@ from flowrl.training.world import World
 
 
 def new_training(resolved: Resolved, world: World) -> Training:
-    """A fresh method with its kind of training data, once the processes are known to have work.
-
-    Raises:
-        ConfigError: too many processes.
-    """
+    """A fresh method and its kind of training data. Raises ConfigError: more processes than have work."""
     leaves = resolved.algorithm.config.leaves(resolved.run.rollout.num_inference_steps)
     samples = resolved.slots * resolved.group_size
     if samples // leaves < world.size:

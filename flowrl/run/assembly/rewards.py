@@ -36,11 +36,7 @@ class Scorers:
         return scorers
 
     def tried(self, adapter: ModelAdapter, prompts: RunPrompts) -> None:
-        """Score noise of the model's size.
-
-        Raises:
-            RewardError: one that does not fit the model, or breaks its contract.
-        """
+        """Score noise of the model's size. Raises RewardError: one does not fit the model, or breaks its contract."""
         require_fit(self.watched, videos=adapter.num_frames > 1)
         probe(self.trained, prompts.train[:2], adapter)
         probe(self.watched, prompts.evaluated[:2], adapter, known=self.trained)

@@ -97,11 +97,7 @@ def forget_others(folder: Path, iteration: int) -> None:
 
 
 def closed(folder: Path, question: Question) -> Closed | None:
-    """The scores of a question; None while it is open, or where other images were scored.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """A question's scores; None while open, or of other images. Raises ConfigError: the file is damaged."""
     file = place_of(folder, question.group)
     assert file is not None
     file = file.with_name(file.stem + _CLOSED)
@@ -121,11 +117,7 @@ def closed(folder: Path, question: Question) -> Closed | None:
 
 
 def close(folder: Path, question: Question, result: Closed) -> None:
-    """Keep the scores of a question; the turn must be held.
-
-    Raises:
-        WriteError: they could not be written, and the question is open.
-    """
+    """Keep a question's scores; the turn must be held. Raises WriteError: not written, and the question is open."""
     file = place_of(folder, question.group)
     assert file is not None
     record = json_ready({"images": question.images} | asdict(result))
@@ -183,11 +175,7 @@ class Log:
         self._votes: tuple[Vote, ...] = ()
 
     def votes(self) -> tuple[Vote, ...]:
-        """Those that count.
-
-        Raises:
-            ConfigError: a line is damaged.
-        """
+        """Those that count. Raises ConfigError: a line is damaged."""
         try:
             known = (self.folder / LOG).stat()
         except FileNotFoundError:  # nobody has voted yet

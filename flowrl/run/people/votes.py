@@ -36,11 +36,7 @@ def image_name(data: bytes, suffix: str) -> str:
 
 
 def keep_image(folder: Path, data: bytes, suffix: str) -> str:
-    """Write an image that is not there yet, and return its name; a part of one is never seen under it.
-
-    Raises:
-        WriteError: it could not be written.
-    """
+    """Write a new image whole; its name. Raises WriteError: it could not be written."""
     name = image_name(data, suffix)
     copy = folder / name
     if not copy.is_file():
@@ -127,11 +123,7 @@ class VoteBook:
         os.close(self._lock)
 
     def add(self, vote: Vote) -> int:
-        """Keep a vote; its number. It is on the disk when this returns.
-
-        Raises:
-            WriteError: it could not be written, and does not count.
-        """
+        """Keep a vote on the disk; its number. Raises WriteError: it could not be written, and does not count."""
         number = self._append(asdict(vote))
         self.votes[number] = vote
         self._write_pairs()

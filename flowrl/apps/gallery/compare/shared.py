@@ -175,11 +175,7 @@ def _require_common(runs: Sequence[Run], places: np.ndarray, seeds: Sequence[int
 
 
 def _metrics(runs: Sequence[Run], compared: Sequence[int], left_out: dict[int, list[str]]) -> tuple[SharedMetric, ...]:
-    """Metrics of at least two runs, made by the same reward.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Metrics of at least two runs, made by the same reward. Raises ConfigError: there is none."""
     own = {i: {m.name: m for m in results.metrics_of(runs[i]) if m.name in _scored(runs[i])} for i in compared}
     names = dict.fromkeys(name for i in compared for name in own[i])
     result: list[SharedMetric] = []

@@ -100,11 +100,7 @@ def with_results(task: Task, folder: ResultsFolder, results: Path) -> list[Row]:
 def require_each_once(
     found: Mapping[tuple[str, int], object] | Iterable[tuple[str, int]], items: Sequence[Item], samples: int, what: str
 ) -> None:
-    """Refuse results that lack a sample of the first `samples` of each prompt, or that hold one that is none.
-
-    Raises:
-        ConfigError: naming the samples.
-    """
+    """Refuse other results than the first `samples` of each prompt, once. Raises ConfigError: naming the samples."""
     known = {item.id: item.text for item in items}
     wanted = {(item.id, k) for item in items for k in range(samples)}
     own = set(found)

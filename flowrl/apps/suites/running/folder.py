@@ -39,11 +39,7 @@ class ResultsFolder:
 
     @property
     def header(self) -> dict[str, Any]:
-        """The plain data of header.json; {} before the first call.
-
-        Raises:
-            ConfigError: damaged, or of another program.
-        """
+        """The data of header.json; {} before the first call. Raises ConfigError: damaged, or of another program."""
         file = self.path / HEADER
         if not file.is_file():
             return {}
@@ -172,11 +168,7 @@ class ResultsFolder:
         return self.path / IMAGES / f"{item.id}-{k:03d}{'.webp' if self.videos else '.png'}"
 
     def read(self, item: Item, k: int) -> Tensor:
-        """An image [3, H, W] or a video [F, 3, H, W] as it was saved, in [0, 1].
-
-        Raises:
-            ConfigError: it is damaged or gone.
-        """
+        """A saved image [3, H, W] or video [F, 3, H, W] in [0, 1]. Raises ConfigError: it is damaged or gone."""
         file = self.image(item, k)
         try:
             return media.read(file)

@@ -184,11 +184,7 @@ class _Lines:
         self.answered = False
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Keep judged samples.
-
-        Raises:
-            RewardFailure: the judge has failed too many times in a row.
-        """
+        """Keep judged samples. Raises RewardFailure: the judge has failed too many times in a row."""
         for row in rows:
             # A question that failed takes its image's score, and the answers to the others say that the judge is there.
             if row.error and all(value is None for value in (*row.scores.values(), *row.answers)):
@@ -200,11 +196,7 @@ class _Lines:
                 self.failed, self.answered = [], True
 
     def close(self) -> None:
-        """Write what failed at the end.
-
-        Raises:
-            RewardFailure: the judge has answered nothing at all.
-        """
+        """Write what failed at the end. Raises RewardFailure: the judge has answered nothing at all."""
         if self.failed and not self.answered:
             raise self._away()
         if self.failed:
