@@ -21,6 +21,7 @@ _EXPORTS = {
     "NoiseMethod": "flowrl.algorithms.base",
     "Sampler": "flowrl.samplers.base",
     "Reward": "flowrl.reward",
+    "LatentReward": "flowrl.reward",
     "check": "flowrl.contracts.checking",
     "Card": "flowrl.reward",
 }

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from flowrl.core.errors import RewardError as RewardError
 
@@ -50,7 +50,8 @@ class Card:
     transform: tuple[float, float] = (1.0, 0.0)
     """(scale, offset) of the training value where the entry of the configuration sets none; scale above 0."""
     modality: str = "image"
-    """"image", "video" (videos only), "any" (images, and videos by their frames), or "edit" (source and result)."""
+    """"image", "video" (videos only), "any" (images, and videos by their frames), "edit" (source and result), or
+    "latents" (`LatentReward`)."""
     resolution: str = "any"
     """Part and size of an image that it sees, in words: "224 x 224, the centre square"."""
     requires: tuple[str, ...] = ()
@@ -114,6 +115,8 @@ class Reward:
     them one by one. None: the score is all there is."""
     compare: CompareFunction | None = None
     """For a judge that sees two images at once. None: it judges one at a time."""
+    on_latents: LatentReward | None = None
+    """The judge of latents whose `value` stands as `score`, and is given (x, sigma, cond). None: it judges images."""
 
     def prefixed(self, prefix: str) -> Reward:
         """The same reward with "<prefix>_" before the name of every output."""
@@ -126,14 +129,15 @@ class Reward:
             tuple(f"{prefix}_{name}" for name in names) for names in (self.card.outputs, self.card.less_is_better)
         )
         card = replace(self.card, outputs=outputs, less_is_better=lower)
-        return Reward(renamed, card, self.answers, self.compare)
+        return replace(self, score=renamed, card=card)
 
 
 @dataclass(frozen=True, slots=True)
 class LatentReward:
     """A judge of a model's latents, clean or noisy; `build(config)` may return one in place of a `Reward`.
 
-    Its one output is the logit of clean latents. A row never depends on the other rows.
+    Its one output is the logit of clean latents (sigma 0). A row never depends on the other rows. The file's CARD says
+    modality "latents" and differentiable.
     """
 
     value: ValueFunction
@@ -141,7 +145,12 @@ class LatentReward:
     shape: tuple[int, ...]
     """Shape of one sample's latents, as the model's `latent_shape` says it."""
     network: nn.Module | None = None
-    """Its weights, in eval mode and without gradient; None: there are none."""
+    """Its weights, in eval mode and without gradient, moved to the device of the latents; None: there are none."""
+
+    def as_reward(self) -> Reward:
+        """The reward as a run scores with it."""
+        score: Any = self.value  # given what it takes, since `on_latents` is set
+        return Reward(score, self.card, on_latents=self)
 
 
 REASONS: ContextVar[list[str] | None] = ContextVar("flowrl_unscored", default=None)

@@ -149,6 +149,9 @@ def _probe(plan: RewardPlan, resolved: Resolved) -> str:
 
     if plan.by_people:
         return "people judge, once the run asks them: flowrl vote RUN"
+    if plan.on_latents:
+        plan.build()
+        return "it is built; it judges the model's latents, on which the run tries it before it trains"
     result = run_prompts(resolved.run, resolved.training.own_prompts)
     prompts = (result.train or result.evaluated)[:2]  # given pairs bring no prompts
     batch = probe_batch(prompts, PX, PX, resolved.model.config.frames)

@@ -153,6 +153,7 @@ def cells(kind: str, name: str) -> tuple[str, ...]:
     if card is None:
         return (level, "(no CARD)", *[""] * (len(COLUMNS[kind]) - 2))
     sees = {"any": "images, videos by frames", "image": "images", "video": "videos", "edit": "source and result"}
+    sees["latents"] = "latents"
     return (
         card.level,
         ", ".join(card.outputs),

@@ -198,13 +198,14 @@ def _scored(scorer: Scorer, batches: Sequence[Sequence[_Sample]]) -> Iterator[di
     import torch
 
     from flowrl.scoring.overlap import Beside
+    from flowrl.scoring.surroundings import Batch
 
     with Beside(scorer, torch.device("cuda" if torch.cuda.is_available() else "cpu")) as beside:
         for batch in batches:
             for samples, rows, images in _opened(scorer, batch):
                 kept = [samples[place] for place in rows]
                 texts, metadata = [text for _, text, _ in kept], [record for _, _, record in kept]
-                for (before, opened), scores in beside.add((samples, rows), images, texts, metadata):
+                for (before, opened), scores in beside.add((samples, rows), Batch(images, texts, metadata)):
                     yield from _records(scorer.outputs, before, opened, scores.raw)
         for (before, opened), scores in beside.rest():
             yield from _records(scorer.outputs, before, opened, scores.raw)

@@ -235,7 +235,7 @@ def _check_rewards(resolved: Resolved) -> None:
             if plan.entry == other.entry and plan.same_component(other):
                 why = "training rewards are evaluated anyway" if key.startswith("eval") else "raise its weight instead"
                 raise ConfigError(f"{key} repeats {earlier} ({plan.name}): name each value once; {why}")
-    check_plans(plans)
+    check_plans(plans, latents=True)
     if resolved.training.climbs:
         # Options may change what a card declares: without `card_of` that is known when the reward is built.
         late = [{"build", "card_of"} & vars(plan.module).keys() == {"build"} for plan in resolved.rewards]

@@ -48,6 +48,7 @@ from flowrl.rollout.trajectories import Rollout
 from flowrl.scoring.build import build_scorer
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.training.divergence import Health
+from flowrl.training.sampling import latents_of
 from flowrl.training.signals import NEVER, Stop
 
 LEAF_PX = 128
@@ -148,7 +149,7 @@ class EvalTree:
         # A scorer of its own: the trained one counts calls and failures for the row of an iteration.
         scorer = build_scorer(self.rewards)
         scorer.stop = stop.here
-        scores = scorer.score(images, [prompt.text] * count, [prompt.metadata] * count)
+        scores = scorer.score(images, [prompt.text] * count, [prompt.metadata] * count, latents_of(rollout))
         raw = {name: values[None] for name, values in scores.raw.items()}
         return replace(rollout, rewards=scores.values[:, None], raw=raw), scores.weights
 

@@ -28,9 +28,10 @@ from flowrl.rollout.trajectories import Trajectories
 from flowrl.samplers.ode import Ode
 from flowrl.scoring.overlap import Beside
 from flowrl.scoring.scorer import Scorer, Scores
+from flowrl.scoring.surroundings import Batch
 from flowrl.training.divergence import Health
 from flowrl.training.noise_batches import numbers_of
-from flowrl.training.sampling import Sampling
+from flowrl.training.sampling import Sampling, latents_of
 from flowrl.training.signals import NEVER, Stop
 from flowrl.training.world import World
 
@@ -162,7 +163,8 @@ class Evaluator:
         images = self.sampling.images(drawn, self.options.batch_size, health=health, stop=stop)
         if not health.diverged:  # then no reward is to be blamed
             prompts = [self.prompts[i.slot] for i in ids]
-            due = beside.add(ids, images, [p.text for p in prompts], [p.metadata for p in prompts])
+            batch = Batch(images, [p.text for p in prompts], [p.metadata for p in prompts], latents_of(drawn))
+            due = beside.add(ids, batch)
         keep(ids, images)
         return due
 

@@ -239,8 +239,14 @@ def _work(resolved: Resolved, plan: StepPlan, samples: int, slots: int) -> tuple
 def _phases(resolved: Resolved) -> tuple[str, ...]:
     """Phases of an iteration and of evaluations on the device."""
     drawn = ("rollout",) if resolved.drawn else ()
-    climbed = ("gradient",) if "decoded_at_once" in vars(resolved.algorithm.config) else ()
+    climbed = ("gradient",) if _climbed(resolved) else ()
     return (*drawn, "images" if resolved.members else "decode", "evaluation", *climbed, "update")
+
+
+def _climbed(resolved: Resolved) -> int:
+    """Images through which a gradient is taken at once; 0: none, as of rewards that all judge latents."""
+    seen = any(not plan.on_latents for plan in resolved.rewards)
+    return vars(resolved.algorithm.config).get("decoded_at_once", 0) if seen else 0
 
 
 def _images(resolved: Resolved, adapter: Any, samples: int) -> int:
@@ -297,7 +303,7 @@ def _measure(
         given = attempt("images", lambda: forwards.latents(adapter, batch)) if resolved.members else (0, 0.0)
         # One by one, a batch takes hardly more than an image; otherwise bytes are proportional to it.
         images = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
-        climbed = min(edges, vars(resolved.algorithm.config).get("decoded_at_once", 0))
+        climbed = min(edges, _climbed(resolved))
         slope = attempt("gradient", lambda: forwards.slope(adapter, climbed), grad=True) if climbed else (0, 0.0)
         update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
         if not resolved.training.frozen:

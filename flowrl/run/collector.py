@@ -64,7 +64,8 @@ class Collector:
                 noise, before = replace(noise, chosen=looked[0]), self.evaluations.rows
             wanted = groups_of(self.world, iteration, prompts, group, plan, noise, self.config.rollout.batch_size)
             recording = self.learner.training.recording(sampling.sampler)
-            wanted = replace(wanted, recording=recording, asking=self.scorer.asking(iteration))
+            asking, shown = self.scorer.asking(iteration), self.maps is not None
+            wanted = replace(wanted, recording=recording, asking=asking, shown=shown)
             result = Drawing(sampling, self.scorer, wanted, timer, self.stop)()
         if self.maps is not None:
             with timer.phase("maps"):

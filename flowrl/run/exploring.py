@@ -69,7 +69,8 @@ class Exploring:
 
     def _pool(self, grid: Schedule, iteration: int, prompts: Sequence[Prompt], noise: Noise, batch_size: int) -> Tensor:
         pool, plan = self.options.pool, self.method.plan(grid, self.sampling.sampler, iteration, self.seed)
-        wanted = replace(groups_of(self.world, iteration, prompts, pool, plan, noise, batch_size), work="exploring")
+        wanted = groups_of(self.world, iteration, prompts, pool, plan, noise, batch_size)
+        wanted = replace(wanted, work="exploring", shown=False)
         result = Drawing(self.sampling, self.scorer, wanted, Timer(), self.stop)()
         return aggregate(result.gathered(self.world, len(prompts), pool)[0], result.scores.weights)
 

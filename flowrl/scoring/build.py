@@ -8,6 +8,7 @@ from flowrl.core.errors import ConfigError, described
 from flowrl.data.prompts import Prompt
 from flowrl.display.console import log
 from flowrl.display.display import working
+from flowrl.models.base import ModelAdapter
 from flowrl.reward import Card, RewardError
 from flowrl.scoring.entries import RewardPlan
 from flowrl.scoring.scorer import Scorer
@@ -143,7 +144,17 @@ def require_modality(name: str, card: Card, *, videos: bool, file: str = "") -> 
         )
 
 
-def require_fit(scorer: Scorer | None, *, videos: bool) -> None:
-    """`require_modality` of every reward of a scorer."""
+def require_fit(scorer: Scorer | None, adapter: ModelAdapter) -> None:
+    """Refuse a reward that judges other samples, or other latents, than a model makes.
+
+    Raises:
+        ConfigError: naming the reward and the remedy.
+    """
     for entry in () if scorer is None else scorer.distinct:
-        require_modality(entry.name, entry.reward.card, videos=videos)
+        require_modality(entry.name, entry.reward.card, videos=adapter.num_frames > 1)
+        judge, made = entry.reward.on_latents, tuple(adapter.latent_shape())
+        if judge is not None and tuple(judge.shape) != made:
+            raise ConfigError(
+                f"reward {entry.name!r} judges latents {list(judge.shape)}, and the model's are {list(made)}; take a "
+                "judge of this model at model.height and model.width, or a reward on images"
+            )

@@ -18,7 +18,7 @@ from flowrl.core import registry
 from flowrl.core.errors import ConfigError, Fault, Remedy, described
 from flowrl.core.paths import refuse_lost
 from flowrl.core.strict import Options, UnknownKey, config_class, validate
-from flowrl.reward import Card, Reward, RewardError
+from flowrl.reward import Card, LatentReward, Reward, RewardError
 from flowrl.scoring.cache import Folder, Memory, ScoreCache
 from flowrl.scoring.one_call import one_output, require_three_arguments
 from flowrl.scoring.options import RewardEntry
@@ -65,6 +65,11 @@ class RewardPlan:
     def by_people(self) -> bool:
         """Whether people judge, so that only the rollouts of training ask for scores."""
         return self.card is not None and self.card.by_people
+
+    @property
+    def on_latents(self) -> bool:
+        """Whether it judges latents, which images alone do not have."""
+        return self.card is not None and self.card.modality == "latents"
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -116,11 +121,20 @@ class RewardPlan:
         """The component, named and timed as the entry says.
 
         Raises:
-            RewardError: its outputs, or who judges, are not as declared; or people have a `timeout`.
+            RewardError: its outputs, or who or what judges, are not as declared; or people have a `timeout`.
         """
         reward = self._component()
+        if isinstance(reward, LatentReward):
+            reward = reward.as_reward()
         require_three_arguments(reward.score, self.name)
-        if not self.entry.overlap:
+        if not (reward.on_latents is None) == (reward.card.modality != "latents") == (not self.on_latents):
+            raise RewardError(
+                f"reward {self.name!r}: its CARD and that of what it builds say modality 'latents' where build(config) "
+                "returns a LatentReward, and nowhere else, so that it is known beforehand"
+            )
+        if self.on_latents and not (reward.card.differentiable and len(reward.card.outputs) == 1):
+            raise RewardError(f"reward {self.name!r} judges latents: its card has one output, and differentiable=True")
+        if not self.entry.overlap or self.on_latents:
             alone = dataclasses.replace(reward.card, overlap=False, overlap_on_gpu=False)
             reward = dataclasses.replace(reward, card=alone)
         declared = () if self.card is None else self.card.outputs
@@ -143,14 +157,14 @@ class RewardPlan:
             reward = dataclasses.replace(reward, score=TimeLimit(reward.score, self.entry.timeout))
         return reward if self.entry.prefix is None else reward.prefixed(self.entry.prefix)
 
-    def _component(self) -> Reward:
+    def _component(self) -> Reward | LatentReward:
         if hasattr(self.module, "build"):
             return self._built()
         assert self.card is not None  # a bare function has one
         score = self.module.score if "CARD" in vars(self.module) else one_output(self.module.score)
         return Reward(score=score, card=self.card, compare=getattr(self.module, "compare", None))
 
-    def _built(self) -> Reward:
+    def _built(self) -> Reward | LatentReward:
         conduct = Conduct()
         try:
             with kept(conduct, numbers=False):
@@ -215,7 +229,13 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
         except UnknownKey as error:  # of the reward's own options; the entry has others
             raise UnknownKey(error.place, error.value, [*error.valid, *common]) from None
         refuse_lost(config, where)
-        return RewardPlan(entry, module, config)
+        plan = RewardPlan(entry, module, config)
+        if plan.on_latents and entry.cache is not None:
+            raise ConfigError(
+                f"{where}.cache={entry.cache!r}: scores are kept by image, and {name} judges latents",
+                remedies=[Remedy({f"{where}.cache": None})],
+            )
+        return plan
     if not callable(getattr(module, "score", None)):
         raise ConfigError(f"{where}: {name} defines neither score(images, prompts, metadata) nor build(config)")
     if own:
@@ -271,12 +291,22 @@ def _require_kept(conduct: Conduct, what: str, module: ModuleType) -> None:
         raise ConfigError(f"{what} changes {' and '.join(conduct.settings)} for the whole process; {MEND}")
 
 
-def check_plans(plans: Sequence[tuple[str, RewardPlan]]) -> None:
+def check_plans(plans: Sequence[tuple[str, RewardPlan]], *, latents: bool = False) -> None:
     """Refuse (key, entry)s that cannot stand side by side, before any of them is built.
 
+    `latents`: those of the samples are at hand, and not only images.
+
     Raises:
-        ConfigError: an output of two rewards, or two entries of one reward that name or time it differently.
+        ConfigError: an output of two rewards, two entries of one reward that name or time it differently, or a reward
+            on latents where there are none.
     """
+    blind = next((f"{key}: {plan.name}" for key, plan in plans if plan.on_latents and not latents), None)
+    if blind is not None:
+        raise ConfigError(
+            f"{blind} judges a model's latents under the condition of the prompt, and only images are at hand here; it "
+            "scores what a run samples (`rewards` and `eval.rewards` of a configuration), and of images a reward that "
+            "`flowrl list rewards` shows for them"
+        )
     distinct: list[tuple[str, RewardPlan]] = []
     for key, plan in plans:
         earlier = next(((where, other) for where, other in distinct if plan.same_component(other)), None)

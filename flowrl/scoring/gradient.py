@@ -1,4 +1,7 @@
-"""The gradient of the trained rewards at clean latents: decoded, scored and differentiated a few images at a time."""
+"""The gradient of the trained rewards at clean latents: decoded, scored and differentiated a few images at a time.
+
+Rewards on latents are differentiated as they are; where there is no other, nothing is decoded.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from flowrl.reward import Card, RewardError
 from flowrl.scoring.entries import RewardPlan
 from flowrl.scoring.one_call import score_once
 from flowrl.scoring.scorer import Scorer
-from flowrl.scoring.surroundings import Batch, Conduct
+from flowrl.scoring.surroundings import Batch, Conduct, Latents
 from flowrl.scoring.weighted import WeightedReward
 
 
@@ -31,7 +34,7 @@ class Slope(NamedTuple):
     gradient: Tensor
     """Its gradient at the latents, [M, ...] float32: 0 where it is NaN, or not below the hinge."""
     saturated: Tensor
-    """Share of an image's values at 0 or 1, which pass no gradient, [M] float32."""
+    """Share of an image's values at 0 or 1, which pass no gradient, [M] float32; 0 where nothing is decoded."""
 
 
 class RewardGradient:
@@ -71,7 +74,7 @@ class RewardGradient:
         with torch.enable_grad():
             batch = self._batch(x, cond, rows, prompts)
             images, raw = batch.images, {}
-            assert isinstance(images, Tensor)
+            assert isinstance(images, Tensor)  # without any value where nothing is decoded
             still = dataclasses.replace(batch, images=images.detach())
             try:
                 for entry in self.climbed:
@@ -86,12 +89,14 @@ class RewardGradient:
             (gradient,) = torch.autograd.grad(total[climbs].sum(), x)
         lost = ~(gradient.flatten(1).isfinite().all(dim=1) & total.isfinite())
         gradient = torch.where((climbs & ~lost).reshape(-1, *[1] * (x.ndim - 1)), gradient, 0.0)
-        saturated = ((images <= 0) | (images >= 1)).flatten(1).float().mean(dim=1)
+        saturated = ((images <= 0) | (images >= 1)).flatten(1).float().mean(dim=1).nan_to_num()
         return Slope(torch.where(lost, torch.nan, total.detach()), gradient, saturated)
 
     def _batch(self, x: Tensor, cond: Condition, rows: Tensor, prompts: Sequence[Prompt]) -> Batch:
-        images = decoded(self.adapter, x, cond, rows, graph=True)
-        return Batch(images, [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts])
+        seen = any(entry.reward.on_latents is None for entry in (*self.climbed, *self.gates))
+        images = decoded(self.adapter, x, cond, rows, graph=True) if seen else x.new_zeros(len(x), 0)
+        texts, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
+        return Batch(images, texts, metadata, Latents(x, cond, rows))
 
     def probe(self, cond: Condition, prompt: Prompt, device: torch.device) -> None:
         """Show on one sample of noise that each reward's gradient reaches the latents; `cond` has one row.

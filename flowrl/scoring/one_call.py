@@ -26,12 +26,12 @@ def called(entry: WeightedReward, batch: Batch, conduct: Conduct | None = None) 
         batch: its samples.
         conduct: takes what the call did to its surroundings; None: it is dropped, and reasons for NaN are logged.
     """
-    given, noted = Handed(batch), Conduct() if conduct is None else conduct
+    given, noted = Handed(batch, entry.reward), Conduct() if conduct is None else conduct
     token = REASONS.set(noted.reasons)
     try:
         # A score must not depend on the autocast of its caller; a reward that wants one enters its own.
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False), kept(noted):
-            result = entry.reward.score(given.copy.images, given.copy.prompts, given.copy.metadata)
+            result = entry.reward.score(*given.arguments)
     finally:
         REASONS.reset(token)
     if noted.looks_at_inputs:

@@ -23,7 +23,7 @@ from flowrl.media.eight_bits import EightBitImages
 from flowrl.reward import Card
 from flowrl.scoring.scorer import Scorer, Scores
 from flowrl.scoring.streams import SideStream
-from flowrl.scoring.surroundings import BESIDE, OF_THE_PROCESS, Batch, Settings
+from flowrl.scoring.surroundings import BESIDE, OF_THE_PROCESS, Batch, Latents, Settings
 from flowrl.scoring.time_limits import Ambient
 from flowrl.scoring.weighted import WeightedReward
 
@@ -175,16 +175,16 @@ class Ahead:
         batch = Batch(images, self.prompts[part], self.metadata[part])
         self._begun.append(self.lanes.submit(batch, self.errors))
 
-    def scores(self, images: EightBitImages) -> Scores:
-        """The scores, when all B images are there; the other rewards score them now.
+    def scores(self, images: EightBitImages, latents: Latents | None = None) -> Scores:
+        """The scores, when all B images are there; the other rewards, those on latents among them, score them now.
 
         Raises:
             RewardError: as `Scorer.score`.
         """
         if not self.lanes:
-            return self.scorer.score(images, self.prompts, self.metadata)
+            return self.scorer.score(images, self.prompts, self.metadata, latents)
         assert self.done == len(self.prompts), "images are missing"
-        result = self.lanes.others(Batch(images, self.prompts, self.metadata), self.errors)
+        result = self.lanes.others(Batch(images, self.prompts, self.metadata, latents), self.errors)
         for entry, _ in self.lanes.pools:
             parts = [self.lanes.result(futures[id(entry)]) for futures in self._begun]
             result[id(entry)] = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -211,7 +211,7 @@ class Beside:
         if self.lanes is not None:
             self.lanes.close()
 
-    def add(self, key: Any, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> list[tuple[Any, Scores]]:
+    def add(self, key: Any, batch: Batch) -> list[tuple[Any, Scores]]:
         """Begin with a batch, and (key, scores) of what is due: the batch before, or this one where none overlaps.
 
         Raises:
@@ -220,7 +220,6 @@ class Beside:
         if self.lanes is None:
             return []
         errors: list[str] = []
-        batch = Batch(images, prompts, metadata)
         begun = self.lanes.submit(batch, errors)
         self._waiting.append((key, self.lanes.others(batch, errors), begun, errors))
         return self._take(1 if self.lanes else 0)

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from flowrl.core.errors import described
+from flowrl.core.rng import normal
 from flowrl.data.prompts import Prompt
+from flowrl.data.text_cache import Texts
 from flowrl.display.console import log
 from flowrl.display.display import working
 from flowrl.display.phases import lacking, out_of_memory
@@ -24,7 +26,7 @@ from flowrl.scoring.steadiness import (
     most_apart,
     rows,
 )
-from flowrl.scoring.surroundings import MEND, Batch, Conduct
+from flowrl.scoring.surroundings import MEND, Batch, Conduct, Latents
 from flowrl.scoring.weighted import WeightedReward
 
 PX = 64
@@ -48,8 +50,23 @@ def probe_batch(prompts: Sequence[Prompt], height: int, width: int, num_frames: 
     return Batch(images, [prompt.text for prompt in chosen], [prompt.metadata for prompt in chosen])
 
 
+def probe_latents(texts: Texts, prompts: Sequence[Prompt], adapter: ModelAdapter) -> Batch:
+    """`COUNT` samples of latent noise, of other means, each prompt in its turn; for rewards on latents alone."""
+    noise = normal(adapter.latent_shape(), 0, "latent_probe", [(row,) for row in range(COUNT)])
+    x0 = noise + torch.linspace(-1, 1, COUNT).reshape(-1, *[1] * (noise.ndim - 1))
+    chosen = [prompts[row % len(prompts)] for row in range(COUNT)]
+    latents = Latents(x0, texts.lookup(chosen), torch.arange(COUNT))
+    return Batch(x0, [prompt.text for prompt in chosen], [prompt.metadata for prompt in chosen], latents)
+
+
 @working("trying the rewards")
-def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapter, known: Scorer | None = None) -> None:
+def probe(
+    scorer: Scorer | None,
+    prompts: Sequence[Prompt],
+    adapter: ModelAdapter,
+    known: Scorer | None = None,
+    texts: Texts | None = None,
+) -> None:
     """Score noise: a broken reward ends the run here; a warning names what it changes and is put back.
 
     People are not asked about noise. Scores are those of the reward itself, whatever its cache holds.
@@ -59,6 +76,7 @@ def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapte
         prompts: of the noise; without any nothing is tried.
         adapter: makes images of such a size.
         known: a scorer whose rewards were tried and warned of; None: none were.
+        texts: with them the rewards on latents are tried; None: those on images.
 
     Raises:
         RewardError: a reward raises, breaks its contract, leaves a setting of the process changed, or has other scores
@@ -66,10 +84,16 @@ def probe(scorer: Scorer | None, prompts: Sequence[Prompt], adapter: ModelAdapte
     """
     if scorer is None or not prompts:
         return
-    batch = probe_batch(prompts, adapter.height, adapter.width, adapter.num_frames)
+    tried = [e for e in scorer.distinct if (e.reward.on_latents is None) == (texts is None)]
+    tried = [entry for entry in tried if not entry.reward.card.by_people]
+    if texts is None:
+        batch = probe_batch(prompts, adapter.height, adapter.width, adapter.num_frames)
+    elif tried:
+        batch = probe_latents(texts, prompts, adapter)
+    else:
+        return
     earlier = [] if known is None else [entry.reward for entry in known.distinct]
     joined: dict[str, torch.Tensor] = {}
-    tried = [entry for entry in scorer.distinct if not entry.reward.card.by_people]
     for entry in tried:
         conduct = Conduct(looks_at_inputs=True)
         if any(entry.reward is reward for reward in earlier):
@@ -143,11 +167,11 @@ def _refused(entry: WeightedReward, differs: str, remedy: str, reasons: Sequence
 
 def _given(batch: Batch) -> str:
     shape = [len(batch), *batch.images[0].shape]
-    return f"{'videos' if len(shape) == 5 else 'images'} {shape}"
+    return f"{'latents' if batch.latents is not None else 'videos' if len(shape) == 5 else 'images'} {shape}"
 
 
 def _scored(entry: WeightedReward, batch: Batch, conduct: Conduct) -> dict[str, torch.Tensor]:
-    videos = batch.images[0].ndim == 4
+    videos = batch.images[0].ndim == 4 and batch.latents is None
     try:
         result = score_once(entry, batch, conduct)
     except RewardError as error:

@@ -14,7 +14,7 @@ from flowrl.reward import Images
 from flowrl.scoring.asking import NOBODY, Asking
 from flowrl.scoring.attempts import Attempts, Counts
 from flowrl.scoring.one_call import score_once
-from flowrl.scoring.surroundings import MEND, Batch, Conduct
+from flowrl.scoring.surroundings import MEND, Batch, Conduct, Latents
 from flowrl.scoring.weighted import WeightedReward
 
 FLOATS = 2**28
@@ -145,6 +145,11 @@ class Scorer:
         return tuple(entry for entry in self.entries if not entry.reward.card.by_people)
 
     @property
+    def sees_images(self) -> bool:
+        """Whether a reward judges images, and not all of them latents."""
+        return any(entry.reward.on_latents is None for entry in self.distinct)
+
+    @property
     def outputs(self) -> tuple[str, ...]:
         return tuple(name for entry in self.distinct for name in entry.reward.card.outputs)
 
@@ -159,7 +164,9 @@ class Scorer:
         self.counts = [Counts() for _ in self.distinct]
         return result
 
-    def score(self, images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Scores:
+    def score(
+        self, images: Images, prompts: Sequence[str], metadata: Sequence[dict], latents: Latents | None = None
+    ) -> Scores:
         """Score B samples in chunks; sample i never depends on its chunk (rewards are row-wise).
 
         Of `EightBitImages` a chunk at a time becomes floats, `FLOATS` values at most. A reward that needs whole groups
@@ -171,7 +178,7 @@ class Scorer:
         errors: list[str] = []
         joined: dict[str, Tensor] = {}
         for entry in self.distinct:
-            joined |= self.raw(entry, Batch(images, prompts, metadata), errors)
+            joined |= self.raw(entry, Batch(images, prompts, metadata, latents), errors)
         return self.combine(joined, errors)
 
     def raw(self, entry: WeightedReward, batch: Batch, errors: list[str]) -> dict[str, Tensor]:
@@ -180,7 +187,7 @@ class Scorer:
         Raises:
             RewardFailure: a broken contract.
         """
-        count, counts = len(batch), self.counts[self.distinct.index(entry)]
+        count, counts, batch = len(batch), self.counts[self.distinct.index(entry)], batch.seen_by(entry.reward)
         chunk = max(count, 1) if entry.reward.card.needs_groups else min(self.batch_size, most_at_once(batch.images))
         attempts = self._attempts(entry, counts, errors)
         try:

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.core.errors import RewardError
+from flowrl.core.types import Condition
 from flowrl.media.eight_bits import EightBitImages
-from flowrl.reward import Images
+from flowrl.reward import Images, Reward
 
 BESIDE: ContextVar[bool] = ContextVar("flowrl_beside", default=False)
 """True in a thread next to others that work."""
@@ -246,6 +248,20 @@ def kept(conduct: Conduct, *, numbers: bool = True) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class Latents:
+    """Clean latents of B samples with the conditions of their prompts."""
+
+    x0: Tensor
+    """[B, ...]."""
+    cond: Condition
+    rows: Tensor
+    """Row of `cond` of each sample, [B] int64."""
+
+    def __getitem__(self, rows: slice | list[int]) -> Latents:
+        return Latents(self.x0[rows], self.cond, self.rows[rows])
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Samples that are scored together."""
 
@@ -253,6 +269,8 @@ class Batch:
     """Floats in [0, 1], or `EightBitImages`, of which a reward is given its own floats."""
     prompts: Sequence[str]
     metadata: Sequence[dict]
+    latents: Latents | None = None
+    """Of the same samples; None: only images are at hand."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -261,15 +279,29 @@ class Batch:
     def needs_gradient(self) -> bool:
         return not isinstance(self.images, EightBitImages) and any(image.requires_grad for image in self.images)
 
+    def seen_by(self, reward: Reward) -> Batch:
+        """The samples as a reward is given them: to one on latents those stand in place of the images, in float32.
+
+        Raises:
+            RewardError: it judges latents, and there are none.
+        """
+        if reward.on_latents is None:
+            return self
+        if self.latents is None:
+            raise RewardError(f"{reward.card.outputs[0]!r} judges a model's latents, and only images are at hand")
+        return replace(self, images=self.latents.x0.to(self.latents.cond.device, torch.float32))
+
     def part(self, start: int, stop: int) -> Batch:
-        return Batch(self.images[start:stop], self.prompts[start:stop], self.metadata[start:stop])
+        latents = None if self.latents is None else self.latents[start:stop]
+        return Batch(self.images[start:stop], self.prompts[start:stop], self.metadata[start:stop], latents)
 
     def pick(self, rows: Sequence[int]) -> Batch:
         own = self.images
         images = own.pick(rows) if isinstance(own, EightBitImages) else [own[i] for i in rows]
         if isinstance(own, Tensor):
             images = own[list(rows)]
-        return Batch(images, [self.prompts[i] for i in rows], [self.metadata[i] for i in rows])
+        latents = None if self.latents is None else self.latents[list(rows)]
+        return Batch(images, [self.prompts[i] for i in rows], [self.metadata[i] for i in rows], latents)
 
     def finite(self) -> list[int]:
         """Rows whose images hold no NaN and no inf: one pass over floats, without a copy."""
@@ -282,18 +314,31 @@ class Batch:
 
 
 class Handed:
-    """A batch as a reward is given it: a copy of the images in floats, the prompts and every record.
+    """A batch as a reward is given it: a copy of the images (or latents) in floats, the prompts and every record.
 
     Gradients go through the copy.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        own, self.original = batch.images, batch
+    def __init__(self, batch: Batch, reward: Reward) -> None:
+        self.reward, self.original = reward, batch.seen_by(reward)
+        own = self.original.images
         if isinstance(own, EightBitImages):
             images: Images = own.floats()
         else:
             images = own.clone() if isinstance(own, Tensor) else [image.clone() for image in own]
-        self.copy = Batch(images, list(batch.prompts), copy.deepcopy(list(batch.metadata)))
+        self.copy = Batch(images, list(batch.prompts), copy.deepcopy(list(batch.metadata)), batch.latents)
+
+    @property
+    def arguments(self) -> tuple[Any, Any, Any]:
+        """Of its score function."""
+        own, judge, latents = self.copy, self.reward.on_latents, self.copy.latents
+        if judge is None or latents is None:
+            return own.images, own.prompts, own.metadata
+        x = own.images
+        assert isinstance(x, Tensor)
+        if judge.network is not None:
+            judge.network.to(x.device)
+        return x, x.new_zeros(len(x)), latents.cond.index(latents.rows)
 
     def changed(self) -> list[str]:
         """Names of the parts that the reward has changed."""

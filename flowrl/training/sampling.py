@@ -28,6 +28,7 @@ from flowrl.samplers.base import Sampler, density_scale
 from flowrl.scoring.asking import NOBODY, Asking
 from flowrl.scoring.overlap import Ahead
 from flowrl.scoring.scorer import Scorer, Scores
+from flowrl.scoring.surroundings import Latents
 from flowrl.training.determinism import strict
 from flowrl.training.divergence import Health
 from flowrl.training.metrics import Timer
@@ -138,15 +139,16 @@ class Sampling:
 class Decoding:
     """Images of `count` samples of this process, decoded and rounded to 8 bits batch by batch: one tensor on the CPU.
 
-    `health` counts the samples that are not finite.
+    `health` counts the samples that are not finite; `blind`: nobody looks at the images, so they have no pixels.
     """
 
-    def __init__(self, sampling: Sampling, count: int, health: Health) -> None:
-        self.sampling, self.health, self.album = sampling, health, Album(count)
+    def __init__(self, sampling: Sampling, count: int, health: Health, *, blind: bool = False) -> None:
+        self.sampling, self.health, self.album, self.blind = sampling, health, Album(count), blind
 
     def add(self, x0: Tensor, cond: Condition, rows: Tensor) -> EightBitImages:
         """Images of the next clean latents [b, ...], whose rows in `cond` are `rows` [b]."""
-        images = decoded(self.sampling.adapter, x0.to(self.sampling.world.device), cond, rows)
+        x0 = x0.to(self.sampling.world.device)
+        images = x0.new_zeros(len(x0), 3, 0, 0) if self.blind else decoded(self.sampling.adapter, x0, cond, rows)
         return self.album.add(images, self.health.check(x0, images))
 
     def whole(self) -> EightBitImages:
@@ -193,6 +195,8 @@ class Share:
     """The weights have moved, for the advice of a failure."""
     asking: Asking = NOBODY
     """The part of the iteration in which people may judge."""
+    shown: bool = True
+    """False: rewards alone look at the images, so that none are decoded for those on latents."""
 
 
 def groups_of(
@@ -218,7 +222,8 @@ class Drawing:
     def __init__(self, sampling: Sampling, scorer: Scorer, wanted: Share, timer: Timer, stop: Stop) -> None:
         self.sampling, self.wanted, self.timer, self.stop = sampling, wanted, timer, stop
         self.health = Health()
-        self.decoding = Decoding(sampling, len(wanted.ids), self.health)
+        blind = not (wanted.shown or scorer.sees_images)
+        self.decoding = Decoding(sampling, len(wanted.ids), self.health, blind=blind)
         self.bar = Progress(len(wanted.ids), f"{wanted.when}: {wanted.work}", show=sampling.world.main)
         prompts = [wanted.prompts[i.slot] for i in wanted.ids]
         self.ahead = Ahead(scorer, [p.text for p in prompts], [p.metadata for p in prompts], sampling.world.device)
@@ -275,7 +280,12 @@ class Drawing:
             images = self.decoding.whole()
             finite = zip(self.wanted.ids, images.finite.tolist(), strict=True)
             self.wanted.asking.begin([one for one, good in finite if good], self.sampling.adapter.fps)
-            return Draw(drawn, images, self.ahead.scores(images))
+            return Draw(drawn, images, self.ahead.scores(images, latents_of(drawn)))
+
+
+def latents_of(drawn: Trajectories) -> Latents:
+    """The finished latents of samples, for rewards that judge those."""
+    return Latents(drawn.samples.x0, drawn.cond, drawn.rows)
 
 
 def slots_and_rows(ids: Sequence[SampleId]) -> tuple[list[int], Tensor]:

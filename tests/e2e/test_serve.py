@@ -98,6 +98,7 @@ def test_a_signal_ends_the_server_after_what_it_has_and_its_workers_with_it(tmp_
 def test_what_the_user_can_mend_ends_the_command_with_2():
     for words, text in (
         (["--reward", "jpeg", "--set", "quality=200"], "quality=200 must be from 1 to 95"),
+        (["--reward", "tests/toy_latent.py"], "only images are at hand here"),
         (["--reward", "jpeg", "--host", "0.0.0.0"], "give a token with --token-file or --token-env"),
     ):
         command = [sys.executable, "-m", "flowrl", "serve", "--port", "0", *words]

@@ -7,6 +7,7 @@ from flowrl.rewards.clip_score import Config, build
 from flowrl.media.eight_bits import EightBitImages
 from flowrl.scoring.overlap import Ahead, Beside
 from flowrl.scoring.scorer import Scorer
+from flowrl.scoring.surroundings import Batch
 from flowrl.scoring.weighted import WeightedReward
 
 pytestmark = [
@@ -33,6 +34,8 @@ def test_scores_next_to_sampling_are_those_of_the_end(dtype):
     ahead.close()
     assert torch.equal(found, at_the_end)
     with Beside(scorer, GPU) as beside:
-        due = [beside.add(k, images[k : k + BATCH], prompts[:BATCH], [{}] * BATCH) for k in range(0, COUNT, BATCH)]
+        due = [
+            beside.add(k, Batch(images[k : k + BATCH], prompts[:BATCH], [{}] * BATCH)) for k in range(0, COUNT, BATCH)
+        ]
         due.append(beside.rest())
     assert torch.equal(torch.cat([scores.raw["clip_cos"] for part in due for _, scores in part]), at_the_end)

@@ -23,6 +23,7 @@ from flowrl.scoring import overlap
 from flowrl.scoring.entries import check_plans, reward_plan
 from flowrl.scoring.overlap import Ahead, Beside
 from flowrl.scoring.scorer import Scorer, Scores
+from flowrl.scoring.surroundings import Batch
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.training.metrics import Timer
 from flowrl.training.sampling import Drawing, Share
@@ -306,7 +307,7 @@ def test_beside_gives_each_batch_its_own_scores_in_order_and_holds_two_at_most()
         with Beside(Scorer(entries)) as beside:
             for k in range(4):
                 images = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(k))
-                found += beside.add(k, images, [""] * 3, [{"k": k}] * 3)
+                found += beside.add(k, Batch(images, [""] * 3, [{"k": k}] * 3))
                 held.append(k + 1 - len(found))
             return found + beside.rest()
 
@@ -329,8 +330,8 @@ def test_beside_stops_where_a_batch_by_itself_has_too_many_failures():
         return brightness(images, prompts, metadata)
 
     with Beside(Scorer([entry(fails, overlap=True)])) as beside:
-        assert beside.add(0, torch.rand(2, 3, 4, 4), [""] * 2, [{"k": 0}] * 2) == []
-        assert [key for key, _ in beside.add(1, torch.rand(2, 3, 4, 4), [""] * 2, [{"k": 1}] * 2)] == [0]
+        assert beside.add(0, Batch(torch.rand(2, 3, 4, 4), [""] * 2, [{"k": 0}] * 2)) == []
+        assert [key for key, _ in beside.add(1, Batch(torch.rand(2, 3, 4, 4), [""] * 2, [{"k": 1}] * 2))] == [0]
         with pytest.raises(RewardError, match=r"2 of 2 samples.*server is away"):
             beside.rest()
 

@@ -105,7 +105,7 @@ class Pairing:
         assert scorer is not None  # a method that draws samples has rewards
         adapter = resolved.model.build()
         self.suffix, self.fps = (".webp" if adapter.num_frames > 1 else ".png"), adapter.fps
-        require_fit(scorer, videos=adapter.num_frames > 1)
+        require_fit(scorer, adapter)
         require_images(prompts, adapter, "data.prompts", prompts[0])
         adapter.check_steps(config.rollout.num_inference_steps, "rollout.num_inference_steps")
         adapter.check_guidance(config.rollout.guidance_scale, "rollout.guidance_scale")
@@ -114,6 +114,7 @@ class Pairing:
         require_own_call(adapter, [config.rollout.guidance_scale], world)
         probe(scorer, prompts[:2], adapter)
         sampling = sampling_of(resolved, adapter, embedded(resolved, adapter, prompts, world), world)
+        probe(scorer, prompts[:2], adapter, texts=sampling.texts)
         advice = partial(remedy, options, config.optim, None)
         self.scorer, self.sampling = scorer, replace(sampling, remedy=advice)
         try:

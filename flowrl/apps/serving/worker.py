@@ -22,7 +22,7 @@ from flowrl.core.versions import versions
 from flowrl.core.wire import fingerprint, plain_card
 from flowrl.media.transport import unpack
 from flowrl.reward import RewardError
-from flowrl.scoring.entries import RewardPlan, reward_plan
+from flowrl.scoring.entries import RewardPlan, check_plans, reward_plan
 from flowrl.scoring.one_call import score_once
 from flowrl.scoring.surroundings import Batch, Conduct
 from flowrl.scoring.weighted import WeightedReward
@@ -120,6 +120,7 @@ def main(connection: socket.socket) -> None:
     options, _ = first
     try:
         plan = reward_plan(options, "--reward")
+        check_plans([("--reward", plan)])
         entry = plan.build()
         answer(introduce(plan, entry))
     except (Exception, SystemExit) as error:  # reported to the server, which ends with it or tries again

@@ -73,6 +73,7 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
     weights = trained_weights(resolved, kind, adapter, prompts.train, world)
     scorers.tried(adapter, prompts)
     shown, texts = data.embed(resolved, adapter, world)
+    scorers.tried(adapter, prompts, texts)
     kind.begin(weights, texts, prompts.train, resolved.run.seed)
     for role in kind.method.roles:
         weights.snapshot(role)

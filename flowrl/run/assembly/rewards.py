@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flowrl.config.resolved import Resolved
+from flowrl.data.text_cache import Texts
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.models.base import ModelAdapter
 from flowrl.scoring.build import build_scorers, require_fit
@@ -35,8 +36,11 @@ class Scorers:
             require_paths(resolved.algorithm.name, resolved.rewards, cards)
         return scorers
 
-    def tried(self, adapter: ModelAdapter, prompts: RunPrompts) -> None:
-        """Score noise of the model's size. Raises RewardError: one does not fit the model, or breaks its contract."""
-        require_fit(self.watched, videos=adapter.num_frames > 1)
-        probe(self.trained, prompts.train[:2], adapter)
-        probe(self.watched, prompts.evaluated[:2], adapter, known=self.trained)
+    def tried(self, adapter: ModelAdapter, prompts: RunPrompts, texts: Texts | None = None) -> None:
+        """Score noise of the model's size; with `texts` by the rewards on latents, without by those on images.
+
+        Raises RewardError: one does not fit the model, or breaks its contract.
+        """
+        require_fit(self.watched, adapter)
+        probe(self.trained, prompts.train[:2], adapter, texts=texts)
+        probe(self.watched, prompts.evaluated[:2], adapter, self.trained, texts)
