@@ -16,7 +16,7 @@ from flowrl.core.errors import ConfigError, Remedy, RewardFailure
 from flowrl.data.prompts import Prompt
 from flowrl.media.eight_bits import EightBitImages
 from flowrl.media.media import SELECTED
-from flowrl.scoring.build import build_rewards, build_scorer, require_fit, require_metadata
+from flowrl.scoring.build import build_rewards, build_scorer, require_metadata, require_modality
 from flowrl.scoring.entries import RewardPlan, reward_plan
 from flowrl.scoring.scorer import Scorer
 
@@ -41,7 +41,8 @@ class BestOf:
             ConfigError: a reward that does not judge what the model makes.
         """
         count = len(levels)
-        require_fit(self.scorer, videos=levels[0].ndim == 4)
+        for entry in self.scorer.distinct:
+            require_modality(entry.name, entry.reward.card, videos=levels[0].ndim == 4)
         images = EightBitImages(torch.stack(list(levels)), torch.ones(count, dtype=torch.bool))
         found = self.scorer.score(images, [prompt.text] * count, [prompt.metadata] * count)
         total = found.total.tolist()
@@ -91,8 +92,12 @@ def best_of(
     entries = build_rewards(plans)
     for entry in entries:
         card = entry.reward.card
-        if card.by_people or card.needs_groups:
-            why = "people give its scores" if card.by_people else "its score of an image depends on the others"
+        reasons = {
+            "people give its scores": card.by_people,
+            "its score of an image depends on the others": card.needs_groups,
+            "it judges latents, and only images are at hand": card.modality == "latents",
+        }
+        for why in (why for why, holds in reasons.items() if holds):
             raise ConfigError(f"--best-of {count}: the reward {entry.name!r} cannot choose, since {why}; give another")
     require_metadata("PROMPT", prompts, plans, [entry.reward.card for entry in entries])
     return BestOf(keep or 1, build_scorer(entries))
