@@ -51,16 +51,19 @@ def plain_rewards(rewards: Tensor, weights: Tensor) -> Advantages:
     return Advantages(values=total.nan_to_num().float()[:, :, None], valid=valid, dead=none, kept=valid)
 
 
-def given_signs(rewards: Tensor) -> Advantages:
+def given_signs(rewards: Tensor, *, graded: bool = False) -> Advantages:
     """Credit of given images: their rewards 1 and 0, [1, P, G], as signs +1 and -1.
 
-    A slot of which one sample is missing (NaN) is left out whole.
+    A slot of which one sample is missing (NaN) is left out whole. `graded` pairs have any rewards, their chosen sample
+    first; it has the sign +1 in a tie too, and their difference is the margin.
     """
     reward = rewards[0].float()
     valid = reward.isfinite()
     whole = valid.all(dim=1)
-    signs = torch.where(valid, 2 * reward - 1, 0.0)
-    return Advantages(values=signs[:, :, None], valid=valid, dead=~whole, kept=whole[:, None].expand_as(valid).clone())
+    signs = torch.where(valid, reward.new_tensor([1.0, -1.0]) if graded else 2 * reward - 1, 0.0)
+    margin = torch.where(whole, reward[:, 0] - reward[:, 1], 0.0) if graded else None
+    kept = whole[:, None].expand_as(valid).clone()
+    return Advantages(values=signs[:, :, None], valid=valid, dead=~whole, kept=kept, margin=margin)
 
 
 def imitation(weights: Tensor, total: Tensor) -> Advantages:

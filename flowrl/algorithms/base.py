@@ -281,6 +281,8 @@ class SampleMethod(Method[C]):
     """Roles whose outputs the loss takes next to the policy's."""
     lags: Mapping[str, Lag] = MappingProxyType({})
     """Roles that follow the policy after every iteration: role <- d role + (1 - d) policy."""
+    graded: bool = False
+    """Whether given pairs have their margin and 0 as rewards, not 1 and 0; ties are then pairs too."""
     refresh: tuple[str, int] | None = None
     """(role, n): the role becomes the policy after every n optimizer steps, once an iteration at most."""
 
@@ -304,7 +306,7 @@ class SampleMethod(Method[C]):
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         """Credit by the advantage rule; of given images the signs of the data."""
-        return given_signs(rewards) if self.members else super().advantages(rewards, weights, prompts)
+        return given_signs(rewards, graded=self.graded) if self.members else super().advantages(rewards, weights, prompts)
 
     def times(self, schedule: Schedule, ids: Sequence[SampleId], iteration: int, seed: int) -> Times:
         """Training times of B samples, [B, T]."""

@@ -25,14 +25,15 @@ from torch import Tensor
 
 from flowrl.algorithms._matching import PullOptions, pulling
 from flowrl.algorithms._options import CreditOptions, SolverOptions, TimesOptions
+from flowrl.algorithms._pairs import SIZE, PairOptions, PreferenceOptions, pair_loss, require_anchor
 from flowrl.algorithms.base import Networks, SampleMethod
-from flowrl.algorithms.diffusion_dpo import PairOptions, pair_loss
 from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, RuleConfig, aggregate
 from flowrl.credit.selection import best_and_worst
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch
+from flowrl.models.weights.roles import Weights
 
 LEVEL = "tested"
 
@@ -45,7 +46,7 @@ class RankConfig(RuleConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(PairOptions, PullOptions, CreditOptions, SolverOptions, TimesOptions):
+class Config(PairOptions, PreferenceOptions, PullOptions, CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="logit_normal", count=4))
     advantages: RankConfig = field(default_factory=RankConfig)
     """Rule that ranks the samples of a prompt."""
@@ -62,6 +63,7 @@ class Config(PairOptions, PullOptions, CreditOptions, SolverOptions, TimesOption
         super().__post_init__()
         require_positive(vars(self), "ref_update")
         require_not_negative(vars(self), "least_gap")
+        require_anchor(self.loss, self.kl, self.beta)
 
 
 class OnlineDpo(SampleMethod[Config]):
@@ -76,6 +78,10 @@ class OnlineDpo(SampleMethod[Config]):
         self.against = "lagged" if config.behaviour == "lagged" else "reference"
         self.compared = tuple(dict.fromkeys((*pulling(reference=config.kl), self.against)))
         self.refresh = ("lagged", config.ref_update) if self.against == "lagged" else None
+        self.size = 0.0
+        """Running mean of |Delta|."""
+        if config.auto_beta is not None:
+            self.remembers, self.feedback = ("refreshes", "size"), (SIZE,)
 
     def taken(self, group_size: int) -> int:
         return 2
@@ -86,7 +92,11 @@ class OnlineDpo(SampleMethod[Config]):
         return best_against_worst(credit, aggregate(rewards, weights), self.config.least_gap)
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
-        return pair_loss(self.config, self.config.kl, self.outputs(batch, networks), self.against)
+        config, outputs = self.config, self.outputs(batch, networks)
+        return pair_loss(config, config.kl, outputs, self.against, preference=config, size=self.size)
+
+    def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
+        self.size = self.config.size_after(self.size, means)
 
 
 def best_against_worst(credit: Advantages, total: Tensor, least_gap: float) -> Advantages:
@@ -104,7 +114,7 @@ def best_against_worst(credit: Advantages, total: Tensor, least_gap: float) -> A
     signs = torch.full_like(values, -1.0).scatter(1, best, 1.0)
     gap = torch.where(kept, signs * total, 0.0).sum(dim=1)
     kept = kept & ((kept.sum(dim=1) == 2) & (gap > least_gap))[:, None]
-    return replace(credit, values=torch.where(kept, signs, 0.0)[:, :, None], kept=kept)
+    return replace(credit, values=torch.where(kept, signs, 0.0)[:, :, None], kept=kept, margin=gap)
 
 
 build = OnlineDpo

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from flowrl.algorithms._matching import PullOptions, pulling
 from flowrl.algorithms._options import TimesOptions
+from flowrl.algorithms._pairs import PairOptions, agreement, pair_loss
 from flowrl.algorithms.base import Networks, SampleMethod
-from flowrl.algorithms.diffusion_dpo import PairOptions, agreement, pair_loss
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.rng import stream
 from flowrl.core.strict import require_positive

@@ -137,6 +137,8 @@ class Advantages:
     """[P, G, K] float32, credit of every step of a sample's path in a tree, instead of `values`; NaN: none."""
     pruned: Tensor | None = None
     """[P, G, K] bool with `steps`: steps that are not trained, instead of `kept`."""
+    margin: Tensor | None = None
+    """[P] float, rewards of the better less those of the worse sample of a pair, where the loss is on pairs."""
 
 
 def advantages(

@@ -46,7 +46,7 @@ class Slot:
     images: tuple[StoredImage | None, ...]
     """Image of each sample; None: the network draws it, or the record cannot be read."""
     rewards: tuple[float, ...]
-    """Reward of each sample, 1 or 0; NaN: the record cannot be read."""
+    """Reward of each sample, 1 or 0, or the margin of a pair and 0; NaN: the record cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,10 @@ class Given:
         self.options, self.members, self.seed = options, tuple(algorithm.members), seed
         paired = "rejected" in self.members
         videos = Frames(num_frames, cut=options.frames == "cut") if num_frames > 1 else None
-        self.pairs = load_preferences(options.path, "data.pairs.path", options.records, paired=paired, videos=videos)
+        self.graded = algorithm.graded
+        """Whether the rewards of a pair are its margin and 0."""
+        form = {"paired": paired, "graded": self.graded, "videos": videos}
+        self.pairs = load_preferences(options.path, "data.pairs.path", options.records, **form)
         self.records: PreferenceSet | LabelledSet = self.pairs
         self.source: PreferenceSource | LabelledSource
         if "labelled" in self.members:
@@ -176,8 +179,13 @@ class Given:
             )
 
 
-def slot_of(records: PreferenceSet | LabelledSet, number: int, members: Sequence[Member]) -> Slot:
-    """The slot of a record; without images and with NaN rewards if it cannot be read."""
+def slot_of(
+    records: PreferenceSet | LabelledSet, number: int, members: Sequence[Member], *, graded: bool = False
+) -> Slot:
+    """The slot of a record, `graded` with its margin as the reward of the chosen image.
+
+    Without images and with NaN rewards if it cannot be read.
+    """
     try:
         record = records.read(number)
     except Unreadable as error:
@@ -186,7 +194,9 @@ def slot_of(records: PreferenceSet | LabelledSet, number: int, members: Sequence
     if isinstance(record, Labelled):
         return Slot(record.prompt.text, (record.image,), ((record.label + 1) / 2,))
     images = {"chosen": record.chosen, "rejected": record.rejected}
-    return Slot(record.prompt.text, tuple(map(images.get, members)), tuple(float(m == "chosen") for m in members))
+    best = 1.0 if not graded or record.margin is None else record.margin
+    rewards = tuple(best if m == "chosen" else 0.0 for m in members)
+    return Slot(record.prompt.text, tuple(map(images.get, members)), rewards)
 
 
 def latents_of(

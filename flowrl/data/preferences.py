@@ -37,6 +37,7 @@ def load_preferences(
     options: PreferenceOptions = _PLAIN,
     *,
     paired: bool = True,
+    graded: bool = False,
     videos: Frames | None = None,
 ) -> PreferenceSet:
     """A preference set, its report logged.
@@ -47,6 +48,7 @@ def load_preferences(
         key: the configuration key, for messages.
         options: columns, and the largest share of broken records.
         paired: whether records without a rejected image are skipped.
+        graded: whether records without a margin are skipped, and ties are pairs of margin 0.
         videos: the frames that videos must have; None: a set of images.
 
     Raises:
@@ -55,7 +57,7 @@ def load_preferences(
     where = f"{key}={source!r}"
     images = (options.chosen, options.rejected, options.first, options.second)
     records = find_records(source, images, options.subset, where)
-    result = PreferenceSet(records, where, options, paired=paired, videos=videos)
+    result = PreferenceSet(records, where, options, paired=paired, graded=graded, videos=videos)
     log.info("%s", result.report)
     return result
 
@@ -67,9 +69,16 @@ class PreferenceSet:
     """
 
     def __init__(
-        self, records: Records, where: str, options: PreferenceOptions, *, paired: bool, videos: Frames | None = None
+        self,
+        records: Records,
+        where: str,
+        options: PreferenceOptions,
+        *,
+        paired: bool,
+        graded: bool = False,
+        videos: Frames | None = None,
     ) -> None:
-        self.records, self.options, self.paired, self.videos = records, options, paired, videos
+        self.records, self.options, self.paired, self.graded, self.videos = records, options, paired, graded, videos
         self.report = Report(where, records.files)
         names = records.names()
         note_sampler_keys(where, names)
@@ -187,7 +196,7 @@ class PreferenceSet:
             (chosen, its), (rejected, other), margin = self._voted(record)
         else:
             chosen, rejected = self.options.chosen, self.options.rejected
-            its, other, margin = None, None, _margin(record.get("margin"))
+            its, other, margin = None, None, _margin(record.get("margin"), self.graded)
         won = self._image(record, chosen, its, row)
         lost = None if record.get(rejected) is None and not self.voted else self._image(record, rejected, other, row)
         if lost is None and self.paired:
@@ -212,19 +221,19 @@ class PreferenceSet:
         self.videos.require(*sources)
         return result
 
-    def _voted(self, record: dict[str, Any]) -> tuple[tuple[str, Any], tuple[str, Any], None]:
-        """(column and name of the winner, of the loser, no margin)."""
+    def _voted(self, record: dict[str, Any]) -> tuple[tuple[str, Any], tuple[str, Any], float | None]:
+        """(column and name of the winner, of the loser, the difference of their labels where margins count)."""
         options = self.options
         if options.labelled in record and is_false(record[options.labelled]):
             raise Unfit("no label", "")
         label, other = record.get(options.label), record.get(options.other_label)
         if label not in (0, 0.5, 1) or isinstance(label, bool) or (other is not None and other != 1 - label):
             raise Unfit("label not 0, 0.5 or 1", f"{options.label}={label!r}, {options.other_label}={other!r}")
-        if label == 0.5:
+        if label == 0.5 and not self.graded:
             raise Unfit("tie", "")
         pair = [(options.first, record.get(options.first_id)), (options.second, record.get(options.second_id))]
-        won, lost = pair if label == 1 else reversed(pair)
-        return won, lost, None
+        won, lost = reversed(pair) if label == 0 else pair
+        return won, lost, abs(2.0 * label - 1.0) if self.graded else None
 
     def _image(self, record: dict[str, Any], column: str, uid: Any, row: int) -> StoredImage:
         value, where = record.get(column), f"{self.report.where}, {self.records.place(row)}, {column}"
@@ -261,13 +270,15 @@ def _text_column(names: Sequence[str], options: PreferenceOptions, where: str) -
     return result
 
 
-def _margin(value: Any) -> float | None:
+def _margin(value: Any, graded: bool) -> float | None:
     if value is None:
+        if graded:
+            raise Unfit("no margin", "algorithm.margin needs one")
         return None
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not 0 <= value <= sys.float_info.max:
         raise Unfit("margin not a number from 0", f"margin={str(value)[:60]}")
-    if value == 0:
+    if value == 0 and not graded:
         raise Unfit("tie", "margin=0")
     return float(value)
 

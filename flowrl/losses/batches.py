@@ -78,6 +78,8 @@ class NoisedBatch:
     """Number of its prompt and time: terms that are compared with each other, [M] int64."""
     old: Tensor | None = None
     """Value under the behaviour policy that the loss compares with, [M] float64; None: the method keeps none."""
+    margin: Tensor | None = None
+    """Difference of rewards between the two samples of each term's pair, [M]; None: not known."""
     centre: Tensor | None = None
     """Means of the method's `measured`, over all terms of the update and all processes, [K] float64."""
 

@@ -9,11 +9,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, relu
 
 from flowrl.losses.matching import group_sum
 
 Anchor = Literal["sign", "indicator", "loser"]
+LossName = Literal["sigmoid", "smoothed", "robust", "ipo", "hinge"]
 Offset = Literal["mean", "class_means"]
 Utility = Literal["kahneman_tversky", "loss_averse", "risk_seeking"]
 
@@ -45,6 +46,42 @@ def preference_loss(margin: Tensor, beta: float) -> Tensor:
     tensor([0.6931])
     """
     return -logsigmoid(-beta / 2 * margin)
+
+
+def shaped_loss(margin: Tensor, beta: float, name: LossName, flip: float = 0.0, target: float | None = None) -> Tensor:
+    """The loss of a margin by its name, shaped like the margin; m = -beta / 2 Delta, L = -log sigmoid(m).
+
+        sigmoid   L(m)
+        smoothed  (1 - flip) L(m) + flip L(-m)                       stops at m = log((1 - flip) / flip)
+        robust    [(1 - flip) L(m) - flip L(-m)] / (1 - 2 flip)      its mean over labels of which that share is
+                                                                     wrong is L of the right ones; it never stops
+        ipo       (-Delta - target)^2                                target: a margin of errors; None: m = 1/2, 1 / beta
+        hinge     max(0, 1 - m)
+
+    Args:
+        margin: Delta.
+        beta: inverse temperature.
+        name: as above.
+        flip: share of labels that are taken to be wrong, below 1/2.
+        target: see `ipo`.
+
+    Source: arXiv 2403.00409 (robust), 2310.12036 (ipo); huggingface/trl:trainer/dpo_trainer.py (smoothed, hinge).
+
+    >>> at = torch.tensor([-0.8], dtype=torch.float64)  # with beta 1: m = 0.4
+    >>> [round(float(shaped_loss(at, 1.0, name, 0.1)), 4) for name in ("sigmoid", "smoothed", "robust", "hinge")]
+    [0.513, 0.553, 0.463, 0.6]
+    """
+    if name == "ipo":
+        return (margin + (1 / beta if target is None else target)).square()
+    if name == "hinge":
+        return relu(1 + beta / 2 * margin)
+    right = preference_loss(margin, beta)
+    if name == "sigmoid":
+        return right
+    wrong = preference_loss(-margin, beta)
+    if name == "smoothed":
+        return (1 - flip) * right + flip * wrong
+    return ((1 - flip) * right - flip * wrong) / (1 - 2 * flip)
 
 
 def anchor_sign(gain: Tensor, how: Anchor) -> Tensor:

@@ -60,7 +60,7 @@ class PairCollector:
         look = Look(given.options, seed, iteration)
 
         def of_slot(slot: int) -> Slot:
-            return slot_of(given.records, numbers[slot], given.members)
+            return slot_of(given.records, numbers[slot], given.members, graded=given.graded)
 
         def prepare() -> tuple[Latents, Condition]:
             with timer.phase("images"):

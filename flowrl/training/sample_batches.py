@@ -133,6 +133,7 @@ class SampleBatches(Work):
         self.times = self.method.times(context.schedule, samples.ids, iteration.number, context.seed)
         self.count = self.times.sigma.shape[1]
         self.slot = torch.tensor([i.slot for i in samples.ids])
+        self.margin = None if credit.margin is None else credit.margin.float()[self.slot]
         self.old: Tensor | None = None
         # The first update meets the very network that drew the samples: its old values would be its own.
         self.fresh = self.method.behaviour == "policy" and self.method.passes == 1
@@ -259,4 +260,5 @@ class SampleBatches(Work):
             sample=sent(self.identity[rows], device),
             group=sent(self.slot[rows] * self.count + time, device),
             old=None if self.old is None else sent(self.old[terms], device),
+            margin=None if self.margin is None else sent(self.margin[rows], device),
         )

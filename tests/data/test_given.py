@@ -15,6 +15,7 @@ from torch import Tensor
 from torchvision import transforms
 
 from flowrl.algorithms import diffusion_dpo, diffusion_kto, seppo, sft
+from flowrl.algorithms._pairs import MarginConfig
 from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import SampleId
@@ -286,3 +287,15 @@ def test_epochs_of_labelled_pictures_are_told_of_each_class(folder):
     expected = {"pairs/liked_epochs_per_iteration": 1.6, "pairs/disliked_epochs_per_iteration": 0.4}
     assert epochs("diffusion_kto") == pytest.approx(expected)
     assert epochs("diffusion_dpo") == {"pairs/epochs_per_iteration": 2.0}
+
+
+def test_the_chosen_image_of_a_graded_pair_has_its_margin_as_reward(folder):
+    lines = [json.loads(line) | {"margin": k / 4} for k, line in enumerate((folder / "pairs.jsonl").open())]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = diffusion_dpo.Config(margin=MarginConfig(gamma=2.0))
+    found = Given(PairsConfig(path=str(folder / "pairs.jsonl")), diffusion_dpo.build(config), seed=3)
+    slots = [slot_of(found.records, k, found.members, graded=found.graded) for k in range(COUNT)]
+    assert [slot.rewards for slot in slots] == [(k / 4, 0.0) for k in range(COUNT)]
+    plain = given(folder)
+    assert len(plain.records) == COUNT - 1, "the tie is left out"
+    assert slot_of(plain.records, 0, plain.members, graded=plain.graded).rewards == (1.0, 0.0)

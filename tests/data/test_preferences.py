@@ -188,6 +188,23 @@ def test_ties_may_be_most_of_a_set_but_broken_records_only_a_few(put):
     assert "skipped 2, missing image: line 9 (chosen='gone.png'); line 10" in message
 
 
+def test_where_margins_count_a_tie_is_a_pair_and_a_record_without_a_margin_none(put):
+    records = [pair(margin=0.5), pair("c.png", margin=0), pair("d.png")]
+    found = load_preferences(put(*records), "data.pairs", ALL, graded=True)
+    assert [found.read(k).margin for k in range(len(found))] == [0.5, 0.0]
+    assert found.report.counts == {"no margin": 1}
+    assert found.report.broken == 1
+    assert "no margin: line 1 (algorithm.margin needs one)" in refusal(put(pair()), graded=True)
+
+
+def test_where_margins_count_labels_are_1_apart_or_a_tie(put):
+    votes = [{"caption": "x", "jpg_0": "a.png", "jpg_1": "b.png", "label_0": label} for label in (1, 0, 0.5)]
+    found = load_preferences(put(*votes), "data.pairs", graded=True)
+    assert [(found.read(k).margin, red(found.read(k).chosen)) for k in range(3)] == [(1.0, 0), (1.0, 50), (0.0, 0)]
+    plain = load_preferences(put(*votes), "data.pairs")
+    assert [plain.read(k).margin for k in range(len(plain))] == [None, None]
+
+
 def test_a_set_with_nothing_to_use_is_refused_with_the_counts(put, tmp_path):
     message = refusal(put(pair(margin=0), pair("gone.png")))
     assert "no record can be used" in message

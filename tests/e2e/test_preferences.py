@@ -25,6 +25,7 @@ SCENE = (
 )
 METHODS = {
     "diffusion_dpo": "algorithm={name: diffusion_dpo, beta: 10}",
+    "auto_beta": "algorithm={name: diffusion_dpo, beta: 10, auto_beta: {}}",
     "diffusion_kto": "algorithm={name: diffusion_kto, beta: 10}",
     "sft": "algorithm={name: sft, kl: {coef: 0.1}}",
     # A checkpoint at every iteration, so that the second one draws with another network than the first.

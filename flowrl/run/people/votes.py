@@ -1,8 +1,9 @@
 """Votes of people on two samples of a prompt, as files: a log that only grows, and the preference pairs in it.
 
-    votes.jsonl    one line an event, a vote or the undoing of one
-    pairs.jsonl    the decided votes as preference data (docs/preferences.md), made from the log
-    images/        the images, named by their contents
+    votes.jsonl      one line an event, a vote or the undoing of one
+    pairs.jsonl      the decided votes as preference data (docs/preferences.md), made from the log
+    strengths.jsonl  the same of all votes on two images together, ties among them, with a margin
+    images/          the images, named by their contents
 
 One process writes a folder: it holds the lock of `VoteBook`. A last line that a kill cut off is dropped.
 """
@@ -14,18 +15,22 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import fsync, is_mapping, loads, write_atomically, writing
 from flowrl.core.polls import Vote
+from flowrl.statistics.bradley_terry import strengths
 
 FOLDER = "votes"
 """Folder of the votes in that of a run."""
-LOG, PAIRS, LOCK = "votes.jsonl", "pairs.jsonl", ".lock"
+LOG, PAIRS, STRENGTHS, LOCK = "votes.jsonl", "pairs.jsonl", "strengths.jsonl", ".lock"
 IMAGES = "images"
 """Folder of the images that were voted on, named by their contents."""
 
@@ -74,6 +79,28 @@ def read_votes(folder: Path) -> tuple[dict[int, Vote], int]:
     return votes, whole
 
 
+def strength_records(votes: Sequence[Vote]) -> list[dict[str, Any]]:
+    """A record for every two images that the votes of one group compare, the stronger chosen.
+
+    Its margin is the difference of their Bradley-Terry strengths, so that sigmoid(margin) is the chance that it is
+    preferred; 0 in a tie. Skipped votes count for nothing.
+    """
+    decided = [vote for vote in votes if vote.choice != "skip"]
+    place = {image: k for k, image in enumerate(dict.fromkeys(i for vote in decided for i in (vote.first, vote.second)))}
+    wins = np.zeros((len(place), len(place)))
+    for vote in decided:
+        i, j = place[vote.first], place[vote.second]
+        share = {"first": 1.0, "second": 0.0, "tie": 0.5}[vote.choice]
+        wins[i, j], wins[j, i] = wins[i, j] + share, wins[j, i] + 1.0 - share
+    found, names, result = strengths(wins), list(place), list[dict[str, Any]]()
+    for i, j in np.argwhere(np.triu(wins + wins.T)).tolist():
+        won, lost = (i, j) if found[i] >= found[j] else (j, i)
+        record = {"prompt": decided[0].prompt, "chosen": names[won], "rejected": names[lost]}
+        counted = {"votes": int(wins[i, j] + wins[j, i]), "group": decided[0].group}
+        result.append(record | {"margin": float(found[won] - found[lost])} | counted)
+    return result
+
+
 class VoteBook:
     """The votes of a folder, written by this process alone; a context that frees the folder.
 
@@ -96,7 +123,8 @@ class VoteBook:
             with writing(folder / LOG), (folder / LOG).open("ab") as log:
                 log.truncate(whole)
             self._lines = (folder / LOG).read_bytes().count(b"\n")
-            self._write_pairs()
+            self._strengths: dict[str, str] = {}
+            self._write_pairs(*dict.fromkeys(vote.group for vote in self.votes.values()))
         except BaseException:
             os.close(self._lock)
             raise
@@ -126,7 +154,7 @@ class VoteBook:
         """Keep a vote on the disk; its number. Raises WriteError: it could not be written, and does not count."""
         number = self._append(asdict(vote))
         self.votes[number] = vote
-        self._write_pairs()
+        self._write_pairs(vote.group)
         return number
 
     def undo(self, voter: str) -> Vote | None:
@@ -136,7 +164,7 @@ class VoteBook:
             return None
         self._append({"undone": number, "voter": voter})
         vote = self.votes.pop(number)
-        self._write_pairs()
+        self._write_pairs(vote.group)
         return vote
 
     def last(self, voter: str) -> Vote | None:
@@ -163,7 +191,14 @@ class VoteBook:
         self._lines += 1
         return self._lines
 
-    def _write_pairs(self) -> None:
+    def _write_pairs(self, *changed: str) -> None:
+        """Write the preference data anew; the votes of the groups `changed` are others than before."""
+        by_group: dict[str, list[Vote]] = {group: [] for group in changed}
+        for vote in self.votes.values():
+            if vote.group in by_group:
+                by_group[vote.group].append(vote)
+        for group, votes in by_group.items():
+            self._strengths[group] = "".join(json.dumps(each) + "\n" for each in strength_records(votes))
         text = ""
         for vote in self.votes.values():
             if vote.choice in ("first", "second"):
@@ -171,3 +206,4 @@ class VoteBook:
                 record = {"prompt": vote.prompt, "chosen": images[0], "rejected": images[1]}
                 text += json.dumps(record | {"voter": vote.voter, "group": vote.group}) + "\n"
         write_atomically(self.folder / PAIRS, text)
+        write_atomically(self.folder / STRENGTHS, "".join(self._strengths.values()))

@@ -1,7 +1,9 @@
 """The store of votes: undo, several voters, a kill, a second writer, damage, and what diffusion_dpo reads of it."""
 
+import math
 import resource
 import signal
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -10,7 +12,7 @@ from flowrl.core.errors import ConfigError, WriteError
 from flowrl.core.polls import Vote
 from flowrl.data.options import PreferenceOptions
 from flowrl.data.preferences import load_preferences
-from flowrl.run.people.votes import LOG, VoteBook, read_votes
+from flowrl.run.people.votes import LOG, STRENGTHS, VoteBook, read_votes, strength_records
 
 
 def vote(choice: str = "first", voter: str = "ann", group: str = "g") -> Vote:
@@ -91,3 +93,34 @@ def test_the_pairs_are_what_diffusion_dpo_reads(tmp_path):
     pair = pairs.read(0)
     assert pair.prompt.text == "a red circle"
     assert pair.chosen.open().getpixel((0, 0)) == (200, 0, 0)
+
+
+def test_votes_on_two_images_together_are_a_pair_with_the_strength_as_its_margin(tmp_path):
+    """With a and b wins the strengths are log((a + 1/4) / (b + 1/4)) apart; a tie is half a win for both."""
+    for name, level in (("a", 10), ("b", 200)):
+        Image.new("RGB", (8, 8), (level, 0, 0)).save(tmp_path / f"{name}.png")
+    choices = {"clear": ("second", "second"), "close": ("first", "first", "second"), "even": ("tie", "skip")}
+    with VoteBook(tmp_path, "here") as book:
+        for group, given in choices.items():
+            for choice in given:
+                book.add(vote(choice, group=group))
+        book.add(vote("skip", group="none"))
+        book.add(vote("first", voter="bob", group="even"))
+        book.undo("bob")
+        written = (tmp_path / STRENGTHS).read_text()
+    with VoteBook(tmp_path, "here"):
+        assert (tmp_path / STRENGTHS).read_text() == written, "made from the log alone"
+    pairs = load_preferences(str(tmp_path / STRENGTHS), "data.pairs", PreferenceOptions(), graded=True)
+    found = [pairs.read(k) for k in range(len(pairs))]
+    assert [pair.chosen.where.rpartition("(")[2] for pair in found] == ["b.png)", "a.png)", "a.png)"]
+    assert [pair.margin for pair in found] == [pytest.approx(math.log(9)), pytest.approx(math.log(9 / 5)), 0.0]
+    assert [pair.prompt.metadata["votes"] for pair in found] == [2, 3, 1]
+    assert len(load_preferences(str(tmp_path / STRENGTHS), "data.pairs", PreferenceOptions())) == 2, "a tie by rule"
+
+
+def test_images_that_are_compared_with_others_too_are_as_strong_as_all_votes_say():
+    votes = [vote(), vote(), replace(vote(), first="b.png", second="c.png")]
+    records = {(r["chosen"], r["rejected"]): r["margin"] for r in strength_records(votes)}
+    assert set(records) == {("a.png", "b.png"), ("b.png", "c.png")}
+    assert all(margin > 0 for margin in records.values())
+    assert strength_records([vote("skip")]) == []
