@@ -86,13 +86,14 @@ def strength_records(votes: Sequence[Vote]) -> list[dict[str, Any]]:
     preferred; 0 in a tie. Skipped votes count for nothing.
     """
     decided = [vote for vote in votes if vote.choice != "skip"]
-    place = {image: k for k, image in enumerate(dict.fromkeys(i for vote in decided for i in (vote.first, vote.second)))}
+    names = list(dict.fromkeys(image for vote in decided for image in (vote.first, vote.second)))
+    place = {image: k for k, image in enumerate(names)}
     wins = np.zeros((len(place), len(place)))
     for vote in decided:
         i, j = place[vote.first], place[vote.second]
         share = {"first": 1.0, "second": 0.0, "tie": 0.5}[vote.choice]
         wins[i, j], wins[j, i] = wins[i, j] + share, wins[j, i] + 1.0 - share
-    found, names, result = strengths(wins), list(place), list[dict[str, Any]]()
+    found, result = strengths(wins), list[dict[str, Any]]()
     for i, j in np.argwhere(np.triu(wins + wins.T)).tolist():
         won, lost = (i, j) if found[i] >= found[j] else (j, i)
         record = {"prompt": decided[0].prompt, "chosen": names[won], "rejected": names[lost]}
