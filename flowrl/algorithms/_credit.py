@@ -51,7 +51,7 @@ def plain_rewards(rewards: Tensor, weights: Tensor) -> Advantages:
     return Advantages(values=total.nan_to_num().float()[:, :, None], valid=valid, dead=none, kept=valid)
 
 
-def given_signs(rewards: Tensor, *, graded: bool = False) -> Advantages:
+def given_signs(rewards: Tensor, graded: bool = False) -> Advantages:
     """Credit of given images: their rewards 1 and 0, [1, P, G], as signs +1 and -1.
 
     A slot of which one sample is missing (NaN) is left out whole. `graded` pairs have any rewards, their chosen sample

@@ -306,9 +306,7 @@ class SampleMethod(Method[C]):
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         """Credit by the advantage rule; of given images the signs of the data."""
-        if self.members:
-            return given_signs(rewards, graded=self.graded)
-        return super().advantages(rewards, weights, prompts)
+        return given_signs(rewards, self.graded) if self.members else super().advantages(rewards, weights, prompts)
 
     def times(self, schedule: Schedule, ids: Sequence[SampleId], iteration: int, seed: int) -> Times:
         """Training times of B samples, [B, T]."""
