@@ -85,7 +85,7 @@ class DanceGrpo(EdgeMethod[Config]):
         policy, sampler = networks.transition(batch), networks.policy.sampler
         log_ratio = self.log_ratio(policy, batch, sampler)
         # One column per reward, its weight inside: max() and a sum over rewards do not commute where a clip is active.
-        terms = clipped_terms(log_ratio, batch.advantage.unbind(1), self.config.clip(sampler))
+        terms = clipped_terms(log_ratio, batch.advantage.unbind(1), self.config.rule(sampler))
         return with_reference(terms, policy, batch, networks, self.config.kl)
 
 

@@ -65,6 +65,11 @@ class Config(ShareOptions, StepOptions, ClipOptions, RatioOptions):
                 f"passes={self.passes}: estimator=score is right for the policy that drew the samples",
                 remedies=[Remedy({"passes": 1})],
             )
+        if self.estimator == "score" and self.surrogate != "clip":
+            raise OptionError(
+                f"surrogate={self.surrogate} is a loss of a ratio, and estimator=score has none",
+                remedies=[Remedy({"surrogate": "clip", "eta": None, "preserved": None})],
+            )
 
     def stochastic_steps(self, schedule: Schedule, iteration: int, seed: int) -> Sequence[int]:
         return noisy_steps(schedule) if self.sde_steps is None else self.sde_steps
@@ -92,7 +97,7 @@ class Ddpo(EdgeMethod[Config]):
         policy, sampler = networks.transition(batch), networks.policy.sampler
         log_ratio = self.log_ratio(policy, batch, sampler)
         if self.config.estimator == "importance":
-            terms = clipped_terms(log_ratio, [single_advantage(batch)], self.config.clip(sampler))
+            terms = clipped_terms(log_ratio, [single_advantage(batch)], self.config.rule(sampler))
         else:
             loss = -single_advantage(batch) * log_ratio  # less log p_old, a constant, so that it begins at 0
             terms = Terms(loss, ratio_metrics(log_ratio, loss), {"policy/ratio": log_ratio.detach().exp()})

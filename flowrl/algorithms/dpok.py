@@ -20,7 +20,7 @@ from torch import Tensor
 from flowrl.algorithms._credit import plain_rewards
 from flowrl.algorithms._options import StepOptions
 from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
-from flowrl.algorithms.flow_grpo import ClipOptions, ratio_metrics, single_advantage
+from flowrl.algorithms.flow_grpo import ClipRangeOptions, ratio_metrics, single_advantage
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.core.types import Identity
@@ -58,7 +58,7 @@ class AnchorKL:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ClipOptions, StepOptions):
+class Config(ClipRangeOptions, StepOptions):
     default_sampler: ClassVar[str] = "ddim"
 
     sde_steps: list[int] | None = None

@@ -169,10 +169,12 @@ class DynamicTreeRpo(EdgeMethod[Config]):
         config, policy = self.config, networks.policy
         prediction = policy.predict(batch.latents, batch.start, batch.cond)
         transition = by_edge(policy.distribution(prediction, batch.latents, batch.start), batch)
-        (low, high), advantage = config.clip(policy.sampler), single_advantage(batch)
+        rule, advantage = config.rule(policy.sampler), single_advantage(batch)
+        low, high = rule.bounds
         lean = config.clip_sensitivity * advantage
         bounds = Bounds(low * (1 - lean).clamp(min=_LEAST), high * (1 + lean).clamp(min=_LEAST))
-        terms = clipped_terms(self.log_ratio(transition, batch, policy.sampler), [advantage], bounds)
+        log_ratio = self.log_ratio(transition, batch, policy.sampler)
+        terms = clipped_terms(log_ratio, [advantage], replace(rule, bounds=bounds))
         if config.tuning is not None:
             error = (batch.by_edge(prediction.velocity) - batch.columns["target"]).square().flatten(1).mean(dim=1)
             tuned = config.tuning.coef * batch.columns["worth"].to(error) * error

@@ -30,10 +30,11 @@ from flowrl.algorithms._options import (
 )
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.strict import require_positive
 from flowrl.diffusion.plan import StepPlan, window
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import LossOutput, Microbatch
-from flowrl.losses.ratio import Bounds, clipped_ratio_loss
+from flowrl.losses.ratio import Surrogate, SurrogateName, surrogate_loss
 from flowrl.samplers.base import Ratio, Sampler, StepDistribution
 
 LEVEL = "tested"
@@ -43,7 +44,7 @@ LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipOptions(Options):
+class ClipRangeOptions(Options):
     """The bound of a ratio."""
 
     clip_range: ClipRange | None = None
@@ -86,6 +87,41 @@ class ClipOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClipOptions(ClipRangeOptions):
+    """The loss of a ratio."""
+
+    surrogate: SurrogateName = "clip"
+    """Loss of a ratio: `clip`, PPO's; `none`, and CISPO, SAPO and PSPO are the same here; `preserve`, with CE-GPPO's
+    gradient outside the band; `quadratic`, with a pull to ratio 1 on every term (docs/concepts/clip_and_kl.md)."""
+    preserved: list[float] | None = None
+    """Share of the gradient that `preserve` leaves beyond the largest fall, and beyond the largest rise; null: 0.5 and
+    1, as published."""
+    eta: float | None = None
+    """Log ratio at which the pull of `quadratic` cancels an advantage of 1; null: the clip range."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(vars(self), "eta")
+        shares = self.preserved
+        if shares is not None and (len(shares) != 2 or not all(share >= 0 for share in shares)):
+            raise ValueError(f"preserved={shares} must be two numbers from 0 on: below the band, above it")
+        for key, value, name in (("eta", self.eta, "quadratic"), ("preserved", shares, "preserve")):
+            if value is not None and self.surrogate != name:
+                raise OptionError(
+                    f"{key}={value} belongs to surrogate={name}, not {self.surrogate}",
+                    remedies=[Remedy({"surrogate": name}), Remedy({key: None})],
+                )
+
+    def clip(self, sampler: Sampler) -> tuple[float, float]:
+        return (float("inf"), float("inf")) if self.surrogate == "none" else super().clip(sampler)
+
+    def rule(self, sampler: Sampler) -> Surrogate:
+        """The loss of a ratio in use."""
+        low, high = self.preserved or (0.5, 1.0)
+        return Surrogate(name=self.surrogate, bounds=self.clip(sampler), kept=(low, high), eta=self.eta)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config(SpatialOptions, StepOptions, ClipOptions, RatioOptions):
     """Rule of credit and KL, bound of the ratio, trained steps, and map of the image."""
 
@@ -114,7 +150,7 @@ def clipped_loss(
     """
     policy, sampler = networks.transition(batch), networks.policy.sampler
     log_ratio = method.log_ratio(policy, batch, sampler)  # log p - log p_old, [E, *pos]
-    terms = clipped_terms(log_ratio, [single_advantage(batch)], method.config.clip(sampler), weight)
+    terms = clipped_terms(log_ratio, [single_advantage(batch)], method.config.rule(sampler), weight)
     return with_reference(terms, policy, batch, networks, method.config.kl)
 
 
@@ -128,13 +164,13 @@ class Terms:
 
 
 def clipped_terms(
-    log_ratio: Tensor, advantages: Sequence[Tensor], bounds: tuple[float, float] | Bounds, weight: Tensor | None = None
+    log_ratio: Tensor, advantages: Sequence[Tensor], rule: Surrogate, weight: Tensor | None = None
 ) -> Terms:
-    """weight * mean over positions of the sum over advantages of max(-A r, -A clamp(r, 1 - low, 1 + high)), per edge.
+    """weight * mean over positions of the sum over advantages of the surrogate's loss, per edge.
 
     log_ratio and each of the advantages are [E, *pos]; `weight` [E], None is 1.
     """
-    parts = [clipped_ratio_loss(log_ratio, each, bounds) for each in advantages]
+    parts = [surrogate_loss(log_ratio, each, rule) for each in advantages]
     loss = per_edge(torch.stack([part for part, _ in parts]).sum(dim=0))
     if weight is not None:
         loss = weight * loss

@@ -123,7 +123,7 @@ class SageGrpo(EdgeMethod[Config]):
         if self.config.equalise:
             scale = equaliser(batch.plan, sampler, networks.policy.adapter.process)
             weight = sent(scale, log_ratio.device)[batch.step.index]
-        terms = clipped_terms(log_ratio, [single_advantage(batch)], self.config.clip(sampler), weight)
+        terms = clipped_terms(log_ratio, [single_advantage(batch)], self.config.rule(sampler), weight)
         if self.feedback:
             terms = self._trusted(terms, policy, log_ratio, batch, networks)
         return with_reference(terms, policy, batch, networks, self.config.kl)

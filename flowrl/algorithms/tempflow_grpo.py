@@ -65,7 +65,7 @@ class TempFlowGrpo(EdgeMethod[Config]):
         policy, sampler = networks.transition(batch), networks.policy.sampler
         weight = self.weight(policy.std, batch, networks)
         log_ratio = self.log_ratio(policy, batch, sampler)
-        terms = clipped_terms(log_ratio, [single_advantage(batch)], self.config.clip(sampler), weight)
+        terms = clipped_terms(log_ratio, [single_advantage(batch)], self.config.rule(sampler), weight)
         return with_reference(terms, policy, batch, networks, self.config.kl)
 
     def weight(self, std: Tensor, batch: Microbatch, networks: Networks) -> Tensor | None:

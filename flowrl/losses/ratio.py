@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flowrl.diffusion.process import expand
-from flowrl.samplers.base import StepDistribution
+from flowrl.samplers.base import KLDivisor, StepDistribution
 
+SurrogateName = Literal["clip", "none", "preserve", "quadratic"]
 NoiseForm = Literal["sum", "sqrt", "mean"]
 
 
@@ -48,6 +50,57 @@ def clipped_ratio_loss(
         clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     unclipped = -advantages * ratio
     return unclipped.maximum(clipped), clipped > unclipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surrogate:
+    """A loss of the ratio r = e^l. They differ in the factor g of the gradient -A g by l:
+
+        clip       g = r within 1 - low .. 1 + high and wherever r moves against A, else 0
+        none       g = r. CISPO (arXiv 2506.13585), SAPO (2511.20347) and PSPO (2509.21282) at their published constants
+                   are this, and dual clip (1912.09729) is `clip`: they act on ratios away from 1, and a log-prob that
+                   is a mean over latent dims has ratios within hundredths of it
+        preserve   as clip, but where that gives 0, b_high (1 + high) for A > 0 and b_low (1 - low) for A < 0
+        quadratic  g = 1 - l / (eta A), the loss -A l + l^2 / (2 eta): a pull to l = 0 on every term
+
+    Source: arXiv 1707.06347 (clip); 2509.20712, Kwai-Klear/CE-GPPO (preserve); 2506.07464 and verl's `dro` (quadratic).
+    """
+
+    name: SurrogateName = "clip"
+    bounds: tuple[float, float] | Bounds
+    """(low, high): largest fall and rise."""
+    kept: tuple[float, float] = (0.5, 1.0)
+    """(b_low, b_high) of `preserve`."""
+    eta: float | None = None
+    """Of `quadratic`; None: low where l < 0, high where l > 0."""
+
+
+def surrogate_loss(log_ratio: Tensor, advantages: Tensor, rule: Surrogate) -> tuple[Tensor, Tensor]:
+    """The loss of a surrogate, per sample, of log_ratio and advantages of one shape.
+
+    Returns:
+        loss shaped like the inputs, and a bool tensor: True where less than half of the gradient is left (g < 1/2).
+
+    >>> rule = Surrogate(name="quadratic", bounds=(0.1, 0.1))
+    >>> surrogate_loss(torch.tensor([0.0, 0.2]), torch.ones(2), rule)[1].tolist()
+    [False, True]
+    """
+    loss, clipped = clipped_ratio_loss(log_ratio, advantages, rule.bounds)
+    if rule.name == "clip":
+        return loss, clipped
+    low, high = rule.bounds
+    if rule.name == "quadratic":
+        up = (log_ratio > 0).to(log_ratio)
+        eta = up * high + (1 - up) * low if rule.eta is None else rule.eta
+        pull = log_ratio.detach() / eta
+        return log_ratio.square() / (2 * eta) - advantages * log_ratio, pull * advantages > advantages.square() / 2
+    if rule.name == "none":
+        return -advantages * log_ratio.exp(), torch.zeros_like(clipped)
+    good = (advantages > 0).to(log_ratio)
+    left = good * rule.kept[1] * (1 + high) + (1 - good) * rule.kept[0] * (1 - low)
+    # The exponential has the value 1 and its own gradient.
+    outside = -advantages * left * (log_ratio - log_ratio.detach()).exp()
+    return torch.where(clipped, outside, loss), clipped & (left < 0.5)
 
 
 def clamped_ratio_loss(log_ratio: Tensor, advantages: Tensor, clip_range: tuple[float, float]) -> tuple[Tensor, Tensor]:
@@ -89,6 +142,30 @@ def masked_ratio_loss(log_ratio: Tensor, advantages: Tensor, far: Tensor) -> tup
     # Before the exponential: a masked infinite ratio would still have the gradient inf * 0.
     ratio = torch.where(dropped, torch.zeros_like(log_ratio), log_ratio).exp()
     return torch.where(dropped, torch.zeros_like(ratio), -advantages * ratio), dropped
+
+
+def projected(
+    policy: StepDistribution, mean_old: Tensor, threshold: float, divisor: KLDivisor
+) -> tuple[StepDistribution, Tensor]:
+    """The step with its mean drawn back to the ball KL <= threshold around mean_old, and where that did so, [B] bool.
+
+        mean~ = mean_old + (mean - mean_old) min(1, sqrt(threshold / KL))
+
+    A step that was drawn back keeps the part of its gradient that turns it around mean_old, and none that moves it
+    outwards. `mean_old` [B, ...] is float32.
+
+    Source: arXiv 2101.09207, the mean projection; arXiv 2510.03817 projects the distributions of tokens.
+
+    >>> policy = StepDistribution(mean=torch.full((1, 2), 4.0), std=torch.ones(1))
+    >>> projected(policy, torch.zeros(1, 2), 2.0, "variance")[0].mean.tolist()
+    [[2.0, 2.0]]
+    """
+    kl = policy.kl(StepDistribution(mean_old, policy.std), divisor=divisor)
+    far = kl > threshold
+    # Finite and not 0 wherever it is not used, or its gradient there would be 0 * inf.
+    scale = min(threshold, 1e30) ** 0.5 / torch.where(far, kl, 1.0).sqrt()
+    drawn = mean_old + (policy.mean - mean_old) * expand(scale, mean_old)
+    return replace(policy, mean=torch.where(expand(far, mean_old), drawn, policy.mean)), far
 
 
 def normalised_log_ratio(policy: StepDistribution, mean_old: Tensor, x_next: Tensor) -> Tensor:

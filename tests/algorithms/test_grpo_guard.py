@@ -11,7 +11,7 @@ from flowrl.algorithms.grpo_guard import Config, Reweight, build, step_weight
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.diffusion.plan import window
 from flowrl.diffusion.process import FlowProcess, VPProcess
-from flowrl.losses.ratio import normalised_log_ratio
+from flowrl.losses.ratio import Surrogate, normalised_log_ratio
 from flowrl.samplers import cps, dance_sde, ddim, flow_sde
 from flowrl.samplers.base import StepDistribution
 from tests.toys import ToyAdapter, make_step, nudge, roll_out
@@ -66,7 +66,9 @@ def velocity_gradients(sampler, form: Reweight, *, normalised: bool = True) -> t
         log_ratio = normalised_log_ratio(policy, old, x_next)
     else:
         log_ratio = policy.log_prob(x_next) - StepDistribution(old, policy.std).log_prob(x_next)
-    terms = clipped_terms(log_ratio, [torch.ones(count)], (1e-3, 1e-3), step_weight(form, sampler, step))
+    terms = clipped_terms(
+        log_ratio, [torch.ones(count)], Surrogate(bounds=(1e-3, 1e-3)), step_weight(form, sampler, step)
+    )
     (gradient,) = torch.autograd.grad(terms.loss.sum(), v)
     return torch.cat([gradient.flatten(1).norm(dim=1), z.norm()[None] / 10])
 

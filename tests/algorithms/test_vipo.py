@@ -14,7 +14,7 @@ from flowrl.core import registry
 from flowrl.credit.advantages import AdvantageConfig, Advantages, advantages, unclipped
 from flowrl.credit.saliency import SpatialConfig, apply_map
 from flowrl.credit.selection import SelectConfig
-from flowrl.losses.ratio import clipped_ratio_loss
+from flowrl.losses.ratio import Surrogate, clipped_ratio_loss
 from flowrl.rollout.saliency_maps import mapper
 from flowrl.samplers import cps, flow_sde
 from flowrl.samplers.base import StepDistribution
@@ -204,7 +204,7 @@ def test_clips_have_a_loss_on_their_own_latent_grid(frames):
     log_prob = StepDistribution(mean, torch.tensor([0.5, 0.9])).log_prob(uniform(2, *latents, seed=2), "position")
     advantage = apply_map(torch.tensor([[1.5], [-0.5]]), maps, "position", torch.tensor([5.0]))
     assert advantage.shape == (2, 1, *latents[1:])
-    terms = clipped_terms(log_prob - log_prob.detach(), [advantage.squeeze(1)], (CLIP, CLIP))
+    terms = clipped_terms(log_prob - log_prob.detach(), [advantage.squeeze(1)], Surrogate(bounds=(CLIP, CLIP)))
     assert terms.loss.shape == (2,)
     assert_close(terms.loss.detach(), -torch.tensor([1.5, -0.5]) * maps.flatten(1).mean(dim=1))
     terms.loss.sum().backward()

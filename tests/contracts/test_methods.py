@@ -25,6 +25,15 @@ OWN: dict[str, dict[str, Any]] = {"mix_grpo_flash": {"shift": 1.0}}
 """Options that the tiny model asks for: the shift of its grid."""
 
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "flow_dppo+project": ("flow_dppo", {"outside": "project"}),
+    "flow_grpo+none": ("flow_grpo", {"surrogate": "none"}),
+    "flow_grpo+preserve": ("flow_grpo", {"surrogate": "preserve", "clip_range": [1e-6, 2e-6]}),
+    "flow_grpo+quadratic": ("flow_grpo", {"surrogate": "quadratic", "eta": 1e-3}),
+}
+"""Options that change a method enough to be tried by themselves: its name, and they."""
+
+
 VP: dict[str, dict[str, Any] | None] = {
     "dynamic_tree_rpo": {"growth": 0.0},
     "grpo_guard": {"ratio_norm": False},
@@ -35,19 +44,24 @@ VP: dict[str, dict[str, Any] | None] = {
 
 @functools.lru_cache(maxsize=1)
 def trial(name: str, path: str) -> MethodTrial:
-    own = OWN.get(name, {}) if path == "flow" else VP.get(name) or {}
-    return MethodTrial(component("algorithms", {"name": name} | own, "algorithm"), path)
+    base, own = VARIANTS.get(name, (name, OWN.get(name, {}) if path == "flow" else VP.get(name) or {}))
+    return MethodTrial(component("algorithms", {"name": base} | own, "algorithm"), path)
 
 
 ON_VP = [name for name in NAMES if VP.get(name, {}) is not None]
-CASES = [(name, path, law) for path, names in (("flow", NAMES), ("vp", ON_VP)) for name in names for law in LAWS]
+CASES = [
+    (name, path, law)
+    for path, names in (("flow", [*NAMES, *VARIANTS]), ("vp", ON_VP))
+    for name in names
+    for law in LAWS
+]
 
 
 def quick(name: str, path: str, law: Law[MethodTrial]) -> bool:
     if path == "vp":
         trained = name in ("ddpo", "diffusion_nft") and law.name in ("loss", "gradient", "update")
         return trained or (law.name == "ratio" and name in CHAINS)
-    return name in FAST or law.name == "state"
+    return name in FAST or law.name == "state" or (name in VARIANTS and law.name == "sum")
 
 
 @pytest.mark.parametrize(
