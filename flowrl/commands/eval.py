@@ -149,7 +149,7 @@ def _against(base: Evaluation, tuned: Evaluation, parts: Parts, change: str, nou
 
     `change`: how far they are from the base's; `noun`: "image" or "video".
     """
-    from flowrl.evaluation import sharpness
+    from flowrl.evaluation import best_of, sharpness
     from flowrl.evaluation.statistics import difference, summary, win_rate
     from flowrl.run.report import format_estimate, format_win_rate
 
@@ -164,6 +164,9 @@ def _against(base: Evaluation, tuned: Evaluation, parts: Parts, change: str, nou
             print(f"base{on} {name} {format_estimate(summary(base)[name])}")
             print(f"paired difference{on} {format_estimate(difference(base, tuned)[name], signed=True)}")
             print(format_win_rate(name, found, on, noun))
+    chosen = best_of.facts(base, tuned, parts.scorers.trained) if alike and not tuned.unlike(base) else None
+    for name, value in ({} if chosen is None else chosen["judges"]).items():
+        print(best_of.sentence(chosen["by"], name, value))
     if alike:
         print(change)
     if not tuned.unlike(base, "") and (found := sharpness.facts(base, tuned)) is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowrl.display.board import HEADLINES
 from flowrl.display.console import log, verdict
-from flowrl.evaluation import moved, sharpness
+from flowrl.evaluation import best_of, moved, sharpness
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import accuracy, difference, summary, win_rate
@@ -117,6 +117,7 @@ class Report:
         if self.search is not None and best is not None:
             result |= self.search.entries(best, after and after[1], rows)
         result["sharpness"] = sharpness.facts(base, tuned)
+        result["best_of"] = best_of.facts(base, tuned, self.session.parts.scorers.trained)
         result |= self.guard.summary()
         if self.session.world.main:
             if tuned is not None:

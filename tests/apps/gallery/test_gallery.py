@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 from flowrl import shapes
-from flowrl.apps.gallery import build, builder, certainty, charts, facts, images, results
+from flowrl.apps.gallery import best_of, build, builder, certainty, charts, facts, images, results
 from flowrl.apps.gallery.live import Served
 from flowrl.apps.gallery.results import Metric
 from flowrl.apps.gallery.runs import load_run
@@ -647,6 +647,36 @@ def test_the_rival_has_an_interval_while_the_tuned_model_was_not_searched_for(tm
     ends = json.loads((folder / "summary.json").read_text())["base_best_guidance"]["shapes_strict"]
     said = f"(95 % CI {100 * ends['low']:.1f} to {100 * ends['high']:.1f})"
     assert said in Page(build([folder])).text("span")
+
+
+def test_the_best_of_n_is_drawn_for_both_and_the_bases_stands_beside_one_tuned_image(tmp_path):
+    folder = make_run(tmp_path / "chosen")
+    assert "Best of n" not in Page(build([folder])).text("summary")
+    base = [{"mean": mean, "low": mean - 0.02, "high": mean + 0.02} for mean in (0.46, 0.6, 0.72)]
+    value = {"chose": True, "base": base, "tuned": [{**each, "mean": each["mean"] + 0.2} for each in base]}
+    value["rival"] = [{"mean": 0.66 - each["mean"], "low": -0.09, "high": -0.03} for each in base]
+    change(folder / "summary.json", best_of={"by": "jpeg + shapes", "judges": {"shapes_strict": value, "gone": value}})
+    page = Page(build([folder]))
+    assert "Best of n images of a prompt" in page.text("summary")
+    said = next(text for text in page.texts["p"] if "fair rival" in text)
+    assert "the best by jpeg + shapes is judged by the metric" in said
+    assert "Such images were selected, and no other number is of them." in said
+    assert (
+        "By strict accuracy, which is part of what chose, the fair rival, the base's best of 3, reaches 72.0 % with 3 "
+        "times the network evaluations; one tuned image is \u22126.0 beside it (95 % CI \u22129.0 to \u22123.0)."
+    ) in said
+    assert "With training counted" not in said
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    told = [row | {"nfe/rollout": 10.0, "nfe/train": 20.0} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    change(folder / "config.yaml", rollout={"prompts_per_iteration": 4, "group_size": 8})
+    # 120 iterations of 32 samples at 30 evaluations, in images of 20 steps, of which the rival takes 2 more each.
+    said = next(text for text in Page(build([folder])).texts["p"] if "fair rival" in text)
+    assert f"the base's best of 3 costs less up to {120 * 32 * 30 // 20 // 2:,} images." in said
+    shown = best_of.view(load_run(folder), results.metrics_of(load_run(folder)))
+    assert shown is not None
+    assert [chart["key"] for chart in shown["charts"]] == ["shapes_strict"]
+    assert "base from 46.0 % to 72.0 %; tuned from 66.0 % to 92.0 %" in shown["charts"][0]["svg"]
 
 
 @pytest.mark.parametrize(("change_", "tone"), [(-0.002, "worse"), (-0.0002, "same"), (0.003, "same")])

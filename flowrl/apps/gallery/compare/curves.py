@@ -24,7 +24,7 @@ def over_training(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """(one chart for each quantity, sentences on what is missing); means over `places`, those of `curve_places`."""
     found = {i: _trajectory(shared, i, of.metric, places) for i in of.members}
-    spent = {i: _spent(shared.runs[i]) for i in of.members}
+    spent = {i: spent(shared.runs[i]) for i in of.members}
     last = {name: max((spent[i][name][-1] for i in of.members if name in spent[i]), default=0.0) for name in QUANTITIES}
     drawn, missing = [], []
     texts = _texts(shared, places)
@@ -137,7 +137,7 @@ def _mean(evaluation: Evaluation, metric: Metric, places: np.ndarray, seeds: Seq
     return float(nan_mean(prompt_means(np.where(np.isfinite(scores), scores, np.nan)[inside][:, columns])))
 
 
-def _spent(run: Run) -> dict[str, np.ndarray]:
+def spent(run: Run) -> dict[str, np.ndarray]:
     """Quantity -> what was spent after 0, 1, ... iterations, [N + 1]; a quantity that was not logged is missing."""
     count = max(run.iterations, run.rows[-1]["iteration"] if run.rows else 0)
     result = {"iterations": np.arange(count + 1, dtype=float)}
