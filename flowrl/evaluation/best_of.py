@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flowrl.scoring.scorer import Scorer
 
 
-def facts(base: Evaluation, tuned: Evaluation | None, trained: Scorer | None) -> dict[str, Any] | None:
+def facts(base: Evaluation, tuned: Evaluation, trained: Scorer | None) -> dict[str, Any] | None:
     """`by`, the names of the rewards that choose; and by judge, for each k from 1, means with intervals over prompts.
 
     Judges are the scores that are not trained on; without any those that are, and `chose` says so. `base`, `tuned`: of
@@ -38,13 +38,12 @@ def facts(base: Evaluation, tuned: Evaluation | None, trained: Scorer | None) ->
         return sum(entry.weight * entry.training_value(raw) for entry in entries).numpy()
 
     own = dict.fromkeys(name for entry in entries for name in entry.shares())
-    both = {"base": base} | ({} if tuned is None else {"tuned": tuned})
-    names = [name for name in base.scores if all(name in each.scores for each in both.values())]
+    both = {"base": base, "tuned": tuned}
+    names = [name for name in base.scores if name in tuned.scores]
     found = dict[str, Any]()
     for name in [name for name in names if name not in own] or [name for name in names if name in own]:
         tables = {key: curves(values(each), each.scores[name]).T for key, each in both.items()}
-        if tuned is not None:
-            tables["rival"] = tables["tuned"][:1] - tables["base"]
+        tables["rival"] = tables["tuned"][:1] - tables["base"]
         told = {key: intervals(table, base.groups) for key, table in tables.items()}
         found[name] = {"chose": name in own} | told
     return {"by": " + ".join(entry.name for entry in entries), "judges": found} if found else None

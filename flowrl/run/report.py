@@ -112,12 +112,12 @@ class Report:
                 name: win_rate(whole, after[0], name, higher_is_better=name not in lower, tie=tie, rows=rows)
                 for name in result["difference"]
             }
+            result["best_of"] = best_of.facts(base, tuned, self.session.parts.scorers.trained)
             if tuned.agreement is not None:
                 result["implicit_accuracy"] = accuracy(tuned.agreement)
         if self.search is not None and best is not None:
             result |= self.search.entries(best, after and after[1], rows)
         result["sharpness"] = sharpness.facts(base, tuned)
-        result["best_of"] = best_of.facts(base, tuned, self.session.parts.scorers.trained)
         result |= self.guard.summary()
         if self.session.world.main:
             if tuned is not None:

@@ -28,7 +28,7 @@ def view(run: Run, metrics: Sequence[Metric]) -> dict[str, Any] | None:
         svg = line_chart(series, Axis(f"{run.noun}s of a prompt to choose from"), percent=metric.percent)
         charts.append({"title": f"Best of n: {metric.label}", "key": metric.name, "svg": svg})
     most = max(len(value["base"]) for value in judged.values())
-    rivals = [_rival(run, metric, value) for metric, value in judged.items() if "rival" in value]
+    rivals = [_rival(run, metric, value) for metric, value in judged.items()]
     note = (
         f"Of so many {run.noun}s of a prompt the best by {found['by']} is judged by the metric: an unbiased estimate "
         f"from the seeds at hand. Such {run.noun}s were selected, and no other number is of them."
