@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from flowrl.media.mp4 import SUFFIXES
 if TYPE_CHECKING:
     import torch
 
+    from flowrl.contracts.laws import Finding
     from flowrl.scoring.entries import RewardPlan
     from flowrl.scoring.scorer import Scorer
 
@@ -49,7 +50,7 @@ def command(
         raise ConfigError(
             f"--out {out}: --check writes no lines, it prints its findings", remedies=[Remedy(without="--out")]
         )
-    plans = _plans(reward or [str(check)], options or [])
+    plans = _plans(reward or [str(check)], options or [], check=check is not None)
     samples = [] if images is None else _samples(images, prompts, plans)
     if check is not None:
         raise SystemExit(0 if _check(plans[0], samples, prompts) else 1)
@@ -96,14 +97,14 @@ def _warn(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _plans(rewards: Sequence[str], options: Sequence[str]) -> list[RewardPlan]:
+def _plans(rewards: Sequence[str], options: Sequence[str], *, check: bool) -> list[RewardPlan]:
     """The rewards with their options, before anything is loaded."""
     from flowrl.apps.command_line import reward_entries
     from flowrl.scoring.entries import check_plans, reward_plan
 
     trees = reward_entries(rewards, options, prefixes=True)
     plans = [(f"--reward {name}", reward_plan(tree, f"--reward {name}")) for name, tree in trees.items()]
-    check_plans(plans)
+    check_plans(plans, latents=check)
     return [plan for _, plan in plans]
 
 
@@ -292,6 +293,7 @@ def _records(
 
 def _check(plan: RewardPlan, samples: Sequence[_Sample], prompts: str | None) -> bool:
     """Test the contract of a reward and print the findings; True if it holds."""
+    from flowrl.contracts.latents import LatentTrial
     from flowrl.contracts.rewards import COUNT, RewardTrial, trial_batch
     from flowrl.core.errors import ConfigError
     from flowrl.media.eight_bits import unit_floats
@@ -304,6 +306,8 @@ def _check(plan: RewardPlan, samples: Sequence[_Sample], prompts: str | None) ->
             "them with --prompts"
         )
     entry = plan.build()
+    if (judge := entry.reward.on_latents) is not None:
+        return _shown(LatentTrial(plan.name, judge).run())
     given = trial_batch(entry.reward.card)
     if samples:
         if len(samples) < 2:
@@ -321,8 +325,13 @@ def _check(plan: RewardPlan, samples: Sequence[_Sample], prompts: str | None) ->
         records = _records_of(prompts)
         chosen = [records[i % len(records)] for i in range(COUNT)]
         given = Batch(given.images, [text for text, _ in chosen], [record for _, record in chosen])
+    return _shown(RewardTrial(plan.name, entry.reward, given).run())
+
+
+def _shown(findings: Iterable[Finding]) -> bool:
+    """Print findings; True if all laws hold."""
     good = True
-    for finding in RewardTrial(plan.name, entry.reward, given).run():
+    for finding in findings:
         good &= finding.good
         print(finding)
     return good

@@ -10,14 +10,14 @@ from typing import Any
 
 from flowrl.algorithms.base import Method
 from flowrl.config.components import Component, component
-from flowrl.contracts import methods, models, rewards, samplers, suites
+from flowrl.contracts import latents, methods, models, rewards, samplers, suites
 from flowrl.contracts.laws import ContractError, Finding
 from flowrl.contracts.methods import MethodTrial
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import config_class, validate
 from flowrl.evaluation.suite import Suite, name_of, suite_of
-from flowrl.reward import Reward
+from flowrl.reward import LatentReward, Reward
 from flowrl.rollout.library import Model
 from flowrl.samplers.base import Sampler
 from flowrl.scoring.entries import imported, reward_plan
@@ -70,6 +70,9 @@ def _findings(name: str, thing: Any) -> Iterable[Finding]:
         return (law.find(trial) for law in methods.LAWS)
     if isinstance(thing, Method):
         return _findings(name, component_of(name, thing))
+    judge = thing.on_latents if isinstance(thing, Reward) else thing
+    if isinstance(judge, LatentReward):
+        return latents.LatentTrial(name, judge).run()
     if isinstance(thing, Reward):
         return rewards.RewardTrial(name, thing, rewards.trial_batch(thing.card)).run()
     if isinstance(thing, Model):

@@ -4,16 +4,21 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+import flowrl
+from flowrl.contracts.latents import LatentTrial
 from flowrl.contracts.rewards import RewardTrial
 from flowrl.core import registry
+from flowrl.core.errors import ConfigError
+from flowrl.core.types import Condition
 from flowrl.reward import Card
 from flowrl.scoring.options import RewardEntry
-from tests import tiny_rewards
+from tests import tiny_rewards, toy_latent
 
 NAMES = registry.names("rewards")
 
@@ -29,7 +34,7 @@ def test_the_card_is_filled(module):
     assert card.outputs
     assert len(set(card.outputs)) == len(card.outputs)
     assert card.low < card.high
-    assert card.modality in ("image", "video", "any", "edit")
+    assert card.modality in ("image", "video", "any", "edit", "latents")
     for name in ("resolution", "licence", "source", "version"):
         assert getattr(card, name) not in ("", "unknown"), name
     assert card.licence != "unknown"
@@ -59,7 +64,53 @@ def test_no_two_rewards_share_an_output():
     assert len(outputs) == len(set(outputs))
 
 
-@pytest.fixture(scope="module", params=NAMES)
+ON_LATENTS = [name for name in NAMES if registry.load("rewards", name).CARD.modality == "latents"]
+
+
+@pytest.mark.parametrize("name", [*ON_LATENTS, "tests/toy_latent.py"])
+def test_every_judge_of_latents_keeps_its_laws(name):
+    findings = {finding.law: finding for finding in flowrl.check(name)}
+    assert len(findings) == 8
+    assert "no noise level" not in findings["noise level and prompt"].measured
+
+
+BROKEN = {
+    "values": "network(x, sigma, cond)[:, None]",
+    "card": "network(x, sigma, cond), dataclasses.replace(CARD, modality='any')",
+    "alone as in a batch": "network(x, sigma, cond) - x.detach().mean()",
+    "gradient": "network(x.detach(), sigma, cond) + (0 * x).flatten(1).sum(1)",
+    "weights": "network.requires_grad_(True)(x, sigma, cond)",
+    "leaves inputs alone": "network(x.mul_(2), sigma, cond)",
+    "same twice": "network(x, sigma, cond) + torch.rand(len(x))",
+}
+
+
+@pytest.mark.parametrize("law", BROKEN)
+def test_a_judge_that_breaks_a_law_of_latents_is_told_which(law):
+    own = toy_latent.build(toy_latent.Config())
+    network = own.network
+    expression, _, other = BROKEN[law].partition(", data")
+    made: Any = eval(f"lambda x, sigma, cond: {expression}", {"network": network, "torch": torch})
+    card = dataclasses.replace(own.card, modality="any") if other else own.card
+    with pytest.raises(flowrl.contracts.laws.ContractError) as told:
+        flowrl.check(dataclasses.replace(own, value=made, card=card))
+    assert law in {finding.law for finding in told.value.broken}
+
+
+def test_a_judge_of_another_model_needs_its_conditions():
+    own = toy_latent.build(toy_latent.Config(size=4, width=5))
+    with pytest.raises(
+        ConfigError, match=r"judges latents \[4, 4, 4\], and tiny-sd3 makes \[4, 8, 8\]; give conditions"
+    ):
+        flowrl.check(own)
+    cond = Condition({"prompt_embeds": torch.randn(2, 3, 5)})
+    assert all(finding.good for finding in LatentTrial("mine", own, cond).run())
+    blind = dataclasses.replace(own, value=lambda x, sigma, cond: x.flatten(1).mean(dim=1))
+    measured = {finding.law: finding.measured for finding in LatentTrial("mine", blind, cond).run()}
+    assert measured["noise level and prompt"].startswith("no noise level moves it")
+
+
+@pytest.fixture(scope="module", params=[name for name in NAMES if name not in ON_LATENTS])
 def tiny(request, tmp_path_factory):
     """The tiny rewards of a file in rewards/, each with its samples."""
     state = torch.get_rng_state()
