@@ -7,7 +7,7 @@ from typing import Any
 
 from flowrl.apps.migration import flow_factory_trainers as trainers
 from flowrl.apps.migration.engine import DTYPES, UNKNOWN_STEPS, Draft, is_number
-from flowrl.apps.migration.table import Source, Tool, read_keys
+from flowrl.apps.migration.table import Source, Tool, read_keys, read_rewards
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import parse_yaml, read_text
 
@@ -33,11 +33,7 @@ _FAMILIES = {
     **dict.fromkeys(("qwen-image", "qwenimage"), "qwen_image"),
 }
 _NONE = ("ltx2", "wan2_v2v")
-_REWARDS: dict[str, tuple[dict[str, Any], str]] = {
-    "PickScore": ({"name": "pickscore", "scale": 0.0384615}, "theirs divides by 26"),
-    "CLIP": ({"name": "clip_score"}, ""),
-    "OCR": ({"name": "ocr"}, "the reader differs: docs/rewards/ocr.md"),
-}
+_REWARDS = read_rewards("flow_factory")
 _OF_MEMORY = ("name", "reward_model", "weight", "batch_size", "device", "dtype", "async_reward", "num_workers")
 _WARMUP_EPOCHS = 10
 """w of their average's warm-up, where a trainer has no key for it."""

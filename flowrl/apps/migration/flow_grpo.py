@@ -4,39 +4,14 @@ from typing import Any
 
 from flowrl.apps.migration.engine import DTYPES, UNKNOWN_STEPS, Draft
 from flowrl.apps.migration.flow_grpo_file import BY_HAND, KEYS, read
-from flowrl.apps.migration.table import Tool
+from flowrl.apps.migration.table import Tool, read_rewards
 
 _FAMILIES = {
     **{"stable-diffusion-3": "sd3", "sd3": "sd3", "kontext": "generic", "qwen-image-edit": "generic", "flux": "flux"},
     **{"qwen-image": "qwen_image", "wan2": "wan", "stable-diffusion-v1": "sd"},
 }
 """Part of a model's path -> adapter; the first that fits."""
-_REWARDS: dict[str, tuple[dict[str, Any], str]] = {
-    "pickscore": ({"name": "pickscore", "scale": 0.0384615}, "theirs divides by 26"),
-    "geneval": ({"name": "geneval", "mode": "partial"}, "the trained score is inferred"),
-    "jpeg_compressibility": ({"name": "jpeg", "scale": 0.002}, "theirs divides by 500"),
-    "clipscore": (
-        {"name": "clip_score", "scale": 3.3333},
-        "theirs divides by 30, ours and DiffusionNFT by 100: scale 1",
-    ),
-    "ocr": (
-        {"name": "ocr", "allow_extra_text": True, "min_confidence": 0.5},
-        "the reader differs: docs/rewards/ocr.md",
-    ),
-    "video_ocr": (
-        {"name": "ocr", "allow_extra_text": False, "min_confidence": 0.5},
-        "the reader differs: docs/rewards/ocr.md",
-    ),
-    "aesthetic": ({"name": "aesthetic"}, ""),
-    "imagereward": ({"name": "image_reward"}, ""),
-    "unifiedreward": ({"name": "unified_reward"}, "name its model: rewards.N.local.model or http.model"),
-    "qwenvl": ({"name": "vlm_judge"}, "its rubric differs; name the model: rewards.N.local.model or http.model"),
-}
-_REWARDS_OF_NFT: dict[str, tuple[dict[str, Any], str]] = {
-    "hpsv2": ({"name": "hpsv2"}, "of DiffusionNFT"),
-    "clipscore": ({"name": "clip_score"}, "DiffusionNFT divides by 100, as ours"),
-}
-"""Rewards that flow_grpo does not have, or scales otherwise."""
+_REWARDS, _REWARDS_OF_NFT = read_rewards("flow_grpo"), read_rewards("diffusion_nft")
 _SOLVERS = {"dpm2": "dpm2_midpoint", "dpm1": "dpm1", **dict.fromkeys(("flow", "dance", "ddim"), "ode")}
 _OLD = {0: "none", 1: "ramp", 2: "late"}
 _MODES = {name: name for name in ("all", "positive_only", "negative_only", "one_only", "binary")}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.core.assets import table
 from flowrl.core.strict import parse_yaml, read_text
 
 REMEDY = "the file is read and never executed; write the value itself"
@@ -73,3 +74,9 @@ def read_keys(tool: str) -> dict[str, Key]:
             default = tuple(default) if isinstance(default, list) else default
             result[key] = Key(default, options, *rest[:1], changes=rest[1:] == ["changes"], readers=readers)
     return result
+
+
+def read_rewards(tool: str) -> dict[str, tuple[dict[str, Any], str]]:
+    """Name of a tool's reward -> our entry of it and a remark, from keys/rewards.yaml."""
+    found = table(Path(__file__).parent / "keys" / "rewards.yaml")[tool]
+    return {name: (entry, remark) for name, (entry, remark) in found.items()}

@@ -1,22 +1,23 @@
-"""Facts of pipeline classes that cannot be read from the pipeline itself, one entry per class.
+"""Facts of pipeline classes that cannot be read from the pipeline itself, one entry per class in families.yaml.
 
 A class that is not listed gets `Family()`, its guidance by its arguments, and a numerical test at first use whether
 samples at different timesteps may share a forward.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
+from flowrl.core.assets import table
 from flowrl.models.base import network_config
 
 Guidance = Literal["cfg", "true_cfg", "embedded", "guider", "none"]
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """Attention projections of diffusers' transformers and UNets; a network is adapted where it has them."""
-
-_FEW_STEPS = "depends on the step's number, which a single step does not know"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,82 +66,22 @@ class Family:
     latents keep the encoded image where that part is 0, with timestep 0, though the scheduler steps all of them."""
     singly: str = ""
     """Reason why a call takes one prompt only; empty: it takes several."""
-    unfit: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    unfit: dict[str, Sequence[Any]] = field(default_factory=dict)
     """Entry of the pipeline's or the network's configuration -> the refused value, and the reason."""
     note: str = ""
     """A remark for docs/models.md."""
 
 
-_LAST_TEXT_QUERY = ("transformer_blocks.{last}.attn.add_q_proj",)
-_LAST_TEXT = ("transformer_blocks.{last}.attn.add_q_proj", "transformer_blocks.{last}.attn.to_add_out")
-_SKIP_LAYERS: dict[str, str] = dict.fromkeys(
-    ("skip_guidance_layers", "skip_layer_guidance_scale", "skip_layer_guidance_start", "skip_layer_guidance_stop"),
-    _FEW_STEPS,
-)
-_NO_BINNING = {"use_resolution_binning": False}
-_NO_HEAD_AXIS = "its VAE's attention mask has no head axis and fails for a batch"
-_DYNAMIC_CFG = {"use_dynamic_cfg": "depends on the number of steps"}
-_DRAWN = "the image's latents are one draw of its VAE's posterior, the same at every use"
-_REFERENCES = {"images": ("image",), "image_list": True, "image_methods": ("prepare_image_latents",)}
-_FIRST_FRAME = {"images": ("image",), "needs_image": True, "frames": True}
-_QWEN: dict[str, Any] = {"guidance": "true_cfg", "patch": 2, "channel_axis": 2, "dead": _LAST_TEXT}
-_QWEN_EDIT = _QWEN | {"images": ("image",), "needs_image": True}
-_HUNYUAN_15: dict[str, Any] = {"guidance": "guider", "dead": _LAST_TEXT, "decode_singly": _NO_HEAD_AXIS}
+def _family(facts: dict[str, Any]) -> Family:
+    """An entry of families.yaml, whose lists are tuples here."""
+    tuples: dict[str, Any] = {key: tuple(value) for key, value in facts.items() if isinstance(value, list)}
+    return Family(**facts | tuples)
+
 
 FAMILIES: dict[str, Family] = {
-    "StableDiffusionPipeline": Family(),
-    "StableDiffusionXLPipeline": Family(refused={"denoising_end": _FEW_STEPS}),
-    "StableDiffusion3Pipeline": Family(
-        lora_targets=tuple(f"attn.{name}" for name in ATTENTION), dead=_LAST_TEXT_QUERY, refused=_SKIP_LAYERS
-    ),
-    "FluxPipeline": Family(guidance="embedded", patch=2, channel_axis=2),
-    "FluxKontextPipeline": Family(guidance="embedded", patch=2, channel_axis=2, images=("image",)),
-    "Flux2Pipeline": Family(guidance="embedded", patch=2, channel_axis=2, **_REFERENCES),
-    "Flux2KleinPipeline": Family(guidance="cfg", patch=2, channel_axis=2, **_REFERENCES),
-    "ChromaPipeline": Family(guidance="cfg", patch=2, channel_axis=2),
-    "Krea2Pipeline": Family(free_at=0.0, patch=2, channel_axis=2),
-    "OvisImagePipeline": Family(patch=2, channel_axis=2),
-    "QwenImagePipeline": Family(**_QWEN),
-    # Sides in multiples of two tokens, and no maps: its latents have no grid of their own here.
-    "QwenImage21Pipeline": Family(
-        guidance="true_cfg",
-        patch=2,
-        singly="in a batch the padding of the shorter prompts moves the image's positions",
-        note="images with transparency are laid over white",
-    ),
-    "QwenImageEditPipeline": Family(**_QWEN_EDIT, image_each=True),
-    "QwenImageEditPlusPipeline": Family(**_QWEN_EDIT, image_list=True, singly="its call refuses several"),
-    "SanaPipeline": Family(call=_NO_BINNING),
-    "SanaVideoPipeline": Family(call=_NO_BINNING),
-    "SanaImageToVideoPipeline": Family(call=_NO_BINNING, holds=True, **_FIRST_FRAME),
-    "PixArtSigmaPipeline": Family(call=_NO_BINNING),  # full weights only: its network takes no adapter
-    "WanPipeline": Family(),
-    "WanImageToVideoPipeline": Family(
-        images=("image", "last_image"), needs_image=True, frames=True, mask=("expand_timesteps", 2)
-    ),
-    "HunyuanVideoPipeline": Family(guidance="embedded"),
-    "HunyuanVideoImageToVideoPipeline": Family(
-        **_FIRST_FRAME,
-        image_each=True,
-        unfit={"image_condition_type": ("token_replace", "puts the image back after every step")},
-        note="its own call starts from the noise with 0.1 % of the image, flowrl from the noise",
-    ),
-    "HunyuanVideo15Pipeline": Family(**_HUNYUAN_15),
-    "HunyuanVideo15ImageToVideoPipeline": Family(
-        **_HUNYUAN_15, **_FIRST_FRAME, image_methods=("prepare_cond_latents_and_mask",), sized_by_image=True
-    ),
-    "LTXPipeline": Family(patch=1, channel_axis=2),
-    "LTXImageToVideoPipeline": Family(patch=1, channel_axis=2, holds=True, **_FIRST_FRAME, note=_DRAWN),
-    "CogVideoXPipeline": Family(channel_axis=2, refused=_DYNAMIC_CFG),
-    "CogVideoXImageToVideoPipeline": Family(
-        channel_axis=2, refused=_DYNAMIC_CFG, **_FIRST_FRAME, image_each=True, note=_DRAWN
-    ),
-    "CogView4Pipeline": Family(),
-    "ZImagePipeline": Family(free_at=0.0, patch=2),
-    "Lumina2Pipeline": Family(refused={"cfg_trunc_ratio": _FEW_STEPS}),
-    "AuraFlowPipeline": Family(),
-    "MochiPipeline": Family(dead=("transformer_blocks.{last}.attn1.add_q_proj",)),
+    kind: _family(facts) for kind, facts in table(Path(__file__).with_suffix(".yaml"))["families"].items()
 }
+"""Families by the class of their pipeline."""
 
 
 def family_of(pipeline: Any) -> Family:

@@ -1,9 +1,12 @@
-"""The families' tables: where a module of diffusers lies in the original network, and the names of other programs."""
+"""The families: where a module of diffusers lies in the original network (families.yaml), and other programs' names."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from flowrl.core.assets import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,8 @@ class Family:
     halves: tuple[str, str] = ("lora_down", "lora_up")
 
 
-Fused = Mapping[str, tuple[str, int, tuple[int, ...]]]
-"""diffusers' module in a block -> (original module, slot among its rows, widths of all slots)."""
+_TABLES = table(Path(__file__).with_suffix(".yaml"))
+"""Kind of block -> the original names of its modules, whole or fused."""
 
 
 def same(name: str) -> Place:
@@ -51,12 +54,13 @@ def same(name: str) -> Place:
     return Place(name, name)
 
 
-def _in_block(block: str, own: str, plain: Mapping[str, str], fused: Fused | None = None) -> Place | None:
+def _in_block(kind: str, block: str, own: str) -> Place | None:
     """The place of a module of a block: a whole matrix, or rows of one."""
-    if fused is not None and own in fused:
-        module, slot, widths = fused[own]
-        return Place(block + module, block + module, slot, widths)
-    return same(block + plain[own]) if own in plain else None
+    names = _TABLES[kind]
+    if own in names.get("fused", ()):
+        module, slot, widths = names["fused"][own]
+        return Place(block + module, block + module, slot, tuple(widths))
+    return same(block + names["plain"][own]) if own in names["plain"] else None
 
 
 # ---- SD1.x, SD2.x and SDXL: kohya names SD1 and SD2 as diffusers does, SDXL as the original (sgm); ComfyUI reads both.
@@ -91,65 +95,16 @@ def _sdxl(name: str) -> Place | None:
 # Source: names as Comfy-Org/ComfyUI:comfy/lora.py and kohya-ss/sd-scripts:networks/lora_sd3.py expect them; the same
 # pairs of names as diffusers' SD3 converter.
 
-_SD3_FUSED: Fused = {
-    f"{attention}.{ours}": (f"{block}.{attention}.qkv", third, (1, 1, 1))
-    for attention, block, names in (
-        ("attn", "x_block", ("to_q", "to_k", "to_v")),
-        ("attn", "context_block", ("add_q_proj", "add_k_proj", "add_v_proj")),
-        ("attn2", "x_block", ("to_q", "to_k", "to_v")),
-    )
-    for third, ours in enumerate(names)
-}
-_SD3_PLAIN = {
-    "attn.to_out.0": "x_block.attn.proj",
-    "attn.to_add_out": "context_block.attn.proj",
-    "attn2.to_out.0": "x_block.attn2.proj",
-    "ff.net.0.proj": "x_block.mlp.fc1",
-    "ff.net.2": "x_block.mlp.fc2",
-    "ff_context.net.0.proj": "context_block.mlp.fc1",
-    "ff_context.net.2": "context_block.mlp.fc2",
-    "norm1.linear": "x_block.adaLN_modulation.1",
-}
-_SD3_OUTSIDE = {
-    "context_embedder": "context_embedder",
-    "proj_out": "final_layer.linear",
-    "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
-    "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
-    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
-    "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
-}
-"""Of modules outside the blocks. `norm_out.linear` is left out: the original has its rows in another order."""
-
 
 def _sd3(name: str) -> Place | None:
     match = re.fullmatch(r"transformer_blocks\.(\d+)\.(.+)", name)
     if match is None:
-        return same(_SD3_OUTSIDE[name]) if name in _SD3_OUTSIDE else None
-    return _in_block(f"joint_blocks.{match[1]}.", match[2], _SD3_PLAIN, _SD3_FUSED)
+        return _in_block("sd3_outside", "", name)
+    return _in_block("sd3", f"joint_blocks.{match[1]}.", match[2])
 
 
 # ---- FLUX.1: fused query, key and value in double blocks; with the first MLP matrix too in single blocks (`linear1`).
 # Source: kohya-ss/sd-scripts:networks/lora_flux.py; diffusers:loaders/lora_conversion_utils.py reads the same names.
-
-_DOUBLE: Fused = {
-    **{f"attn.to_{x}": ("img_attn.qkv", slot, (1, 1, 1)) for slot, x in enumerate("qkv")},
-    **{f"attn.add_{x}_proj": ("txt_attn.qkv", slot, (1, 1, 1)) for slot, x in enumerate("qkv")},
-}
-_DOUBLE_PLAIN = {
-    "attn.to_out.0": "img_attn.proj",
-    "attn.to_add_out": "txt_attn.proj",
-    "ff.net.0.proj": "img_mlp.0",
-    "ff.net.2": "img_mlp.2",
-    "ff_context.net.0.proj": "txt_mlp.0",
-    "ff_context.net.2": "txt_mlp.2",
-    "norm1.linear": "img_mod.lin",
-    "norm1_context.linear": "txt_mod.lin",
-}
-_SINGLE: Fused = {
-    name: ("linear1", slot, (1, 1, 1, 4))
-    for slot, name in enumerate(("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"))
-}
-_SINGLE_PLAIN = {"proj_out": "linear2", "norm.linear": "modulation.lin"}
 
 
 def _flux(name: str) -> Place | None:
@@ -157,8 +112,8 @@ def _flux(name: str) -> Place | None:
     if match is None:
         return None
     if match[1]:
-        return _in_block(f"single_blocks.{match[2]}.", match[3], _SINGLE_PLAIN, _SINGLE)
-    return _in_block(f"double_blocks.{match[2]}.", match[3], _DOUBLE_PLAIN, _DOUBLE)
+        return _in_block("flux_single", f"single_blocks.{match[2]}.", match[3])
+    return _in_block("flux_double", f"double_blocks.{match[2]}.", match[3])
 
 
 # ---- Qwen-Image: the original names are diffusers'. Source: kohya-ss/musubi-tuner, networks/lora_qwen_image.py.
@@ -171,18 +126,10 @@ def _qwen_image(name: str) -> Place | None:
 # ---- Wan 2.1 and 2.2: other names, nothing fused.
 # Source: diffusers:loaders/lora_conversion_utils.py:_convert_non_diffusers_wan_lora_to_diffusers.
 
-_TAILS = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "add_k_proj": "k_img", "add_v_proj": "v_img"}
-_WAN = {
-    **{f"attn1.{ours}": f"self_attn.{theirs}" for ours, theirs in _TAILS.items() if "add" not in ours},
-    **{f"attn2.{ours}": f"cross_attn.{theirs}" for ours, theirs in _TAILS.items()},
-    "ffn.net.0.proj": "ffn.0",
-    "ffn.net.2": "ffn.2",
-}
-
 
 def _wan(name: str) -> Place | None:
     match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
-    return None if match is None else _in_block(f"blocks.{match[1]}.", match[2], _WAN)
+    return None if match is None else _in_block("wan", f"blocks.{match[1]}.", match[2])
 
 
 # ---- all of them
