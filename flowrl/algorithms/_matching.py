@@ -66,6 +66,11 @@ class AnchorConfig:
         if self.coef < 0:
             raise ValueError(f"coef={self.coef} must not be negative")
 
+    def of(self, distance: Tensor, sigma: Tensor) -> Tensor:
+        """Its part of the loss for mean squares `distance` [M] float64 at noise levels `sigma` [M]."""
+        result = self.coef * distance
+        return result if self.weight == "uniform" else result * elbo_weight(sigma).to(distance)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PullOptions(Options):
@@ -77,10 +82,7 @@ class PullOptions(Options):
 
 def pull(anchor: AnchorConfig, outputs: Outputs, role: str) -> Tensor | float:
     """coef * weight(sigma) * mean over dims of (policy - role)^2, [M] float64; 0 without a coefficient."""
-    if anchor.coef == 0:
-        return 0.0
-    distance = anchor.coef * outputs.apart(role)
-    return distance if anchor.weight == "uniform" else distance * elbo_weight(outputs.batch.sigma).to(distance)
+    return anchor.of(outputs.apart(role), outputs.batch.sigma) if anchor.coef else 0.0
 
 
 def pulling(**anchors: AnchorConfig) -> tuple[str, ...]:

@@ -340,23 +340,6 @@ class SampleOptions(CreditOptions, SolverOptions, TimesOptions):
     solver: SolverName = "ode"
 
 
-# ---- of methods on the gradient of rewards
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientOptions(Options):
-    """Options of every method that climbs the gradient of its rewards."""
-
-    hinge: float | None = None
-    """A sample whose weighted sum of training values is not below this has no gradient; null: all have."""
-    decoded_at_once: int = 4
-    """Images whose decoder and rewards keep their graph at a time."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive(vars(self), "decoded_at_once")
-
-
 # ---- of methods on the initial noise
 
 

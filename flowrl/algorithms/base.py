@@ -10,8 +10,6 @@ A new method is a file with a `Config`, made of the classes of `_options.py`, an
 and writes its plan, its credit rule and its loss. Everything else has a default.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +19,9 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from flowrl.algorithms._climbing import GradientOptions
 from flowrl.algorithms._credit import Rule, by_steps, given_signs, leaf_advantages, plain_rewards
-from flowrl.algorithms._options import EdgeOptions, GradientOptions, Lag, NoiseOptions, Options, SampleOptions
+from flowrl.algorithms._options import EdgeOptions, Lag, NoiseOptions, Options, SampleOptions
 from flowrl.core.registry import name_of
 from flowrl.core.types import Edges, Identity, Member, SampleId, Unit
 from flowrl.credit.advantages import Advantages, RuleConfig
@@ -67,6 +66,7 @@ def by_edge(transition: StepDistribution, batch: Microbatch) -> StepDistribution
 
 
 C = TypeVar("C", bound=Options)
+G = TypeVar("G", bound=GradientOptions)
 
 
 class Method(Generic[C]):
@@ -83,12 +83,7 @@ class Method(Generic[C]):
     behaviour: str = "policy"
     """The role whose weights draw the samples."""
     options: ClassVar[Sequence[str]] = (
-        "guidance_scale",
-        "reference_guidance",
-        "old_log_prob",
-        "passes",
-        "shift",
-        "spatial",
+        *("guidance_scale", "reference_guidance", "old_log_prob", "passes", "shift", "spatial"),
     )
     """The attributes that an option of the same name sets, where the method's `Config` has it."""
     passes: int = 1
@@ -143,13 +138,12 @@ class Method(Generic[C]):
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         """Credit of all samples, by the advantage rule unless the method has its own; computed once an iteration.
 
+        With `spatial` unclipped, with its bound: the clip follows the map.
+
         Args:
             rewards: of the iteration, [R, P, G] with NaN for failures; the same on every process.
             weights: of the rewards, [R].
             prompts: those of the P slots, for rules that remember them.
-
-        Returns:
-            The credit; with `spatial` unclipped, with its bound: the clip follows the map.
         """
         return self.rule(rewards, weights, prompts, clipped=self.spatial is None)
 
@@ -346,7 +340,7 @@ class SampleMethod(Method[C]):
                 weights.follow(role, 0.0)
 
 
-class GradientMethod(Method[C]):
+class GradientMethod(Method[G]):
     """A method on the gradient of differentiable rewards, pulled back along the steps of a deterministic rollout."""
 
     Config: ClassVar[type[Options]] = GradientOptions
@@ -356,6 +350,10 @@ class GradientMethod(Method[C]):
     """Whether rewards see the clean prediction at the end of the route, not the sample."""
     redrawn: int = 0
     """Times that a sample is noised again to the end of the route, and climbs from its prediction there."""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return self.config.roles
 
     def route(self, reach: int, iteration: int, seed: int) -> Route:
         """The route of an iteration over the first `reach` steps, those that move the image; ValueError: too few."""
@@ -371,7 +369,12 @@ class GradientMethod(Method[C]):
         return plain_rewards(rewards, weights)
 
     def loss(self, batch: GradientBatch, networks: Networks) -> LossOutput:
-        return climbing(networks.policy.output(batch.latents, batch.step, batch.cond), batch)
+        place = batch.latents, batch.step, batch.cond
+        output, reference = networks.policy.output(*place), None
+        if self.roles:
+            with torch.no_grad(), networks.weights.using("reference"):
+                reference = networks.policy.output(*place)
+        return climbing(output, batch, reference, self.config.kl.of, 1 / (1 + self.redrawn))
 
 
 class NoiseMethod(Method[C]):

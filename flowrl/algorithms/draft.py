@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flowrl.algorithms._options import GradientOptions
+from flowrl.algorithms._climbing import GradientOptions
 from flowrl.algorithms.base import GradientMethod
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.rng import stream

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flowrl.algorithms._ends import EndOptions
-from flowrl.algorithms._options import GradientOptions
+from flowrl.algorithms._climbing import EndOptions, GradientOptions
 from flowrl.algorithms.base import GradientMethod
 from flowrl.losses.reward_gradients import Route
 

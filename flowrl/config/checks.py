@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from flowrl.config import few_steps
 from flowrl.config.resolved import Resolved
-from flowrl.config.watched import check_guard
+from flowrl.config.watched import check_guard, unwatched
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.diffusion.plan import StepPlan
 from flowrl.media import mp4
@@ -53,16 +53,17 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     """Check the options against a model's adapter; None: it is not known yet.
 
     Returns:
-        Notes about an average or a learning rate that the run never gets to, about rewards that play videos at another
-        rate than the model, and about a checkpoint distilled to few steps.
+        Notes about a method that nothing watches, about an average or a learning rate that the run never gets to, about
+        rewards that play videos at another rate than the model, and about a checkpoint distilled to few steps.
 
     Raises:
         ConfigError: videos that cannot be saved as asked, a KL divisor that does not fit the process, a guidance scale
             without an effect, one that a distilled checkpoint does not take, or a branch of guidance without gradient
             where updates have none.
     """
+    notes = unwatched(resolved)
     if adapter is None:
-        return []
+        return notes
     _check_videos(resolved, adapter)
     with checking(resolved.algorithm.name):
         resolved.algorithm.config.check_process(adapter.process)
@@ -80,7 +81,9 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
             remedies=[Remedy({"eval.best_guidance": []})],
         )
     _check_gradient(resolved, adapter)
-    return _never_reached(resolved) + _other_rates(resolved, adapter) + few_steps.check(resolved, adapter, scales)
+    return (
+        notes + _never_reached(resolved) + _other_rates(resolved, adapter) + few_steps.check(resolved, adapter, scales)
+    )
 
 
 def _scales(resolved: Resolved) -> list[tuple[str, float | None]]:

@@ -102,8 +102,25 @@ def check_guard(resolved: Resolved) -> None:
             f"{key}: no prompts are evaluated, since there are no data.eval_prompts",
             remedies=[Remedy({"guard.mode": "off"})],
         )
-    # What people judge is not evaluated.
-    parts = [
-        [Scored.of(plan) for plan in plans if not plan.by_people] for plans in (resolved.rewards, resolved.eval_rewards)
+    require_watched(guard, *_parts(resolved))
+
+
+def _parts(resolved: Resolved) -> list[list[Scored]]:
+    """The entries of `rewards` and of `eval.rewards` that are evaluated: not what people judge."""
+    both = resolved.rewards, resolved.eval_rewards
+    return [[Scored.of(plan) for plan in plans if not plan.by_people] for plans in both]
+
+
+def unwatched(resolved: Resolved) -> list[str]:
+    """A note where a method climbs the gradient of its rewards, and no reward that is not trained watches."""
+    run, parts = resolved.run, _parts(resolved)
+    if not resolved.training.climbs:
+        return []
+    watched = watched_outputs(*parts) or not all(one.outputs for part in parts for one in part)
+    missing = [] if watched else ["a reward that is not trained on to eval.rewards"]
+    missing += [] if run.eval.every else ["eval.every=20"]
+    missing += ["guard.mode=rollback"] if run.guard.mode in ("off", False) else []
+    return missing and [
+        f"nothing watches this run but the rewards whose gradient {resolved.algorithm.name} climbs, and those rise "
+        f"while the images get worse, within tens of updates: add {', '.join(missing)} (docs/watching/guard.md)"
     ]
-    require_watched(guard, *parts)

@@ -22,6 +22,7 @@ from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import PredictionType, Process, euler_mean
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import GradientBatch, LossOutput, summed
+from flowrl.losses.matching import mean_square
 
 LEVER = 0.05
 """Least noise level of a step that is trained: below it the network moves the image by next to nothing."""
@@ -97,8 +98,21 @@ def pulled_back(
             yield link.step, c
 
 
-def climbing(output: Tensor, batch: GradientBatch) -> LossOutput:
-    """Minus the sum of <c, y> for the network's output y [M, ...]: its gradient descends against the rewards'."""
+def climbing(
+    output: Tensor,
+    batch: GradientBatch,
+    reference: Tensor | None = None,
+    pull: Callable[[Tensor, Tensor], Tensor] | None = None,
+    share: float = 1.0,
+) -> LossOutput:
+    """Minus the sum of <c, y> for the network's output y [M, ...]: its gradient descends against the rewards'.
+
+    With a reference's output there [M, ...] plus share * pull(mean_d (y - reference)^2 [M], sigma [M]).
+    """
     c = batch.coefficient
-    loss = summed(-(c * output.float()).flatten(1).sum(dim=1), batch.metrics)
-    return replace(loss, per_step={"reward_gradient/coefficient": c.square().flatten(1).sum(dim=1).sqrt()})
+    each, metrics = -(c * output.float()).flatten(1).sum(dim=1), dict(batch.metrics)
+    if reference is not None and pull is not None:
+        kl = metrics["policy/kl_reference"] = mean_square(output, reference)
+        each = each + share * pull(kl, batch.step.sigma)
+    per_step = {"reward_gradient/coefficient": c.square().flatten(1).sum(dim=1).sqrt()}
+    return replace(summed(each, metrics), per_step=per_step)

@@ -101,6 +101,8 @@ class Guarding:
                     f"them are the guard's: it needs {LEAST}",
                     remedies=[Remedy({"guard.mode": "off"})],
                 )
+            if self.session.resolved.training.climbs:
+                log.warning("no guard watches this run: evaluations have %d prompts, and it needs %d", count, LEAST)
             return None, True
         cards = [entry.reward.card for entry in scorers.watched.distinct]
         lower = {name for card in cards for name in card.lower}

@@ -28,6 +28,7 @@ from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
 from flowrl.core.types import Condition
 from flowrl.credit.advantages import Advantages
+from flowrl.display.console import log
 from flowrl.display.display import Progress
 from flowrl.display.phases import phase
 from flowrl.evaluation.evaluation_tree import EvalTree
@@ -219,6 +220,9 @@ class Session:
         row |= {f"time/{name}_s": round(value, 4) for name, value in self._timer.seconds.items()}
         row |= self._gauges.row(self._timer.seconds, lambda: self.row_flop(rollout.cond))
         self.iteration, self.remembered, self.between_updates = self._under_way, self._memory(), True
+        climb = self.parts.learner.context.climb
+        if climb is not None and (warning := climb.warning(row)):
+            log.warning("%s", warning)
         return row
 
     def step(self, iteration: int) -> dict[str, Any]:

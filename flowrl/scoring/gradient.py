@@ -6,7 +6,7 @@ Rewards on latents are differentiated as they are; where there is no other, noth
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,9 @@ from flowrl.scoring.one_call import score_once
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.surroundings import Batch, Conduct, Latents
 from flowrl.scoring.weighted import WeightedReward
+
+_FREE = 32
+"""Iterations without an effect of the hinge after which that is said."""
 
 
 class Slope(NamedTuple):
@@ -56,6 +59,8 @@ class RewardGradient:
         climbed = {id(entry.reward): entry for entry in self.counted}
         self.climbed = list(climbed.values())
         self.gates = [e for e in scorer.distinct if id(e.reward) not in climbed and gates & {*e.reward.card.outputs}]
+        self.flat_in_a_row = self.free_in_a_row = 0
+        """Iterations in a row in which no sample had a gradient; in which all had one."""
 
     def __call__(self, x0: Tensor, cond: Condition, rows: Tensor, prompts: Sequence[Prompt]) -> Slope:
         """Value and gradient at clean latents [M, ...], whose rows in `cond` are `rows` [M].
@@ -97,6 +102,25 @@ class RewardGradient:
         images = decoded(self.adapter, x, cond, rows, graph=True) if seen else x.new_zeros(len(x), 0)
         texts, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
         return Batch(images, texts, metadata, Latents(x, cond, rows))
+
+    def warning(self, row: Mapping[str, float]) -> str | None:
+        """A warning of a row of metrics: nothing is climbed, at the first, second, fourth, eighth ... iteration in a
+        row; or the hinge has ended nothing, at the 32nd."""
+        flat, hinge = row.get("reward_gradient/flat_share"), self.hinge
+        self.flat_in_a_row = (self.flat_in_a_row + 1) * (flat == 1)
+        self.free_in_a_row = (self.free_in_a_row + 1) * (flat == 0)
+        count, value = self.flat_in_a_row, row.get("reward_gradient/value", 0.0)
+        if hinge is not None and self.free_in_a_row == _FREE:
+            return (
+                f"algorithm.hinge={hinge:g} has ended no gradient in {_FREE} iterations: the reward is {value:.3g} now"
+            )
+        if not count or count & (count - 1):
+            return None
+        why = "the rewards' clip, saturated pixels or failures end it"
+        if hinge is not None and value >= hinge:
+            why = f"the reward, {value:.3g} on average, is above algorithm.hinge={hinge:g}; raise that, or end the run"
+        times = "this iteration" if count == 1 else f"{count} iterations in a row"
+        return f"no sample had a gradient in {times}, so that nothing is learned: {why}"
 
     def probe(self, cond: Condition, prompt: Prompt, device: torch.device) -> None:
         """Show on one sample of noise that each reward's gradient reaches the latents; `cond` has one row.

@@ -461,6 +461,27 @@ def test_a_reward_that_takes_videos_for_another_frame_rate_is_noted():
     assert check_model(resolved, model_with(num_frames=1, fps=16.0)) == []
 
 
+UNWATCHED = {
+    "eval.rewards=[] guard.mode=null": "add a reward that is not trained on to eval.rewards (",
+    "eval.every=0 guard.mode=null": "add eval.every=20 (",
+    "guard.mode=off": "add guard.mode=rollback (",
+    "eval.rewards=[] eval.every=0 guard.mode=off": "to eval.rewards, eval.every=20, guard.mode=rollback (",
+}
+
+
+@pytest.mark.parametrize("method", ["draft", "refl", "drtune"])
+@pytest.mark.parametrize("words", UNWATCHED)
+def test_a_climb_that_nothing_watches_is_noted_with_what_to_add(method, words):
+    """A guard that is asked for (rollback) and has nothing to watch is refused; the note is of the others."""
+    recipe = ROOT / "configs" / "lab" / f"{method}.yaml"
+    resolved = resolve(load_config(recipe, words.split()))
+    for adapter in (ModelAdapter(), None):
+        (note,) = check_model(resolved, adapter)
+        assert f"whose gradient {method} climbs" in note
+        assert UNWATCHED[words] in note
+    assert check_model(resolve(load_config(recipe)), ModelAdapter()) == []
+
+
 def test_the_rate_that_a_warm_up_ends_at_is_the_one_of_the_last_update(read):
     words = ("optim.warmup_updates=8", "iterations=2", "optim.updates_per_iteration=2", "optim.learning_rate=1e-4")
     assert "ends at 5e-05" in check_model(resolve(read(*words)), ModelAdapter())[0]

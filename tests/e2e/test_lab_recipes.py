@@ -23,6 +23,7 @@ SMALL = (
     "eval.samples_per_prompt=1",
     "eval.batch_size=2",
     "eval.every=0",
+    "guard.mode=off",
     "eval.save_images=0",
 )
 

@@ -11,6 +11,8 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     [0.0, 0.25, 0.5, 0.75, 1.0]
     >>> nice_ticks(3.0, 3.0)
     [2.0, 3.0, 4.0]
+    >>> nice_ticks(4e-4, 4.000000000000001e-4)
+    [0.0003, 0.0004, 0.0005]
     >>> nice_ticks(1.5, 1.5)
     [0.0, 1.0, 2.0, 3.0]
     >>> nice_ticks(0.0, 0.0)
@@ -19,8 +21,8 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     if low == high == 0:
         # A count, share or time that never left 0: nothing below it.
         return [0.0, 1.0]
-    if high <= low:
-        # Round ticks on both sides of a constant curve of any size.
+    if high - low <= 1e-9 * abs(low):
+        # Round ticks on both sides of a constant curve of any size, whose last digits smoothing moves.
         pad = 10.0 ** math.floor(math.log10(abs(low)))
         return nice_ticks(low - pad, low + pad, 2)
     raw = (high - low) / count
