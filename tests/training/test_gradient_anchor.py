@@ -1,4 +1,4 @@
-"""The pull to the untouched network of methods on the gradient of rewards, on tiny-sd3: loss, count, both kinds of weights."""
+"""The pull to the untouched network, of methods on the gradient of rewards: loss, count, both kinds of weights."""
 
 import pytest
 import torch
