@@ -1,13 +1,12 @@
 """The interface of a training method: its data, its plan, its advantage rule, its loss. The trainer does the rest.
 
-A new method is a file with a `Config`, made of the classes of `_options.py`, and a `build(config)` that gives one of
+A new method writes its plan, its credit rule and its loss; everything else has a default. Its file has a `Config`, made
+of the classes of `_options.py`, and a `build(config)` that gives one of
 
     EdgeMethod     trains on the stochastic steps of a rollout and their log-probs
     SampleMethod   trains on finished samples, drawn or given as pairs and labels, that are noised again
     GradientMethod trains on the gradient of differentiable rewards along a rollout
     NoiseMethod    trains the distribution of the initial noise
-
-and writes its plan, its credit rule and its loss. Everything else has a default.
 """
 
 import sys
@@ -334,9 +333,8 @@ class SampleMethod(Method[C]):
             weights.follow(role, lag.decay(updates))
         if self.refresh is not None:
             role, every = self.refresh
-            due = updates // every
-            if due > self.refreshes:
-                self.refreshes = due
+            if updates // every > self.refreshes:
+                self.refreshes = updates // every
                 weights.follow(role, 0.0)
 
 
