@@ -51,8 +51,7 @@ def reward_entries(rewards: Iterable[str], options: Iterable[str], *, prefixes: 
         options: `key=value` of the only reward, or `NAME.key=value`, NAME being the prefix where there is one.
         prefixes: whether a reward may have a prefix.
 
-    Raises:
-        ConfigError: two rewards of one name, or an option that does not name its reward.
+    Raises ConfigError: two rewards of one name, or an option that does not name its reward.
     """
     result: dict[str, dict[str, Any]] = {}
     for word in rewards:

@@ -82,9 +82,8 @@ def matched(
         where: the option and its value, for messages.
         held: the prompts that the files hold, "" for one without; empty: none does.
 
-    Raises:
-        ConfigError: a key names some of the files only, two keys or records contradict each other, or the files could
-            go by place in more than one way.
+    Raises ConfigError: a key names some of the files only, two keys or records contradict each other, or the files
+    could go by place in more than one way.
     """
     files = _Files(names, held)
     keys = _keys(files, records)

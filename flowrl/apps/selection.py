@@ -69,8 +69,7 @@ def best_of(
         prompts: all are checked.
         drawn: what --count says.
 
-    Raises:
-        ConfigError: options that do not go together, or a reward that cannot choose; with the reason.
+    Raises ConfigError: options that do not go together, or a reward that cannot choose; with the reason.
     """
     own = [name for name, value in (("--keep", keep), ("--reward", reward)) if value is not None]
     if count is None and own:

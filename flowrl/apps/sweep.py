@@ -64,8 +64,7 @@ def _plain(cell: Cell) -> dict[str, Any]:
 def cells(recipes: Sequence[str], methods: Sequence[str], seeds: Sequence[int], words: Sequence[str]) -> list[Cell]:
     """The cells in their order: recipe by recipe, method by method, seed by seed. All are validated.
 
-    Raises:
-        ConfigError: a fault in a configuration, an option that the sweep sets, or two runs of one name.
+    Raises ConfigError: a fault in a configuration, an option that the sweep sets, or two runs of one name.
     """
     from flowrl.config.extends import load_layers
     from flowrl.config.load import load_config, resolve
@@ -111,8 +110,7 @@ def _refuse_set(words: Sequence[str], methods: Sequence[str]) -> None:
 def recorded(folder: Path, asked: Sequence[Cell]) -> list[Cell]:
     """The asked cells with the recorded status; cells may be added to a sweep.
 
-    Raises:
-        ConfigError: the folder is another sweep's, or holds something else; the record is damaged.
+    Raises ConfigError: the folder is another sweep's, or holds something else; the record is damaged.
     """
     file = folder / FILE
     if not file.is_file():

@@ -38,8 +38,7 @@ class Look:
 def look(source: str, words: Sequence[str]) -> bool:
     """Print what the set holds; True if a training would take it: one on pairs, or on winners if there are no pairs.
 
-    Raises:
-        ConfigError: no such set or column, or nothing in it can be used.
+    Raises ConfigError: no such set or column, or nothing in it can be used.
     """
     from flowrl.core.strict import overridden, validate
     from flowrl.data.options import PreferenceOptions

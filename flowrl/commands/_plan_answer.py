@@ -76,8 +76,7 @@ def hours(seconds: float, iterations: int) -> str:
 def measured(resolved: Resolved) -> str:
     """The time of the second of two iterations on this machine, without a run folder; the first one warms up.
 
-    Raises:
-        ConfigError, ModelError, RewardError: as of `flowrl train`.
+    Raises ConfigError, ModelError, RewardError: as of `flowrl train`.
     """
     from flowrl.run.session import Session
 

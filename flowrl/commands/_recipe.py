@@ -70,8 +70,7 @@ def _tiny(tree: dict[str, Any]) -> bool:
 class Draft:
     """A recipe that will lie in `folder`, planned; its text is `str`.
 
-    Raises:
-        ConfigError: a reward, model, prompts or pairs that cannot be used, or a memory or time that nothing fits.
+    Raises ConfigError: a reward, model, prompts or pairs that cannot be used, or a memory or time that nothing fits.
     """
 
     def __init__(self, name: str, known: Known, folder: Path) -> None:

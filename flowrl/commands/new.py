@@ -32,8 +32,7 @@ def command(
 def write(kind: str, name: str, folder: Path, *, short: bool = False, known: Sequence[Any] = ()) -> str:
     """Write the file; the commands that try it. `short`: a reward as one function; `known`: of a config, `Known`.
 
-    Raises:
-        ConfigError: a bad name, there is such a file, no short one of this kind, or a recipe that cannot be.
+    Raises ConfigError: a bad name, there is such a file, no short one of this kind, or a recipe that cannot be.
     """
     import json
     import re

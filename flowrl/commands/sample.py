@@ -239,8 +239,7 @@ def _distributions(noise: LearnedNoise, records: list[Prompt]) -> Gaussians:
 def _records(words: list[str], images: list[Path]) -> list[Prompt]:
     """Prompts of the command line with their images, each of which was opened.
 
-    Raises:
-        ConfigError: a file or an image that cannot be read, or images from --image and from a file at once.
+    Raises ConfigError: a file or an image that cannot be read, or images from --image and from a file at once.
     """
     from flowrl.core.errors import ConfigError, Remedy
     from flowrl.data.prompt_files import TEXTS, named_as_file

@@ -165,8 +165,7 @@ def _name_left_out(files: Sequence[Path], others: Sequence[Path]) -> None:
 def _with_rate(file: Path, prompt: str, record: dict) -> _Sample:
     """A sample with the frame rate of its video in its record, for rewards that count in seconds; a given one stays.
 
-    Raises:
-        ConfigError: a file that needs the extra `video`, which is not installed.
+    Raises ConfigError: a file that needs the extra `video`, which is not installed.
     """
     from flowrl.core.errors import ConfigError
     from flowrl.media import media

@@ -100,8 +100,7 @@ def _require_extra() -> None:
 def _token(host: str, file: Path | None, variable: str | None) -> str | None:
     """The bearer token; never from the command line, which every user of the machine can read.
 
-    Raises:
-        ConfigError: there is none where one was named, or where the server can be reached from other machines.
+    Raises ConfigError: there is none where one was named, or where the server can be reached from other machines.
     """
     import ipaddress
     import os

@@ -14,8 +14,7 @@ from flowrl.core.assets import table
 def with_texts(command: Callable[..., None], name: str) -> Callable[..., None]:
     """A command with the texts of its parameters in options.yaml; one that is not there has them in its annotations.
 
-    Raises:
-        ValueError: a parameter without a text, or a text without a parameter.
+    Raises ValueError: a parameter without a text, or a text without a parameter.
     """
     texts = _texts().get(name)
     if texts is not None:

@@ -56,10 +56,9 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
         Notes about a method that nothing watches, about an average or a learning rate that the run never gets to, about
         rewards that play videos at another rate than the model, and about a checkpoint distilled to few steps.
 
-    Raises:
-        ConfigError: videos that cannot be saved as asked, a KL divisor that does not fit the process, a guidance scale
-            without an effect, one that a distilled checkpoint does not take, or a branch of guidance without gradient
-            where updates have none.
+    Raises ConfigError: videos that cannot be saved as asked, a KL divisor that does not fit the process, a guidance
+    scale without an effect, one that a distilled checkpoint does not take, or a branch of guidance without gradient
+    where updates have none.
     """
     notes = unwatched(resolved)
     if adapter is None:
@@ -178,8 +177,7 @@ def check_trained(resolved: Resolved, plan: StepPlan, adapter: ModelAdapter) -> 
     """Check the steps of an iteration, which the model's grid decides: the number of trained ones, and those of a model
     that is distilled on its own.
 
-    Raises:
-        ConfigError: with the key that does not fit it.
+    Raises ConfigError: with the key that does not fit it.
     """
     few_steps.check_plan(resolved, plan, adapter)
     with checking(resolved.algorithm.name):

@@ -53,8 +53,7 @@ def component(kind: str, options: Options, where: str, default: str | None = Non
 
     `path` is the file of a sampler or a method, and an option of a model.
 
-    Raises:
-        ConfigError: an unknown name, a file that cannot be used, or a bad option.
+    Raises ConfigError: an unknown name, a file that cannot be used, or a bad option.
     """
     rest, own = dict(options), kind in registry.BASES
     name, path = rest.pop("name", None), rest.pop("path", None) if own else None

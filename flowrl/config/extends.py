@@ -43,8 +43,7 @@ class Layers:
         Args:
             overrides: words of the command line; the keys that they set are in no file.
 
-        Raises:
-            ConfigError: with those files.
+        Raises ConfigError: with those files.
         """
         try:
             yield
@@ -67,8 +66,7 @@ class Layers:
 def load_layers(path: str | Path) -> Layers:
     """A configuration by file, recipe's name or run folder, merged with what it extends.
 
-    Raises:
-        ConfigError: `extends` of a wrong type, of a missing file, or in a circle; with the chain.
+    Raises ConfigError: `extends` of a wrong type, of a missing file, or in a circle; with the chain.
     """
     file = find_config(path)
     own = strict.load_tree(path)
@@ -101,8 +99,7 @@ def chain(file: Path, read: Callable[[Path], Options], own: Options | None = Non
         read: plain data of a file.
         own: plain data of the first file; None: as `read` gives it.
 
-    Raises:
-        ConfigError: `extends` of a wrong type, of a missing file, or in a circle.
+    Raises ConfigError: `extends` of a wrong type, of a missing file, or in a circle.
     """
     files, tree = [file], read(file) if own is None else own
     while KEY in tree:

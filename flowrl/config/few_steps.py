@@ -32,8 +32,7 @@ def check(resolved: Resolved, adapter: ModelAdapter, scales: list[tuple[str, flo
     Returns:
         Notes about the model.
 
-    Raises:
-        ConfigError: with the key, the value and the remedy.
+    Raises ConfigError: with the key, the value and the remedy.
     """
     known, run = adapter.distilled, resolved.run
     if known is None:

@@ -51,8 +51,7 @@ def located(cls: type, tree: Options, origin: Origin, where: str = "") -> Option
 
     Values of a wrong type stay, for the dataclass to refuse.
 
-    Raises:
-        ConfigError: an environment variable that is not set, or a path that exists from the working directory alone.
+    Raises ConfigError: an environment variable that is not set, or a path that exists from the working directory alone.
     """
     hints, nested, result = typing.get_type_hints(cls, include_extras=True), field_types(cls), dict(tree)
     for key in tree.keys() & nested.keys():

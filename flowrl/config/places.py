@@ -21,8 +21,7 @@ def placed(tree: Options, make: Callable[[], _Made]) -> _Made:
         tree: plain data of the configuration, for the names of its components.
         make: validates the configuration or a component of it.
 
-    Raises:
-        UnknownKey: with those places.
+    Raises UnknownKey: with those places.
     """
     try:
         return make()

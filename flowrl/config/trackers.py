@@ -79,8 +79,7 @@ class Entry:
 def entries(trackers: Sequence[Any]) -> list[Entry]:
     """The entries of the key `trackers`, each a name or a mapping with `name` and options.
 
-    Raises:
-        ValueError: not such an entry, a name that accelerate does not know, or two entries of one name.
+    Raises ValueError: not such an entry, a name that accelerate does not know, or two entries of one name.
     """
     result: list[Entry] = []
     for number, given in enumerate(trackers):

@@ -60,8 +60,7 @@ def watched_outputs(trained: Sequence[Scored], evaluated: Sequence[Scored]) -> l
 def require_watched(guard: GuardConfig, trained: Sequence[Scored], evaluated: Sequence[Scored]) -> None:
     """Refuse a guard without a metric to watch, as far as the outputs are known.
 
-    Raises:
-        ConfigError: the metric is trained on, or is not scored; or there is none.
+    Raises ConfigError: the metric is trained on, or is not scored; or there is none.
     """
     if not guard.asked:
         return

@@ -26,8 +26,7 @@ class LatentTrial:
         judge: as `build(config)` returns it.
         cond: of two prompts, from the model whose latents it judges; None: from tiny-sd3.
 
-    Raises:
-        ConfigError: there are no conditions, and the judge is of another model than tiny-sd3.
+    Raises ConfigError: there are no conditions, and the judge is of another model than tiny-sd3.
     """
 
     def __init__(self, name: str, judge: LatentReward, cond: Condition | None = None) -> None:

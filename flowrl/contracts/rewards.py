@@ -80,8 +80,7 @@ class RewardTrial:
     def scores(self, batch: Batch, remedy: str = _SCORE_WHAT_CAN_BE) -> dict[str, Tensor]:
         """Scores of a batch that every reward must be able to score; `remedy` is for what it raises.
 
-        Raises:
-            Broken: the reward raises, or its scores are not those that its card declares.
+        Raises Broken: the reward raises, or its scores are not those that its card declares.
         """
         try:
             return self.unguarded(batch)

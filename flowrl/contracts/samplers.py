@@ -263,8 +263,7 @@ def all_steps(path: str) -> Step:
 def accepted(each: OnPath, steps: Step) -> Iterator[tuple[Step, StepDistribution]]:
     """The steps that are taken, in as few calls as the refusals allow; a refusal says at which sigma_next.
 
-    Raises:
-        Broken: more are refused than may be, or one is without a reason.
+    Raises Broken: more are refused than may be, or one is without a reason.
     """
     (x, raw), waiting, refused = inputs(1), [steps], 0
     while waiting:

@@ -30,8 +30,7 @@ class SuiteTrial:
         prompts: as `--prompts` takes them; None for a suite that makes or ships its own.
         outputs: scores with the ends of their range, such as an official evaluator's; None: those of its own judge.
 
-    Raises:
-        ConfigError: the suite reads its prompts, and none are given.
+    Raises ConfigError: the suite reads its prompts, and none are given.
     """
 
     def __init__(

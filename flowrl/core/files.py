@@ -23,8 +23,7 @@ def writing(what: str | Path, safe: str = "what was written before it is safe") 
         what: file or folder.
         safe: sentence about what is not lost.
 
-    Raises:
-        WriteError: with the name, the reason, and how to go on.
+    Raises WriteError: with the name, the reason, and how to go on.
     """
     try:
         yield
@@ -52,8 +51,7 @@ def out_folder(path: Path, file: str = "", option: str = "--out") -> Path:
         file: name of the file that the command writes there, if it is one.
         option: option that names the folder, for messages.
 
-    Raises:
-        ConfigError: it is a file, is named like one, or cannot be written.
+    Raises ConfigError: it is a file, is named like one, or cannot be written.
     """
     holds = f", in which it writes {file}" if file else ""
     if path.exists() and not path.is_dir():
@@ -153,8 +151,7 @@ def evaluation_remedy(file: Path) -> str:
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], bool]:
     """(rows of `metrics.jsonl`, whether a last line that a killed run left incomplete was skipped).
 
-    Raises:
-        ConfigError: another line is not a JSON object with an iteration.
+    Raises ConfigError: another line is not a JSON object with an iteration.
     """
     if not file.is_file():
         return [], False
@@ -202,8 +199,7 @@ def fsync_all(folder: Path) -> None:
 def write_atomically(file: Path, text: str) -> None:
     """Write a small text file; even after a power cut it is the old or the new one, never a part.
 
-    Raises:
-        WriteError: the disk is full or not writable; the old file remains.
+    Raises WriteError: the disk is full or not writable; the old file remains.
     """
     temporary = file.with_name(f".{file.name}.tmp")
     with writing(file):

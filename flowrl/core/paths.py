@@ -78,8 +78,7 @@ def refuse_lost(config: object, where: str) -> None:
         config: a dataclass with marked options.
         where: its place in the configuration.
 
-    Raises:
-        ConfigError: `lost_in` a folder.
+    Raises ConfigError: `lost_in` a folder.
     """
     for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)

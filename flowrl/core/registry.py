@@ -138,8 +138,7 @@ def collision(kind: str, name: str) -> str | None:
 def require_known(kind: str, name: str) -> None:
     """Refuse a name that is no component's, a dotted path or a `.py` file; nothing is imported.
 
-    Raises:
-        UnknownName: with the nearest name, and all of them.
+    Raises UnknownName: with the nearest name, and all of them.
     """
     if name in names(kind) or name.endswith(".py") or "." in name or name in plugins(kind):
         return
@@ -150,8 +149,7 @@ def require_known(kind: str, name: str) -> None:
 def load(kind: str, name: str) -> ModuleType:
     """The module of a component by a built-in name, that of an installed package, a dotted path or a `.py` file.
 
-    Raises:
-        UnknownName: there is no such component, or two packages use the name.
+    Raises UnknownName: there is no such component, or two packages use the name.
     """
     if name in names(kind):
         return importlib.import_module(f"{FOLDERS[kind]}.{name}")
@@ -209,8 +207,7 @@ def completed(module: ModuleType, kind: str, name: str) -> ModuleType:
 
     Config is that of the class's file, else of the nearest class that it extends.
 
-    Raises:
-        UnknownName: no class, or several.
+    Raises UnknownName: no class, or several.
     """
     defined = vars(module)
     if kind not in BASES or "build" in defined:

@@ -46,8 +46,7 @@ class _Loader(yaml.SafeLoader):
 def parse_yaml(text: str, source: str) -> Any:
     """The plain data of a YAML text; `source` is for messages.
 
-    Raises:
-        ConfigError: not YAML, or a key twice in a mapping, of which one value would be lost in silence.
+    Raises ConfigError: not YAML, or a key twice in a mapping, of which one value would be lost in silence.
     """
     try:
         loader = _Loader(text)  # refuses NUL and other control characters too
@@ -163,8 +162,7 @@ def require_positive(options: Mapping[str, Any], *names: str) -> None:
         options: name -> value, as of `vars(config)`.
         names: those that are looked at.
 
-    Raises:
-        ValueError: with the option's name.
+    Raises ValueError: with the option's name.
     """
     for name in names:
         if options[name] is not None and not options[name] > 0:

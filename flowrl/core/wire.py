@@ -59,8 +59,7 @@ def write_image(image: WireImage) -> dict[str, Any]:
 def read_image(record: Any, where: str) -> WireImage:
     """An image from plain data; its size comes from the header, and nothing is decoded.
 
-    Raises:
-        WireError: an unknown format, broken base64, or a shape that is not that of the data.
+    Raises WireError: an unknown format, broken base64, or a shape that is not that of the data.
     """
     if not is_mapping(record) or not {"format", "data"} <= set(record) <= {"format", "shape", "data"}:
         raise WireError(f"{where}: must be an object with format, data and shape")

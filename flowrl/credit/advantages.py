@@ -152,8 +152,7 @@ def advantages(
         config: the rule.
         past: of the rule `batch`: the rewards [n] that each prompt is compared with; None: those of the iteration.
 
-    Raises:
-        ValueError: rewards that do not fit the configuration, naming the key.
+    Raises ValueError: rewards that do not fit the configuration, naming the key.
     """
     return _clipped(_compared(rewards, weights, config, past), config)
 

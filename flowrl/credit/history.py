@@ -51,8 +51,7 @@ class RewardHistory:
             For each slot the prompt's rewards [n] float64, this iteration's among them, or None where there are fewer
             than `min_count`. Slots of one prompt share them.
 
-        Raises:
-            ValueError: there is not one prompt for each row.
+        Raises ValueError: there is not one prompt for each row.
         """
         if len(prompts) != len(total):
             raise ValueError(f"advantages.history must know the prompts of {len(total)} groups, and got {len(prompts)}")

@@ -263,8 +263,7 @@ def extremes(total: Tensor, tree: Branching, keep: int) -> Tensor:
 
     Equal leaves are taken in their order, so that best and worst are never the same ones.
 
-    Raises:
-        ValueError: a tree has fewer leaves than that.
+    Raises ValueError: a tree has fewer leaves than that.
     """
     if not 1 <= 2 * keep <= tree.leaves:
         raise ValueError(f"{keep} best and {keep} worst leaves do not fit a tree of {tree.leaves}")

@@ -142,8 +142,7 @@ def require_same(run: Path, record: Record, now: Sequence[Input], *, accept: boo
 def require_unedited(run: Path, now: Sequence[Input], *, accept: bool) -> None:
     """Refuse files that were edited since the run; files that a command names in their place are not compared.
 
-    Raises:
-        ConfigError: one was edited, and `accept` is false.
+    Raises ConfigError: one was edited, and `accept` is false.
     """
     record = read(run)
     if record is None:

@@ -100,8 +100,7 @@ class Given:
         seed: seed of the order.
         num_frames: frames of the model's videos; 1: images.
 
-    Raises:
-        ConfigError: a set that cannot be used.
+    Raises ConfigError: a set that cannot be used.
     """
 
     def __init__(self, options: PairsConfig, algorithm: Any, seed: int, num_frames: int = 1) -> None:
@@ -166,8 +165,7 @@ class Given:
 
         Draws from a set at its limit exceed p n every other time, and this bound about once in 30,000 times.
 
-        Raises:
-            TooManyLost: the bound is exceeded.
+        Raises TooManyLost: the bound is exceeded.
         """
         self.lost, self.asked = self.lost + lost, self.asked + count
         share = self.options.records.max_broken
@@ -218,8 +216,7 @@ def latents_of(
         look: crop, mirror and the VAE's draw; None: the middle, not mirrored, at the posterior's mean.
         stop: whether to stop, called before every batch.
 
-    Raises:
-        Abandoned: `stop` returned true.
+    Raises Abandoned: `stop` returned true.
     """
     x0, rewards = torch.zeros(len(ids), *adapter.latent_shape()), torch.full((len(ids),), torch.nan)
     texts: dict[int, str] = {}

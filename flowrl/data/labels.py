@@ -66,8 +66,7 @@ def labelled(pairs: PreferenceSet, mixed: Mixed = "positive") -> LabelledSet:
         pairs: the set; winners without a loser are positive.
         mixed: label of images that both won and lost; "positive" is the published `gt_label_wi_l`.
 
-    Raises:
-        ConfigError: one of the two classes is empty.
+    Raises ConfigError: one of the two classes is empty.
     """
     first: dict[bytes, int] = {}
     fate: dict[bytes, int] = {}

@@ -65,8 +65,7 @@ class StoredImage:
             count: neighbouring frames that are taken of it; None: all.
             place: of those in the video, in [0, 1]; 0.5 is the middle.
 
-        Raises:
-            Unreadable: it is missing, broken, or shorter.
+        Raises Unreadable: it is missing, broken, or shorter.
         """
         return self._read(lambda: part_of(frames_of(self._file()), count, place))
 

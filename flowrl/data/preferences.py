@@ -51,8 +51,7 @@ def load_preferences(
         graded: whether records without a margin are skipped, and ties are pairs of margin 0.
         videos: the frames that videos must have; None: a set of images.
 
-    Raises:
-        ConfigError: no such source or column, no usable record, too many broken, a package that is not installed.
+    Raises ConfigError: no such source or column, no usable record, too many broken, a package that is not installed.
     """
     where = f"{key}={source!r}"
     images = (options.chosen, options.rejected, options.first, options.second)

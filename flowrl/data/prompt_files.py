@@ -52,8 +52,7 @@ def read_records(file: Path, where: str, *texts: str) -> Records:
         texts: columns that may hold the text, the likeliest first; a plain string becomes a record with the first of
             them alone. Rows of a table have one of them, records of JSON and of a parquet may lack them all.
 
-    Raises:
-        ConfigError: a suffix that is not among FORMS, or contents that do not fit it.
+    Raises ConfigError: a suffix that is not among FORMS, or contents that do not fit it.
     """
     reader = _READERS.get(file.suffix.lower())
     if reader is None:

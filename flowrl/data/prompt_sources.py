@@ -59,9 +59,8 @@ def load_prompts(source: str, key: str, columns: Columns = Columns(), most: int 
         columns: keys of records; a .txt has none.
         most: number of prompts to read, the first ones; None: all.
 
-    Raises:
-        ConfigError: no such file, split or column, an unknown suffix, an empty set, a broken record, an image that is
-            missing or unreadable, a package that is not installed.
+    Raises ConfigError: no such file, split or column, an unknown suffix, an empty set, a broken record, an image that
+    is missing or unreadable, a package that is not installed.
     """
     where = f"{key}={source!r}"
     if source.startswith("shapes:"):
@@ -131,8 +130,7 @@ def open_data_set(path: str, split: str | None, subset: str | None, where: str, 
         where: key and value of the option, for messages.
         key: the option that sets the subset, for messages.
 
-    Raises:
-        ConfigError: a package that is not installed, no such set or split, or one that cannot be loaded.
+    Raises ConfigError: a package that is not installed, no such set or split, or one that cannot be loaded.
     """
     try:
         import datasets

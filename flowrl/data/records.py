@@ -79,8 +79,7 @@ def find_records(source: str, images: Sequence[str], subset: str | None, where: 
         subset: subset of a data set that has several.
         where: key and value of the option, for messages.
 
-    Raises:
-        ConfigError: there is no such source, it cannot be read, or a package is not installed.
+    Raises ConfigError: there is no such source, it cannot be read, or a package is not installed.
     """
     if source.startswith("hf:"):
         path, split = split_of(source.removeprefix("hf:"))

@@ -42,8 +42,7 @@ def text_folder(data: DataConfig, output: str, size: int | None, *, images: bool
         size: bytes of the embeddings of all prompts; None: not known, since the adapter has no pipeline.
         images: some prompts have images. Their embeddings depend on what the adapter has seen before.
 
-    Raises:
-        ConfigError: `data.text_cache` is a folder, and these embeddings cannot be kept.
+    Raises ConfigError: `data.text_cache` is a folder, and these embeddings cannot be kept.
     """
     chosen = data.text_cache
     if chosen == "memory" or not data.caches_text:
@@ -99,8 +98,7 @@ class TextFiles:
     def make(self, numbers: Iterable[int]) -> int:
         """Encode the batches of these numbers whose files are missing or damaged; the number of those.
 
-        Raises:
-            WriteError: the disk is full or not writable.
+        Raises WriteError: the disk is full or not writable.
         """
         made = 0
         for number in numbers:

@@ -26,9 +26,8 @@ def flash_schedule(schedule: Schedule, last: int, ratio: float, shift: float) ->
         ratio: share of the nodes after it that are kept, in (0, 1].
         shift: resolution shift of the grid.
 
-    Raises:
-        ValueError: no step is left after `last`, the grid does not end at 0, has another shift, or timesteps other than
-            1000 sigma.
+    Raises ValueError: no step is left after `last`, the grid does not end at 0, has another shift, or timesteps other
+    than 1000 sigma.
     """
     num_steps, sigmas = len(schedule), schedule.sigmas
     if not 0 <= last <= num_steps - 2:

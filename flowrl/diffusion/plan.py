@@ -183,8 +183,7 @@ def solver_plan(schedule: Schedule, solver: SolverName = "ode", noise_level: flo
         solver: of every step.
         noise_level: of a stochastic solver.
 
-    Raises:
-        ValueError: the solver cannot walk this grid.
+    Raises ValueError: the solver cannot walk this grid.
     """
     how = SOLVERS[solver]
     grid = how.grid(schedule)
@@ -194,8 +193,7 @@ def solver_plan(schedule: Schedule, solver: SolverName = "ode", noise_level: flo
 def window(schedule: Schedule, noise_level: float, steps: Sequence[int] | None = None) -> StepPlan:
     """Stochastic and trained at `steps`, deterministic elsewhere; None: every step but the last.
 
-    Raises:
-        ValueError: the window is empty, leaves the grid, or holds the last step; noise_level is 0.
+    Raises ValueError: the window is empty, leaves the grid, or holds the last step; noise_level is 0.
     """
     chosen = tuple(range(len(schedule) - 1)) if steps is None else tuple(steps)
     if not chosen:

@@ -31,8 +31,7 @@ def sa_schedule(schedule: Schedule) -> Schedule:
 
     sigma_0 becomes 0.999 at most, the last sigma above 0 half of the one before it.
 
-    Raises:
-        ValueError: the grid has fewer than 3 steps, does not end at 0, or is known at its own nodes only.
+    Raises ValueError: the grid has fewer than 3 steps, does not end at 0, or is known at its own nodes only.
     """
     if len(schedule) < 3 or float(schedule.sigmas[-1]) != 0:
         raise OptionError(

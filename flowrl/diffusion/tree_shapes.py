@@ -128,8 +128,7 @@ class Branching:
 def splits(num_steps: int, factors: Mapping[int, int], noisy: Iterable[int]) -> Branching:
     """Every node of step k has `factors[k]` children (1 where it is not named); the steps `noisy` are transitions.
 
-    Raises:
-        ValueError: a step that is not there, a factor below 1, or a split without noise.
+    Raises ValueError: a step that is not there, a factor below 1, or a split without noise.
     """
     wrong = [k for k in factors if not 0 <= k < num_steps]
     if wrong:
@@ -155,8 +154,7 @@ def offshoots(
     A child's step spans `merge` places, and from there it goes on deterministically once for each stride, in steps of
     so many places; the last of them ends with the grid. Leaves are counted by (step, child, stride).
 
-    Raises:
-        ValueError: steps that do not fit the grid, or two strides that would take the same steps.
+    Raises ValueError: steps that do not fit the grid, or two strides that would take the same steps.
     """
     steps = sorted(set(steps))
     if not steps or steps[0] < 0 or steps[-1] + merge > num_steps or min(children, merge, *strides) < 1:
@@ -197,8 +195,7 @@ def steps_to_differ(strides: Sequence[int]) -> int:
 def completions(num_steps: int, steps: Sequence[int]) -> Branching:
     """A trunk that is noisy at neighbouring `steps`, and after t of them the deterministic path to the end: leaf t.
 
-    Raises:
-        ValueError: steps that are not neighbours of the grid.
+    Raises ValueError: steps that are not neighbours of the grid.
     """
     steps = list(steps)
     if (

@@ -117,8 +117,7 @@ def last_end(table: Tensor, timesteps: Tensor, own: float | None) -> float:
 def vp_schedule(table: Tensor, timesteps: Tensor, end: float) -> Schedule:
     """The grid of a VP model: timesteps [K] are whole numbers, falling; `end` is alphas_cumprod after the last.
 
-    Raises:
-        ValueError: the last step would not move.
+    Raises ValueError: the last step would not move.
     """
     table, timesteps = table.detach().double().cpu(), timesteps.long().cpu()
     nodes = torch.cat([table[timesteps], torch.tensor([end], dtype=torch.float64)])

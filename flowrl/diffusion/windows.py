@@ -43,8 +43,7 @@ def subset(
 ) -> tuple[int, ...]:
     """`count` steps drawn from `steps` (None: all but the last), not necessarily neighbours, in rising order.
 
-    Raises:
-        ValueError: nothing is drawn, or more than there is; `steps` leaves the grid or holds the last step.
+    Raises ValueError: nothing is drawn, or more than there is; `steps` leaves the grid or holds the last step.
     """
     pool = tuple(range(num_steps - 1)) if steps is None else tuple(sorted(set(steps)))
     wrong = [k for k in pool if not 0 <= k < num_steps - 1]
@@ -62,8 +61,7 @@ def step_subsets(ids: Sequence[SampleId], trained: Sequence[int], fraction: floa
     Keyed by identity, so a sample keeps the same steps whichever rank trains it. Flattened, the mask is in
     the order of a rollout's edges.
 
-    Raises:
-        ValueError: `fraction` leaves a sample without a step, or is above 1.
+    Raises ValueError: `fraction` leaves a sample without a step, or is above 1.
     """
     kept = int(len(trained) * fraction) if 0 < fraction <= 1 else 0
     if kept < 1:

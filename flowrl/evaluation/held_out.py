@@ -91,8 +91,7 @@ def run_prompts(config: RunConfig, own: bool) -> RunPrompts:
 
     `own`: the method learns about its training prompts alone, and none are split off.
 
-    Raises:
-        ConfigError: as `load_prompts`.
+    Raises ConfigError: as `load_prompts`.
     """
     data = config.data
     columns = Columns(data.prompt_column, data.image_column, data.subset)
@@ -184,8 +183,7 @@ _DECIDES = ("prompts", "eval_prompts", "prompt_column", "image_column", "subset"
 def require_same_split(trained: RunConfig, now: RunConfig, prompts: RunPrompts) -> None:
     """Refuse to name the prompts of an evaluation held-out if the run folder's `trained` run may have used them.
 
-    Raises:
-        ConfigError: they are a share of `data.prompts`, and another one than training held out.
+    Raises ConfigError: they are a share of `data.prompts`, and another one than training held out.
     """
     if prompts.share is None:
         return

@@ -33,8 +33,7 @@ KEY, PLACE, MOST = "eval.preview_prompts", "previews", 64
 def preview_prompts(config: RunConfig) -> tuple[Prompt, ...]:
     """The preview prompts of a run, in their order.
 
-    Raises:
-        ConfigError: too many, an empty one, or one that is there twice; for a file as `load_prompts`.
+    Raises ConfigError: too many, an empty one, or one that is there twice; for a file as `load_prompts`.
     """
     given = config.eval.preview_prompts
     if isinstance(given, str):
@@ -62,8 +61,7 @@ def require_own(prompts: Sequence[Prompt], key: str) -> None:
 def require_fit(prompts: Sequence[Prompt], adapter: ModelAdapter, options: ModelConfig, key: str = KEY) -> None:
     """Refuse prompts that the model, of these options, cannot take: too long, or without the images that it needs.
 
-    Raises:
-        ConfigError: with the prompt and the remedy.
+    Raises ConfigError: with the prompt and the remedy.
     """
     if not prompts:
         return

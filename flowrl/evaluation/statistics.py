@@ -55,8 +55,7 @@ def win_rate(
         That of `paired.win_rate`, and the rule of its ties: `tie`; `margin`, the largest difference of a tie, in units
         of the score; `same`, the number of pairs whose images are equal in 8 bits, which are ties too.
 
-    Raises:
-        ValueError: other prompts or seeds.
+    Raises ValueError: other prompts or seeds.
     """
     before, after = _tables(base, tuned, metric)
     margin = paired.margin(before, after, tie)

@@ -291,8 +291,7 @@ def suite_of(name: str, module: ModuleType) -> Suite:
 def require_path(path: Path | None, name: str, facts: Facts, forms: str) -> Path:
     """The file or folder of prompts that the user gave.
 
-    Raises:
-        ConfigError: none was given, or there is none; says where to get it and in which forms it is read.
+    Raises ConfigError: none was given, or there is none; says where to get it and in which forms it is read.
     """
     if path is None:
         raise ConfigError(

@@ -374,8 +374,7 @@ def open_image(path: str | Path | IO[bytes]) -> Image:
 def plain(image: Image) -> Image:
     """The present frame in RGB of 8 bits, upright, on white where it is transparent.
 
-    Raises:
-        ValueError: grey of 32 bits or of floats, whose white is not known.
+    Raises ValueError: grey of 32 bits or of floats, whose white is not known.
     """
     import numpy as np
     from PIL import Image, ImageOps

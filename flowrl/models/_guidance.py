@@ -47,8 +47,7 @@ def guided(
         combine: (unconditional output, conditional output, s) -> output, each [B, ...].
         forwards: how the two branches are evaluated, and whether both carry gradient.
 
-    Raises:
-        ModelError: `unconditional` is None.
+    Raises ModelError: `unconditional` is None.
     """
     if guidance_scale <= 1:
         return forward(x, timestep, cond)

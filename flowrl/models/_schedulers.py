@@ -118,8 +118,7 @@ def flow_grid(
         max_shift: mu of the longest sequence where the scheduler's configuration has none.
         shift: of even sigmas, instead of everything that the scheduler does; None: the scheduler's grid.
 
-    Raises:
-        ModelError: another scheduler.
+    Raises ModelError: another scheduler.
     """
     if shift is not None:
         sigmas = shifted_linspace(num_inference_steps, shift)
@@ -169,8 +168,7 @@ def schedule_of(
         final_alpha: end of a VP grid.
         to_clean: the last step of a VP grid ends at clean data, whatever the scheduler's end is.
 
-    Raises:
-        ModelError: a grid without single steps, or one on which a noise-prediction network cannot start.
+    Raises ModelError: a grid without single steps, or one on which a noise-prediction network cannot start.
     """
     steps = timesteps.detach().float().cpu()
     if path.is_flow:

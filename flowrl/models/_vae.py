@@ -33,8 +33,7 @@ def cast_vae(pipeline: Any, precision: VaePrecision) -> None:
 def set_up_vae(pipeline: Any, config: ModelConfig) -> None:
     """Set the VAE's slicing, tiling and memory format.
 
-    Raises:
-        ModelError: it lacks the switch, is a VAE for videos, or overflows in the configured type.
+    Raises ModelError: it lacks the switch, is a VAE for videos, or overflows in the configured type.
     """
     vae, memory = pipeline.components.get("vae"), config.memory
     for option, wanted, switch in (

@@ -65,8 +65,7 @@ def run(
     Returns:
         Samples in the order of `asked`, and the trained edges ordered by (sample, step), on the CPU.
 
-    Raises:
-        Abandoned: `options.stop` returned True.
+    Raises Abandoned: `options.stop` returned True.
     """
     latents, parts, kept, nodes_before = [], [], [], 0
     spans = batches(policy.adapter, plan, asked.cond, asked.rows, batch_size)

@@ -31,8 +31,7 @@ class Preview:
         kind: the kind of copy; "policy": none.
         watch: called with every new network, to count its forwards.
 
-    Raises:
-        ModelError: a kind that this adapter, machine or installation does not support.
+    Raises ModelError: a kind that this adapter, machine or installation does not support.
     """
 
     def __init__(

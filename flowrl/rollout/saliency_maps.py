@@ -56,8 +56,7 @@ def mapper(
         grid: (h, w) or (T, h, w) of packed latents, whose maps are [B, tokens]; None: latents are not packed.
         channel_axis: place of C in latents [B, ...].
 
-    Raises:
-        ModelError: the backbone's weights cannot be loaded.
+    Raises ModelError: the backbone's weights cannot be loaded.
     """
     backbone = load_backbone(config.backbone, device)
     shape = tuple(n for axis, n in enumerate(latent_shape, 1) if axis != channel_axis) if grid is None else grid

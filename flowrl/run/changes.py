@@ -75,8 +75,7 @@ class Accepted:
     def require_acceptable(self, tree: Options) -> None:
         """Refuse keys that a resumed run cannot have another value of; `tree` is the whole configuration.
 
-        Raises:
-            ConfigError: with the key and the reason.
+        Raises ConfigError: with the key and the reason.
         """
         for key in self.keys:
             if key in ACCEPTABLE or key in MAY_CHANGE:
@@ -104,8 +103,7 @@ class Accepted:
             changed: key -> sentence.
             now: the configuration.
 
-        Raises:
-            ConfigError: with the sentences, and the command that accepts them if it can.
+        Raises ConfigError: with the sentences, and the command that accepts them if it can.
         """
         rest = [key for key in changed if key not in self.keys]
         if not rest:

@@ -97,8 +97,7 @@ def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE, 
         world: the processes that hold rows of the tensors; all of them call this, and each writes a file.
         spared: iterations whose checkpoints stay.
 
-    Raises:
-        CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
+    Raises CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
     """
     target = path_of(folder, checkpoint.iteration)
     temporary = folder / f".{target.name}.tmp"
@@ -192,8 +191,7 @@ def load(
         wanted: the rows to read of a tensor, which may be in several files; None: all of it.
         verify: the files of tensors to hash, where several processes share that work.
 
-    Raises:
-        CheckpointError: a file is missing, truncated or changed.
+    Raises CheckpointError: a file is missing, truncated or changed.
     """
     source = path_of(folder, iteration)
     others = [i for i in available(folder) if i < iteration]

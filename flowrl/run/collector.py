@@ -25,8 +25,7 @@ from flowrl.training.signals import NEVER, Stop
 class Collector:
     """Makes the rollouts of a run; `training` False leaves out what only rollouts need.
 
-    Raises:
-        ModelError: exploration needs a copy of the network that cannot be made.
+    Raises ModelError: exploration needs a copy of the network that cannot be made.
     """
 
     def __init__(self, parts: Parts, stop: Stop = NEVER, *, training: bool = True) -> None:

@@ -25,8 +25,7 @@ from flowrl.training.world import shard
 class Exploring:
     """Chooses the samples of each iteration from a larger pool of candidates, until a check ends it.
 
-    Raises:
-        ModelError: the first look needs a copy of the network that cannot be made.
+    Raises ModelError: the first look needs a copy of the network that cannot be made.
     """
 
     def __init__(self, parts: Parts, scorer: Scorer, stop: Stop) -> None:

@@ -94,8 +94,7 @@ class RunFolder:
     def lock(self, wait_s: float = 5.0) -> int:
         """Lock the folder until every process that inherited the returned descriptor has ended.
 
-        Raises:
-            ConfigError: not writable, or another run is using it.
+        Raises ConfigError: not writable, or another run is using it.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -177,8 +176,7 @@ class RunFolder:
             resume: an existing run is resumed; otherwise it is refused.
             accept: the changes that are accepted.
 
-        Raises:
-            ConfigError: the folder holds a run, or one with another configuration or other contents of files.
+        Raises ConfigError: the folder holds a run, or one with another configuration or other contents of files.
         """
         tree, file = resolved.tree(), self.path / "config.yaml"
         saved = checkpoint.available(self.checkpoints)

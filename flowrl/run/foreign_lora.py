@@ -47,9 +47,8 @@ class LoraFile:
     def parse(cls, word: str) -> LoraFile:
         """From FILE or FILE:SCALE, where FILE is a .safetensors or a folder that holds one.
 
-        Raises:
-            ConfigError: there is no such file, it is a pickle or a run folder, a folder holds none or several, or the
-                scale is no finite number.
+        Raises ConfigError: there is no such file, it is a pickle or a run folder, a folder holds none or several, or
+        the scale is no finite number.
         """
         name, scale = word, 1.0
         if not Path(word).expanduser().exists() and ":" in word:
@@ -99,8 +98,7 @@ def attach(pipeline: Any, lora: LoraFile, name: str) -> dict[str, Any]:
         lora: file and scale.
         name: of the adapter in the pipeline; a new one for each file.
 
-    Raises:
-        ModelError: a damaged file, one without a LoRA, or one that binds to no module of this pipeline.
+    Raises ModelError: a damaged file, one without a LoRA, or one that binds to no module of this pipeline.
     """
     kind, file = type(pipeline).__name__, lora.path
     keys = _keys(file)

@@ -62,8 +62,7 @@ class Guarding:
         session: of the run, with the untrained weights.
         folder: of the run.
 
-    Raises:
-        ConfigError: the guard that is asked for has no metric to watch, or too few prompts.
+    Raises ConfigError: the guard that is asked for has no metric to watch, or too few prompts.
     """
 
     def __init__(self, session: Session, folder: RunFolder) -> None:

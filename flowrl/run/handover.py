@@ -24,8 +24,7 @@ FOLDER, STAMP = "adapter", "flowrl.json"
 def write(run: Path, iteration: int, save: Callable[[Path], object]) -> None:
     """Write the weights of an iteration by `save(folder)`.
 
-    Raises:
-        WriteError: the disk is full or not writable; the folder has no stamp then.
+    Raises WriteError: the disk is full or not writable; the folder has no stamp then.
     """
     with writing(run / FOLDER, f"the checkpoint of iteration {iteration} is safe"):
         begin(run)

@@ -170,8 +170,7 @@ def update(
 
     `agreed` are sentences about options with another value, which are accepted already.
 
-    Raises:
-        ConfigError: contents differ and the change is not accepted.
+    Raises ConfigError: contents differ and the change is not accepted.
     """
     if record is None:
         record, now = Record(tuple(now)), ()

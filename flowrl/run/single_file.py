@@ -37,8 +37,7 @@ def load(file: Path, config: str | None, dtype: torch.dtype) -> Any:
         config: folder, asset or hub id of its family; None: what diffusers knows for its keys.
         dtype: of all networks.
 
-    Raises:
-        ModelError: a damaged file, a LoRA, an unknown family, or parts that are found nowhere.
+    Raises ModelError: a damaged file, a LoRA, an unknown family, or parts that are found nowhere.
     """
     shapes = _shapes(file)
     if any(".lora_" in key or key.startswith("lora_") for key in shapes):

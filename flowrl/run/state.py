@@ -139,8 +139,7 @@ class Saver:
             alone: without the other processes.
             only_done: do not wait for a thread that is still at work.
 
-        Raises:
-            UnwritableCheckpoint, WriteError: as `save` would have.
+        Raises UnwritableCheckpoint, WriteError: as `save` would have.
         """
         thread, world = self._thread, self.session.world
         if self._pending is None or (only_done and not world.any(thread is not None and thread.ended.is_set())):
@@ -273,8 +272,7 @@ def load(session: Session, folder: Path, iteration: int, accept_changes: bool = 
 def load_newest(session: Session, run: Path, accept_changes: bool = False) -> None:
     """Load the newest checkpoint of a run folder, or the one its guard took, into a session of another folder.
 
-    Raises:
-        ConfigError: it has none.
+    Raises ConfigError: it has none.
     """
     iteration = handover.chosen(run)
     if iteration is None:

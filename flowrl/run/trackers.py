@@ -194,8 +194,7 @@ class Trackers:
             folder: its folder.
             main: False on all processes but the first, which send nothing.
 
-        Raises:
-            ConfigError: a tracker that is not installed, or an option that it does not have.
+        Raises ConfigError: a tracker that is not installed, or an option that it does not have.
         """
         self.folder, self.planned = folder, config.iterations
         self.lines: list[Line] = []

@@ -64,8 +64,7 @@ def load_run_model(folder: Path, *, base: bool = False) -> tuple[ModelAdapter, d
 def frame_rate(model: str, pipeline: Any, call: Mapping[str, Any]) -> float:
     """Frames a second of the videos of a call: `model.fps` of a run folder, else what `rate_of` finds.
 
-    Raises:
-        ConfigError: the call is told a rate that is not above 0.
+    Raises ConfigError: the call is told a rate that is not above 0.
     """
     run = Path(model)
     own = run_tree(run)["model"].get("fps") if (run / "config.yaml").is_file() else None

@@ -251,8 +251,7 @@ class Training(Generic[M]):
 
         Called before the adapter goes to its device.
 
-        Raises:
-            ModelError: a LoRA that does not fit.
+        Raises ModelError: a LoRA that does not fit.
         """
         return trainable(adapter, options, seed)
 

@@ -42,8 +42,7 @@ def pass_gate(work: Replayed, dtype: torch.dtype) -> None:
     The log has two further numbers, without gradients: of the full ones, and at the rollout's own batches, where it
     must be 0. `dtype` is that of the network.
 
-    Raises:
-        ParityError: naming the step.
+    Raises ParityError: naming the step.
     """
     context = work.context
     full, partial = full_and_partial(work)

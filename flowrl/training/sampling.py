@@ -65,8 +65,7 @@ class Sampling:
     def require_finite(self, health: Health, when: str, *, trained: bool) -> None:
         """Warn of a few samples that are not finite; errors as of `Health.require_finite`.
 
-        Raises:
-            ModelError: most are not, nothing was trained, and the model's own weights are not finite.
+        Raises ModelError: most are not, nothing was trained, and the model's own weights are not finite.
         """
         if health.diverged and not trained:
             pipeline = self.adapter.pipeline
@@ -125,8 +124,7 @@ class Sampling:
 
         `health` counts those that are not finite; None: nobody asks.
 
-        Raises:
-            Abandoned: as `stop` says.
+        Raises Abandoned: as `stop` says.
         """
         decoding = Decoding(self, len(drawn.rows), health or Health())
         for b in torch.arange(len(drawn.rows)).split(batch_size):

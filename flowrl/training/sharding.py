@@ -27,8 +27,7 @@ def split(adapter: ModelAdapter, weights: Weights, world: World, dtype: torch.dt
 
     The adapter is in host memory; its trainable weights are bound again. `dtype` is that of the forward pass.
 
-    Raises:
-        ModelError: the network does not declare its blocks.
+    Raises ModelError: the network does not declare its blocks.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard

@@ -56,8 +56,7 @@ class Signals:
     def honour(self, world: World, waiting: bool = False) -> bool:
         """Whether a request is `waiting` on some process, on all of them; all of them call this.
 
-        Raises:
-            Abandoned: on all processes, if a signal or a request to stop has come to one of them.
+        Raises Abandoned: on all processes, if a signal or a request to stop has come to one of them.
         """
         stop, waiting = world.flags(self.here(now=waiting), waiting)
         if stop:

@@ -182,8 +182,7 @@ def _naming_lost_process() -> Iterator[None]:
 def require_devices(processes: int) -> str | None:
     """Refuse more processes on this machine than it has GPUs; the backend from the environment, None without one.
 
-    Raises:
-        ConfigError: there are too few, or the backend cannot work.
+    Raises ConfigError: there are too few, or the backend cannot work.
     """
     backend = os.environ.get(BACKEND)
     if backend not in (None, "gloo", "nccl"):

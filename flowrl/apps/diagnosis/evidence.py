@@ -165,8 +165,7 @@ class Evidence:
     def tables(self, metric: str, after: Evaluation | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(base [P, S], after [P, S], groups [P]) of the prompts and seeds that both evaluations have.
 
-        Raises:
-            Lacking: one of them has no such score, or their prompts differ.
+        Raises Lacking: one of them has no such score, or their prompts differ.
         """
         base, after = self.base, after or self.after
         if metric not in base.scores or metric not in after.scores:
@@ -220,8 +219,7 @@ class Evidence:
     def images(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Brightness [H, W] float64, 0 to 255, of base and trained model on the same prompt and noise.
 
-        Raises:
-            Lacking: no such pair of images was saved (videos are not opened).
+        Raises Lacking: no such pair of images was saved (videos are not opened).
         """
         base, after = self.base, self.after
         files = (pair for pair in shared_pairs(base, after) if pair[0].suffix == ".png")

@@ -109,8 +109,7 @@ def fill(main: Sequence[Files], further: Sequence[Files], room: int, prefix: str
         prefix: start of the anchors of images.
         place: place of the page.
 
-    Raises:
-        ConfigError: a file is not an image.
+    Raises ConfigError: a file is not an image.
     """
     with ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1)) as pool:
 

@@ -64,8 +64,7 @@ def render(runs: Sequence[Run], place: Place, *, alike: bool, live: Mapping[str,
         alike: whether the runs had equal contents of their files; others are only listed.
         live: values of `live.html.j2`, for a page that a server refreshes; None: a page that is complete in itself.
 
-    Raises:
-        ConfigError: an image that cannot be read, or runs that share no prompt, seed or metric.
+    Raises ConfigError: an image that cannot be read, or runs that share no prompt, seed or metric.
     """
     compared = comparison(runs, place, alike=alike) if len(runs) > 1 else None
     shown = runs if len(runs) <= WHOLE else []

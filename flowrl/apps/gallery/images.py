@@ -73,8 +73,7 @@ class OnDisk:
     def image(self, path: Path | None, limit_px: int, *, cells: int = 1, quality: int = 82) -> dict[str, Any] | None:
         """As `encoded` makes it, with a relative link to a file that is shown smaller; None if the file is.
 
-        Raises:
-            ConfigError: the file is not an image.
+        Raises ConfigError: the file is not an image.
         """
         if path is None:
             return None
@@ -210,8 +209,7 @@ def encoded(path: Path, limit_px: int, *, cells: int = 1, quality: int = 82) -> 
     one WebP with its frames, `VIDEO_FRAMES` of at most `VIDEO_PX`, exact where they are small. A contact sheet has
     `cells` images along its longest side; of one of videos it is the middle frame.
 
-    Raises:
-        ConfigError: the file is not an image, or needs the extra `video`.
+    Raises ConfigError: the file is not an image, or needs the extra `video`.
     """
     try:
         fps = media.facts(path)[1]

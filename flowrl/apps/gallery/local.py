@@ -36,8 +36,7 @@ class LocalServer(ThreadingHTTPServer):
             port: port; 0: one that the system gives, None: `PORT` or one of the next free ones.
             handler: its answers.
 
-        Raises:
-            ConfigError: a port in use.
+        Raises ConfigError: a port in use.
         """
         super().__init__((HOST, port or 0), handler, bind_and_activate=False)
         self.socket.close()

@@ -99,8 +99,7 @@ def collect(
         index: place of the run on the page.
         page: the page.
 
-    Raises:
-        ConfigError: a file is not an image.
+    Raises ConfigError: a file is not an image.
     """
     prompts = run.base.prompts if run.base else ()
     saved = [[(int(p), int(k)) for k in np.flatnonzero(available[p])] for p in range(len(available))]

@@ -18,8 +18,7 @@ def page_folder(runs: Sequence[Path], out: Path | None) -> Path:
         runs: run folders, at least one.
         out: folder as the user gave it; None: `<run>/gallery`, or `comparison_folder` for several runs.
 
-    Raises:
-        ConfigError: `out` is the folder of another run's own report.
+    Raises ConfigError: `out` is the folder of another run's own report.
     """
     alone = len({run.resolve() for run in runs}) == 1
     if out is None:

@@ -35,8 +35,7 @@ class Drawn(Tagged):
 def strip(run: Run, place: Place) -> dict[str, Any] | None:
     """Values of the template: {"frames": labels, "rows": one for each prompt, "note"}; None without such prompts.
 
-    Raises:
-        ConfigError: a damaged file, with the remedy.
+    Raises ConfigError: a damaged file, with the remedy.
     """
     found = {tag: Drawn(tag, evaluation.iteration) for tag, evaluation in run.evaluations.items()}
     remedy = "delete it: the report leaves these images out"

@@ -200,8 +200,7 @@ def load_run(folder: Path, read: RowReader = read_rows, *, tolerant: bool = Fals
             is just being copied is half written.
         alive: whether a process writes to the folder; None: whether it is locked.
 
-    Raises:
-        ConfigError: it is not a run folder, or a file is damaged; with the file and the remedy.
+    Raises ConfigError: it is not a run folder, or a file is damaged; with the file and the remedy.
     """
     path = folder / "config.yaml"
     if not path.is_file():

@@ -30,8 +30,7 @@ class Server(LocalServer):
             port: port; 0: one that the system gives, None: 8420 or one of the next free ones.
             accept_changes: show runs that had different contents of a file side by side, without a common chart.
 
-        Raises:
-            ConfigError: a folder that is not a run, runs that cannot be compared, or a port in use.
+        Raises ConfigError: a folder that is not a run, runs that cannot be compared, or a port in use.
         """
         for folder in folders:
             require_run(folder)

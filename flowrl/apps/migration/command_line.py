@@ -27,8 +27,7 @@ def read_command(file: Path, keys: Mapping[str, Key], *, bare_flags: bool) -> So
         keys: the flags that the tool knows; others are kept as text.
         bare_flags: whether a switch takes no value, as with argparse; else it may take true or false.
 
-    Raises:
-        ConfigError: no such command or several, a variable that the file does not set, or something to be executed.
+    Raises ConfigError: no such command or several, a variable that the file does not set, or something to be executed.
     """
     commands, variables, inside = [], dict[str, str](), 0
     for line in re.sub(r"\\\r?\n", " ", read_text(file, str(file))).splitlines():

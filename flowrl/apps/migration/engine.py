@@ -107,8 +107,7 @@ class Draft:
     def text(self, key: str) -> str:
         """The value of a key that is text; a number or a word that YAML reads as one is taken as it stands.
 
-        Raises:
-            ConfigError: it is none: `null` would become the name None.
+        Raises ConfigError: it is none: `null` would become the name None.
         """
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -254,8 +253,7 @@ def convert(tool: Tool, file: str, gpus: int | None, folder: Path) -> Draft:
         gpus: number of GPUs of the command line.
         folder: folder of the recipe.
 
-    Raises:
-        ConfigError: a file that cannot be read as that tool's, or a value that no recipe can have; with the key.
+    Raises ConfigError: a file that cannot be read as that tool's, or a value that no recipe can have; with the key.
     """
     draft = Draft(tool, tool.read(file), gpus, folder)
     if gpus is not None:

@@ -58,8 +58,7 @@ class Reader:
     def call(self, name: str) -> Any:
         """What a function returns that is called without arguments.
 
-        Raises:
-            ConfigError: a statement that cannot be read, with its line.
+        Raises ConfigError: a statement that cannot be read, with its line.
         """
         function = self.functions[name]
         return self._call(function, function.node, (), {})

@@ -14,8 +14,7 @@ TOOLS: dict[str, Tool] = {tool.name: tool for tool in (flow_grpo.TOOL, diffusion
 def tool_of(file: str, name: str | None) -> Tool:
     """The tool that `--from` names, or that the file's ending tells.
 
-    Raises:
-        ConfigError: an unknown name, or an ending that several tools, or none, have.
+    Raises ConfigError: an unknown name, or an ending that several tools, or none, have.
     """
     known = ", ".join(TOOLS)
     if name is not None:

@@ -88,8 +88,7 @@ class Pairing:
 
     The algorithm and the optimizer of the configuration do not matter.
 
-    Raises:
-        ConfigError, ModelError, RewardError: something the user can mend.
+    Raises ConfigError, ModelError, RewardError: something the user can mend.
     """
 
     def __init__(self, resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted, world: World) -> None:

@@ -56,8 +56,7 @@ class PairFolder:
     def begin(self) -> Done:
         """Prepare the folder and return its progress. The caller holds its lock.
 
-        Raises:
-            ConfigError: it holds something else, pairs made otherwise, or has lost lines.
+        Raises ConfigError: it holds something else, pairs made otherwise, or has lost lines.
         """
         file, lines = self.path / HEADER, self.path / LINES
         if not file.is_file():

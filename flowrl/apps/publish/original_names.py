@@ -25,8 +25,7 @@ def renamed(tensors: dict[str, Tensor], scale: float, family: Family, layout: La
         family: whose table is used.
         layout: kohya: `lora_unet_` and underscores; comfyui: `diffusion_model.` and dots.
 
-    Raises:
-        ModelError: a module without a place in the table, a convolution, or tensors that are no plain LoRA.
+    Raises ModelError: a module without a place in the table, a convolution, or tensors that are no plain LoRA.
     """
     modules = sorted(k.removesuffix(".lora_A.weight") for k in tensors if k.endswith(".lora_A.weight"))
     known = {f"{name}.lora_{half}.weight" for name in modules for half in "AB"}

@@ -54,8 +54,7 @@ class Connection(H11Protocol):
 def bind(host: str, port: int) -> socket.socket:
     """A socket at the address, not listening yet: who connects before the rewards are ready is refused, to try again.
 
-    Raises:
-        OSError: the address is taken, or not this machine's.
+    Raises OSError: the address is taken, or not this machine's.
     """
     family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
         0

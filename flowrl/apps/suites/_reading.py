@@ -22,8 +22,7 @@ def facts_of(name: str, level: Level) -> Facts:
 def records_of(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, record) of each line of a .jsonl, item of a .json, or row of a .csv, .tsv or .parquet.
 
-    Raises:
-        ConfigError: no such file, not of these forms, or a record that lacks one of `keys`.
+    Raises ConfigError: no such file, not of these forms, or a record that lacks one of `keys`.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; give a .jsonl, .json, .csv, .tsv or .parquet")
@@ -60,8 +59,7 @@ FORMS = "a .txt (one prompt a line), .jsonl, .json, .csv, .tsv or .parquet whose
 def prompts_of(path: Path, where: str) -> list[tuple[str, dict[str, Any]]]:
     """(text, record) of each prompt of a file, in its order; equal texts are taken once.
 
-    Raises:
-        ConfigError: a form that is not read, no column of texts, or an empty list.
+    Raises ConfigError: a form that is not read, no column of texts, or an empty list.
     """
     first: dict[str, dict[str, Any]] = {}
     names: set[str] = set()

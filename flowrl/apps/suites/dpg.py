@@ -36,8 +36,7 @@ _SAFE = re.compile(r"[\w-]+")
 def items(path: Path | None) -> list[Item]:
     """The prompts, each with its questions in the order of the file; an id is the file's item_id.
 
-    Raises:
-        ConfigError: no file, a row of another form, or a question whose parent is none of its prompt.
+    Raises ConfigError: no file, a row of another form, or a question whose parent is none of its prompt.
     """
     file = require_path(path, "dpg", FACTS, _FORMS)
     file = file / "dpg_bench.csv" if file.is_dir() else file
@@ -177,8 +176,7 @@ def layout(item: Item, k: int) -> str:
 def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dict[str, float | None]]:
     """The results .txt of the official evaluator: lines of an image's path, the score of each crop, and their mean.
 
-    Raises:
-        ConfigError: another file, or an image twice.
+    Raises ConfigError: another file, or an image twice.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; give the dpg-bench_..._results.txt of the evaluator")

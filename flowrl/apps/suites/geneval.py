@@ -27,8 +27,7 @@ _PLACE = re.compile(r"(\d{5})/samples/(\d+)\.png$")
 def items(path: Path | None) -> list[Item]:
     """The prompts, in the order of the benchmark's file; an id is the number of the line, 00000 to 00552.
 
-    Raises:
-        ConfigError: a path that is not that of the benchmark's own file.
+    Raises ConfigError: a path that is not that of the benchmark's own file.
     """
     from flowrl.apps.suites._geneval_prompts import lines
 
@@ -83,8 +82,7 @@ def extras(items: Sequence[Item]) -> dict[str, str]:
 def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dict[str, float | None]]:
     """The lines that `evaluate_images.py --outfile FILE` writes: `filename` and `correct` of each image.
 
-    Raises:
-        ConfigError: another file, a sample twice, or one that is neither correct nor not.
+    Raises ConfigError: another file, a sample twice, or one that is neither correct nor not.
     """
     result: dict[tuple[str, int], dict[str, float | None]] = {}
     for where, record in records_of(path, ("filename", "correct")):

@@ -116,8 +116,7 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
 def layout(item: Item, k: int) -> str:
     """CATEGORY/samples/PROMPT_NUMBER.png; the number has six digits: ten images a prompt.
 
-    Raises:
-        ConfigError: an eleventh image, or a prompt that cannot be part of a file name.
+    Raises ConfigError: an eleventh image, or a prompt that cannot be part of a file name.
     """
     if k >= _IMAGES:
         raise ConfigError(
@@ -133,8 +132,7 @@ def layout(item: Item, k: int) -> str:
 def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dict[str, float | None]]:
     """The vqa_result.json of each category's tool, in the folder that was exported.
 
-    Raises:
-        ConfigError: a file is missing or of another form, or a sample is there twice.
+    Raises ConfigError: a file is missing or of another form, or a sample is there twice.
     """
     result: dict[tuple[str, int], dict[str, float | None]] = {}
     for name in dict.fromkeys(item.tags[0] for item in items):

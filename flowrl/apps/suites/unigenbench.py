@@ -132,8 +132,7 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
 
     An image whose result is null, since the judge gave up, has no score: the official table leaves it out.
 
-    Raises:
-        ConfigError: another file, scores that are not those of the prompt's test points, or a sample twice.
+    Raises ConfigError: another file, scores that are not those of the prompt's test points, or a sample twice.
     """
     counts = {item.id: len(item.metadata["points"]) for item in items}
     result: dict[tuple[str, int], dict[str, float | None]] = {}

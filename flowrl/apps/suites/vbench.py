@@ -122,8 +122,7 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
 def compat(rows: Sequence[Row], items: Sequence[Item]) -> Table:
     """As the official script counts: a dimension without a result has the mean 0, before it is normalised.
 
-    Raises:
-        ConfigError: no dimension has a result.
+    Raises ConfigError: no dimension has a result.
     """
     groups = _judged(rows, items)
     if not groups:
@@ -216,9 +215,8 @@ def extras(items: Sequence[Item]) -> dict[str, str]:
 def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dict[str, float | None]]:
     """The *_eval_results.json of the tools: one file, or a folder of several for different dimensions.
 
-    Raises:
-        ConfigError: a file of another form, a dimension or a video that is there twice, or one that is missing, or a
-            score that is out of its range.
+    Raises ConfigError: a file of another form, a dimension or a video that is there twice, or one that is missing, or a
+    score that is out of its range.
     """
     known = {item.text: item for item in items}
     found: dict[str, dict[tuple[str, int], dict[str, float | None]]] = {}
@@ -299,8 +297,7 @@ def _dimensions(path: Path) -> Iterator[tuple[Path, str, float, list[tuple[str, 
 def _require_in_range(file: Path, dimension: str, place: str, value: float) -> None:
     """Refuse a score that no tool writes, before it moves the means. Similarities can be negative.
 
-    Raises:
-        ConfigError: a score that is no number, or out of the range of its dimension.
+    Raises ConfigError: a score that is no number, or out of the range of its dimension.
     """
     low, high = -1.0 if dimension in _NOT_SHARES else 0.0, 1.0
     unit = 100.0 if dimension == _OUT_OF_100 else 1.0

@@ -35,8 +35,7 @@ _FORMS = "the three .json of the protocol in their folder, or one of them"
 def items(path: Path | None) -> list[Item]:
     """The prompts, by prompt_id; which protocol they are for is in their record.
 
-    Raises:
-        ConfigError: no files, a record of another form, or a number twice.
+    Raises ConfigError: no files, a record of another form, or a number twice.
     """
     given = require_path(path, "wise", FACTS, _FORMS)
     named = (given.name, *([] if given.is_dir() else [given.resolve().parent.name]))
@@ -144,8 +143,7 @@ def layout(item: Item, k: int) -> str:
 def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dict[str, float | None]]:
     """The *results.jsonl that the official evaluators write, one file or their folder: ratings, or a score.
 
-    Raises:
-        ConfigError: no such files, a line of another protocol, or a sample twice.
+    Raises ConfigError: no such files, a line of another protocol, or a sample twice.
     """
     protocol = protocol_of(items)
     keys = tuple(_RATINGS) if protocol == LEGACY else ("score",)

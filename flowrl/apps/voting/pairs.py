@@ -67,8 +67,7 @@ def load_pairs(folder: Path) -> list[VotePair]:
     whenever the command is called, and nobody can choose them. Of every prompt one pair comes before any has its
     second one, so that few votes are spread over many prompts, which the interval of the result is over.
 
-    Raises:
-        ConfigError: no run, or one without images of the tuned model; with the remedy.
+    Raises ConfigError: no run, or one without images of the tuned model; with the remedy.
     """
     run = load_run(folder)
     before, after = run.base, run.evaluations.get("tuned")

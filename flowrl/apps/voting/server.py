@@ -43,8 +43,7 @@ class VoteServer(LocalServer):
             port: as for `LocalServer`.
             told: called with the name of a voter who has answered every pair.
 
-        Raises:
-            ConfigError: a port in use, or what `ballot` raises.
+        Raises ConfigError: a port in use, or what `ballot` raises.
         """
         super().__init__(port, VoteHandler)
         self.voter, self.token, self._told = voter, secrets.token_urlsafe(24), told

@@ -26,8 +26,7 @@ REWARD = "votes"
 def waits(run: Path) -> bool:
     """Whether votes are for the training of a run that is under way; False: it asks nobody, or has finished.
 
-    Raises:
-        ConfigError: its training would ask people, and it has ended before its end; with the command that goes on.
+    Raises ConfigError: its training would ask people, and it has ended before its end; with the command that goes on.
     """
     try:
         config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))

@@ -143,8 +143,7 @@ class Template:
 def learn(encode: Callable[[list[str]], Calls]) -> Template:
     """The template of a pipeline; `encode` gives the results of its calls of `encode_prompt`.
 
-    Raises:
-        ModelError: a part depends on the prompts without one row per prompt.
+    Raises ModelError: a part depends on the prompts without one row per prompt.
     """
     short, long, both = encode([SHORT]), encode([LONG]), encode([SHORT, LONG, SHORT])
     if not both:

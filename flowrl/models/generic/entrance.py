@@ -27,8 +27,7 @@ class Entrance:
         pipeline: any diffusers pipeline; its scheduler is replaced by a plain one, its parts are frozen.
         config: the adapter's Config.
 
-    Raises:
-        ModelError: the pipeline cannot be entered, or not as configured.
+    Raises ModelError: the pipeline cannot be entered, or not as configured.
     """
 
     def __init__(self, pipeline: Any, config: Any) -> None:

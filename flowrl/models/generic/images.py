@@ -179,8 +179,7 @@ class ReferenceImages:
     def mark_free(self, prepared: Prepared) -> tuple[int, ...]:
         """Shape of the latents that the model's mask leaves free; their places in a sample are kept in `free`.
 
-        Raises:
-            ModelError: the mask does not leave whole rows of each axis.
+        Raises ModelError: the mask does not leave whole rows of each axis.
         """
         assert self.mask is not None
         mask = prepared.parts[self.mask][:1].expand_as(prepared.latents[:1])[0] != 0
@@ -205,8 +204,7 @@ class ReferenceImages:
             latents: of the whole sample.
             stepped: latents -> those that reach the scheduler; called with the places themselves.
 
-        Raises:
-            ModelError: these are not a selection of the others in some order.
+        Raises ModelError: these are not a selection of the others in some order.
         """
         places = torch.arange(latents.numel(), dtype=torch.float32, device=latents.device)
         given = stepped(places.view_as(latents))
@@ -219,8 +217,7 @@ class ReferenceImages:
     def learn(self, enter: Callable[[int], Visit]) -> None:
         """Find the rows; enter(batch) calls the pipeline with the same image for every prompt.
 
-        Raises:
-            ModelError: a part has neither one row per sample nor the same value for every number of samples.
+        Raises ModelError: a part has neither one row per sample nor the same value for every number of samples.
         """
         if self.rows is not None:
             return
@@ -252,8 +249,7 @@ class ReferenceImages:
     def entries(self, visit: Visit, images: Sequence[Image]) -> dict[str, Tensor | list[Tensor]]:
         """Rows of a Condition for one prompt, from a call with its images.
 
-        Raises:
-            ModelError: a part depends on the images without one row per sample.
+        Raises ModelError: a part depends on the images without one row per sample.
         """
         assert visit.prepared is not None
         assert self.rows is not None

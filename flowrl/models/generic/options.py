@@ -189,8 +189,7 @@ def _default_side(
 def frames_of(pipeline: Any, given: Mapping[str, Any], parameters: Mapping, network: nn.Module) -> int:
     """Frames of a decoded video; 1 for images. `given` are the user's arguments of the call.
 
-    Raises:
-        ModelError: asked-for frames that the VAE cannot divide.
+    Raises ModelError: asked-for frames that the VAE cannot divide.
     """
     name = next((name for name in ("num_frames", "frames") if name in parameters), None)
     if name is None:
@@ -219,8 +218,7 @@ def rate_of(given: Mapping[str, Any], parameters: Mapping, where: str) -> float:
         parameters: of its signature.
         where: words before the name of an argument, for messages.
 
-    Raises:
-        ConfigError: it is told a rate that is not above 0.
+    Raises ConfigError: it is told a rate that is not above 0.
     """
     for name in RATES:
         if given.get(name) is not None:
@@ -233,8 +231,7 @@ def rate_of(given: Mapping[str, Any], parameters: Mapping, where: str) -> float:
 class Call:
     """The arguments with which a pipeline is entered.
 
-    Raises:
-        ModelError: model.call names an argument that the pipeline does not take, or that flowrl decides.
+    Raises ModelError: model.call names an argument that the pipeline does not take, or that flowrl decides.
     """
 
     def __init__(

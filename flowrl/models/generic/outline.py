@@ -35,8 +35,7 @@ class Unmeasurable(Exception):
 class Outline(Generic):
     """Shapes, schedule, LoRA targets and, on fake tensors, `predict` and `decode`; it encodes no prompt.
 
-    Raises:
-        ModelError: the pipeline's own code needs more than its configuration.
+    Raises ModelError: the pipeline's own code needs more than its configuration.
     """
 
     def __init__(self, config: Config, folder: Path) -> None:

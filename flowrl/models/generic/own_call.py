@@ -64,8 +64,7 @@ def known(model: Generic) -> bool:
 def compare(model: Generic, guidance_scale: float) -> Difference:
     """The largest difference of two steps.
 
-    Raises:
-        ModelError: the class steps more than one tensor or changes the latents between its steps, or its call fails.
+    Raises ModelError: the class steps more than one tensor or changes the latents between its steps, or its call fails.
     """
     x, cond = first_noise(model), encoded(model, PROMPTS[:1])
     grid = model.schedule(STEPS).timesteps.to(model.device)
@@ -88,8 +87,7 @@ def compare(model: Generic, guidance_scale: float) -> Difference:
 def own_call(model: Generic, x: Tensor, guidance_scale: float, steps: int, output_type: str) -> OwnCall:
     """The pipeline's own call from noise x [1, ...], for the first prompt.
 
-    Raises:
-        ModelError: it does not step one tensor once in each iteration, or fails.
+    Raises ModelError: it does not step one tensor once in each iteration, or fails.
     """
     options = model.call.arguments(1, guidance_scale, list(PROMPTS[:1]), steps, output_type)
     options |= model.images.arguments(images_of(model, 0), 1)

@@ -179,8 +179,7 @@ class Reentry:
         answered: methods that encode images; those that the pipeline lacks are left out.
         holds: tokens of timestep 0 keep it, whatever the timestep of their sample.
 
-    Raises:
-        ModelError: the pipeline's class lacks a part that a re-entry replaces.
+    Raises ModelError: the pipeline's class lacks a part that a re-entry replaces.
     """
 
     def __init__(

@@ -117,9 +117,8 @@ def read_contents(file: Path, label: str, component: str) -> LoraContents:
         label: option and value, which begin a message.
         component: name of the denoiser in diffusers' layout, for settings and names that do not say it.
 
-    Raises:
-        ModelError: a damaged file, NaN, half of a pair, ranks that do not fit together, settings that are not read, or
-            two places that disagree, with both numbers.
+    Raises ModelError: a damaged file, NaN, half of a pair, ranks that do not fit together, settings that are not read,
+    or two places that disagree, with both numbers.
     """
     tensors, about = read_finite(file, label)
     is_peft = any(key.startswith(_PEFT_PREFIX) for key in tensors)

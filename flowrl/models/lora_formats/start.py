@@ -30,8 +30,7 @@ _Pair = tuple[Tensor, Tensor]
 def start_from(path: str, networks: dict[str, nn.Module], lora: LoraSettings) -> None:
     """Put a LoRA file, or those of two experts, into networks that have an adapter; all or nothing.
 
-    Raises:
-        ModelError: files that do not fit, with the reason and the remedy.
+    Raises ModelError: files that do not fit, with the reason and the remedy.
     """
     from peft import set_peft_model_state_dict
     from safetensors import SafetensorError

@@ -40,8 +40,7 @@ def _inside(block: nn.Module) -> list[nn.Module]:
 def checkpoint_blocks(network: Any, option: Checkpointing) -> None:
     """Recompute activations of a diffusers network in its backward pass, by `model.gradient_checkpointing`.
 
-    Raises:
-        ModelError: the network cannot, or not with some of its blocks.
+    Raises ModelError: the network cannot, or not with some of its blocks.
     """
     if option is False:
         return

@@ -146,8 +146,7 @@ def compile_blocks(network: nn.Module) -> None:
 
     After its LoRA is attached and its weights are cast, before it is split.
 
-    Raises:
-        ModelError: the network does not declare its blocks.
+    Raises ModelError: the network does not declare its blocks.
     """
     from torch._dynamo import config
 
@@ -182,8 +181,7 @@ def probe(
         guidance_scale: as in training.
         trained: parameters that train; left without gradients. Empty: the forward alone is tried.
 
-    Raises:
-        ModelError: the compiler is missing, fails, or would leave a block uncompiled.
+    Raises ModelError: the compiler is missing, fails, or would leave a block uncompiled.
     """
     drawn = torch.randn(len(cond), *adapter.latent_shape(), generator=torch.Generator().manual_seed(0))
     device = timesteps.device

@@ -27,8 +27,7 @@ def borrowed_encoders(adapter: ModelAdapter, config: ModelConfig) -> Iterator[No
     Loads the encoders alone, on the run's device. No number of a training depends on it: it draws nothing, and the
     network and the embeddings that are there are left alone.
 
-    Raises:
-        ModelError: they cannot be loaded alone, or there is no memory for them.
+    Raises ModelError: they cannot be loaded alone, or there is no memory for them.
     """
     started, device = time.perf_counter(), next(adapter.network.parameters()).device
     # Of a local folder, at most; a hub id has none.

@@ -58,8 +58,7 @@ def require_stored(settings: MemorySettings, kind: str | None, *, shard: bool, c
 
     `kind`: of the LoRA; None: all weights are trained.
 
-    Raises:
-        OptionError: naming both options.
+    Raises OptionError: naming both options.
     """
     for name, value in settings.few_bits.items():
         if kind is None:

@@ -137,8 +137,7 @@ def quantization(pipeline_class: Any, path: str, config: ModelConfig) -> dict[st
 def switch_on(pipeline: Any, networks: Iterable[nn.Module], config: ModelConfig) -> None:
     """Set the denoisers' checkpointing and attention, and the VAE's slicing, tiling and memory format.
 
-    Raises:
-        ModelError: a part lacks the switch.
+    Raises ModelError: a part lacks the switch.
     """
     for network in networks:
         checkpoint_blocks(network, config.gradient_checkpointing)
@@ -198,8 +197,7 @@ def place(pipeline: Any, config: ModelConfig, device: torch.device, *, autocasts
 
     `autocasts`: `ModelAdapter.autocasts`.
 
-    Raises:
-        ModelError: there is no device to offload from, or the attention backend does not work on it.
+    Raises ModelError: there is no device to offload from, or the attention backend does not work on it.
     """
     if device.type == "cuda" and not same_with_gradients(device, torch_dtype(config.dtype)):
         torch.backends.cuda.enable_cudnn_sdp(False)

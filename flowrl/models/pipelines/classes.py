@@ -51,8 +51,7 @@ def natives() -> dict[str, str]:
 def choose(path: str, revision: str | None = None, *, offline: bool = False) -> Choice:
     """The adapter for `model.path`; `offline` reads the local cache of the hub alone.
 
-    Raises:
-        ModelError: a path that does not exist, not a pipeline folder, a single file, or a hub id out of reach.
+    Raises ModelError: a path that does not exist, not a pipeline folder, a single file, or a hub id out of reach.
     """
     read = _reader(path, revision, offline=offline)
     kind = _class_name(read)

@@ -21,8 +21,7 @@ def of_pipeline(pipeline: Any, said: Said | None = None, revision: str | None = 
         said: the option `model.distilled`.
         revision: of a hub id.
 
-    Raises:
-        ModelError: its index has a kind or noise levels that cannot be.
+    Raises ModelError: its index has a kind or noise levels that cannot be.
     """
     place, parts = str(pipeline.config.get("_name_or_path") or ""), pipeline.components
     network = next((parts[name].config for name in ("transformer", "unet") if parts.get(name) is not None), {})

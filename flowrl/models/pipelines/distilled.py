@@ -120,8 +120,7 @@ def found(
 ) -> Distilled | None:
     """The kind by the JSON of a checkpoint: its index, its scheduler and its denoiser; the first two with their class.
 
-    Raises:
-        ModelError: the index has a kind or noise levels that cannot be.
+    Raises ModelError: the index has a kind or noise levels that cannot be.
     """
     result, kind = by_index(index, said), scheduler.get("_class_name", "")
     if result is not None or said == "none" or index.get(FLAG) is False:

@@ -97,8 +97,7 @@ def meta_pipeline(
         absent: components to leave out.
         device: of the denoisers and the VAE; on any but meta they have the values that their classes begin with.
 
-    Raises:
-        ModelError: a class of neither diffusers nor transformers.
+    Raises ModelError: a class of neither diffusers nor transformers.
     """
     import diffusers
     import transformers

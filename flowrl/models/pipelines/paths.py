@@ -21,8 +21,7 @@ def asset_folder(name: str) -> Path | None:
 def resolve_path(path: str) -> str:
     """A path as diffusers wants it: the folder of an asset, an existing local path, or the hub id itself.
 
-    Raises:
-        ModelError: a local path that does not exist, or a pickle.
+    Raises ModelError: a local path that does not exist, or a pickle.
     """
     asset = asset_folder(path)
     if asset is not None:

@@ -17,8 +17,7 @@ class UnknownModel(ValueError):
 def locate(path: str) -> Path:
     """Folder with a model's JSON files: an embedded asset, a local folder, or what is embedded for a hub id.
 
-    Raises:
-        UnknownModel: the files are not on this machine.
+    Raises UnknownModel: the files are not on this machine.
     """
     folder = config_folder(path)
     if folder is not None:
@@ -37,8 +36,7 @@ def skeleton(name: str, module: ModuleType, config: Any) -> Any:
         module: of its family.
         config: the family's options.
 
-    Raises:
-        UnknownModel: its JSON files are not on this machine, or its family cannot be built without weights.
+    Raises UnknownModel: its JSON files are not on this machine, or its family cannot be built without weights.
     """
     make = getattr(module, "skeleton", None)
     if make is None:

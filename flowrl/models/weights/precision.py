@@ -28,8 +28,7 @@ _ATTENTION_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 def autocasts(config: ModelConfig, *, trained: bool) -> bool:
     """Whether the network runs under torch.autocast; `trained`: its trained weights are the run's.
 
-    Raises:
-        ModelError: native arithmetic of float32 weights in half precision.
+    Raises ModelError: native arithmetic of float32 weights in half precision.
     """
     masters = trained and config.lora is None and config.dtype != "float32"
     if masters and config.precision == "native":

@@ -233,8 +233,7 @@ class Weights:
     def load_lora(self, path: str) -> None:
         """Start from a saved LoRA of the same rank, alpha and targets (`model.init_lora`), in any layout that is read.
 
-        Raises:
-            ModelError: a file that does not fit; the network is as it was.
+        Raises ModelError: a file that does not fit; the network is as it was.
         """
         if self.lora is None:
             raise ModelError(
@@ -302,8 +301,7 @@ class Weights:
 def trainable(adapter: ModelAdapter, options: ModelConfig, seed: int) -> Weights:
     """The trained weights of an adapter by its options; made before it moves to its device.
 
-    Raises:
-        ModelError: a LoRA that does not fit, or `model.precision=native` for full weights in half precision.
+    Raises ModelError: a LoRA that does not fit, or `model.precision=native` for full weights in half precision.
     """
     adapter.autocasts = autocasts(options, trained=True)
     weights = Weights(adapter.network, options.lora, adapter.lora_targets, seed)

@@ -25,8 +25,7 @@ _AGAIN = "copy or download the model again"
 def whole_weights() -> Iterator[None]:
     """Let `from_pretrained` of diffusers' and transformers' networks refuse weights that are not whole.
 
-    Raises:
-        ModelError: with the file and the tensor.
+    Raises ModelError: with the file and the tensor.
     """
     from diffusers.models.modeling_utils import ModelMixin
     from transformers import PreTrainedModel

@@ -38,8 +38,7 @@ def learner_of(
 
     `scorer` is that of the trained rewards, whose gradient some methods climb.
 
-    Raises:
-        ConfigError: what the first iteration could not do.
+    Raises ConfigError: what the first iteration could not do.
     """
     plan = kind.first_plan(sampling.schedule, sampling.sampler, sampling.adapter.process, resolved.run.seed)
     for note in check_model(resolved, sampling.adapter):

@@ -60,8 +60,7 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
         folder: evaluations are written below it; None: nothing is written.
         training: False leaves out what no evaluation needs: the backbone of saliency maps.
 
-    Raises:
-        ConfigError, ModelError, RewardError: something the user can mend.
+    Raises ConfigError, ModelError, RewardError: something the user can mend.
     """
     optimizers.require(resolved.run.optim.name, world.device)
     kind = new_training(resolved, world)

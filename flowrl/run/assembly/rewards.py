@@ -27,8 +27,7 @@ class Scorers:
     def of(cls, resolved: Resolved, climbs: bool, prompts: RunPrompts) -> Scorers:
         """The rewards of a configuration; `climbs`: of a method that takes their gradient.
 
-        Raises:
-            ConfigError, RewardError: one that cannot be built, or has no gradient where it is wanted.
+        Raises ConfigError, RewardError: one that cannot be built, or has no gradient where it is wanted.
         """
         scorers = cls(*build_scorers(resolved.rewards, resolved.eval_rewards, prompts.listed, prompts.looked_up))
         if climbs and scorers.trained is not None:

@@ -49,9 +49,8 @@ class People:
     def of(cls, scorer: Scorer, run: Path | None, world: World, stop: Stop, slots: int) -> People | None:
         """Of a run that trains on the rewards of `scorer`, with so many prompts an iteration; None: no people judge.
 
-        Raises:
-            ConfigError: a session without a run folder, a folder that not all processes see, or groups that processes
-                would have to share.
+        Raises ConfigError: a session without a run folder, a folder that not all processes see, or groups that
+        processes would have to share.
         """
         name = next((entry.name for entry in scorer.entries if entry.reward.card.by_people), None)
         if name is None:

@@ -51,8 +51,7 @@ def is_closed(folder: Path, group: str) -> bool:
 def turn(folder: Path) -> Generator[None]:
     """Votes are neither added nor counted by another process inside the block.
 
-    Raises:
-        WriteError: the file of the lock cannot be written, or its file system has no locks.
+    Raises WriteError: the file of the lock cannot be written, or its file system has no locks.
     """
     with writing(folder / TURN, "the votes before it are safe"):
         folder.mkdir(parents=True, exist_ok=True)

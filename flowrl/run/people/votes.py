@@ -57,8 +57,7 @@ def keep_image(folder: Path, data: bytes, suffix: str) -> str:
 def read_votes(folder: Path) -> tuple[dict[int, Vote], int]:
     """(the votes that count, by number, in their order; the bytes of whole lines).
 
-    Raises:
-        ConfigError: a line is damaged, other than a last one that was cut off.
+    Raises ConfigError: a line is damaged, other than a last one that was cut off.
     """
     file = folder / LOG
     data = file.read_bytes() if file.is_file() else b""
@@ -109,8 +108,7 @@ class VoteBook:
         folder: made if it is missing.
         place: where this process is found, for the message to a second one.
 
-    Raises:
-        ConfigError: another process writes there, or the log is damaged.
+    Raises ConfigError: another process writes there, or the log is damaged.
     """
 
     def __init__(self, folder: Path, place: str) -> None:

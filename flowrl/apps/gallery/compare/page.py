@@ -27,8 +27,7 @@ WHOLE = 3
 def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, Any]:
     """Values about several runs; runs that are not `alike` (other contents of a file) are only listed.
 
-    Raises:
-        ConfigError: runs that share no prompt, seed or metric.
+    Raises ConfigError: runs that share no prompt, seed or metric.
     """
     recipes = _recipes(runs)
     styles = {i: Style(number) for number, members in enumerate(recipes) for i in members}

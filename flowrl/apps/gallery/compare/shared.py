@@ -86,8 +86,7 @@ class Shared:
 def share(runs: Sequence[Run]) -> Shared | None:
     """What the runs share; None: fewer than two have been evaluated before and after.
 
-    Raises:
-        ConfigError: runs that share no prompt or no metric; with their names and the remedy.
+    Raises ConfigError: runs that share no prompt or no metric; with their names and the remedy.
     """
     compared = tuple(i for i, run in enumerate(runs) if run.both and _scored(run))
     left_out: dict[int, list[str]] = {}

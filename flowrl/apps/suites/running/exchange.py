@@ -20,9 +20,8 @@ from flowrl.media import media
 def export(task: Task, folder: ResultsFolder, out: Path) -> int:
     """Write all samples of a task into `out` in the official layout; returns the number of files written.
 
-    Raises:
-        ConfigError: the suite's official evaluator reads no folder, a sample is missing, `out` holds something else, or
-            videos need the extra `video`.
+    Raises ConfigError: the suite's official evaluator reads no folder, a sample is missing, `out` holds something else,
+    or videos need the extra `video`.
     """
     suite = task.suite
     if suite.layout is None:
@@ -83,8 +82,7 @@ def _grid(folder: ResultsFolder, samples: list[Sample], target: Path) -> None:
 def with_results(task: Task, folder: ResultsFolder, results: Path) -> list[Row]:
     """The rows of a task with the scores of the official evaluator.
 
-    Raises:
-        ConfigError: the suite reads none, or samples are missing, double or foreign there.
+    Raises ConfigError: the suite reads none, or samples are missing, double or foreign there.
     """
     suite = task.suite
     if suite.read_results is None:
@@ -125,8 +123,7 @@ def of_models(names: Sequence[str], files: Sequence[Path]) -> dict[str, Path]:
         names: of the models' folders, such as "model" and "base".
         files: as many, of --results.
 
-    Raises:
-        ConfigError: a path holds the name of another model than its own.
+    Raises ConfigError: a path holds the name of another model than its own.
     """
     words = [set(re.findall(r"[a-z]+", str(file).casefold())) for file in files]
     own = [each - set[str]().union(*words[:k], *words[k + 1 :]) for k, each in enumerate(words)]

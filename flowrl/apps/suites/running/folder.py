@@ -56,8 +56,7 @@ class ResultsFolder:
             judged_by: all that decides the scores; {}: nobody judges now, and an earlier judge stays.
             facts: what is only recorded.
 
-        Raises:
-            ConfigError: the folder holds images made, or lines judged, in another way.
+        Raises ConfigError: the folder holds images made, or lines judged, in another way.
         """
         old, made, judged = self.header, _plain(made_with), _plain(judged_by)
         if old:
@@ -78,8 +77,7 @@ class ResultsFolder:
     def require_made(self, facts: Mapping[str, Any]) -> None:
         """Refuse a folder without images, or one whose images were made with other values of these facts.
 
-        Raises:
-            ConfigError: naming the values.
+        Raises ConfigError: naming the values.
         """
         old, now = self.header, _plain(facts)
         if not old:
@@ -122,8 +120,7 @@ class ResultsFolder:
     def take_results(self, rows: Iterable[Row], judged_by: Mapping[str, Any]) -> None:
         """Replace all lines by those that an official evaluator judged.
 
-        Raises:
-            ConfigError: the folder holds the scores of another judge, or has no images yet.
+        Raises ConfigError: the folder holds the scores of another judge, or has no images yet.
         """
         self.require_made({})
         self.begin(self.header["made_with"], judged_by, {})

@@ -80,8 +80,7 @@ def judge_pairs(
         prompts: B texts.
         metadata: B records of the prompts.
 
-    Raises:
-        RewardError: not one answer for each pair, or one outside 0 to 1.
+    Raises RewardError: not one answer for each pair, or one outside 0 to 1.
     """
     answers = [compare(*pair, prompts, metadata) for pair in ((base, tuned), (tuned, base))]
     for values in answers:
@@ -120,8 +119,7 @@ class PairJudge:
     def __call__(self, base: Sequence[Tensor], tuned: Sequence[Tensor], items: Sequence[Item]) -> Preferences:
         """Both orders of each pair; NaN where the judge failed three times, with the `reason`.
 
-        Raises:
-            RewardFailure: a broken contract.
+        Raises RewardFailure: a broken contract.
         """
         texts, metadata = [item.text for item in items], [item.metadata for item in items]
         self.reason = ""
@@ -275,8 +273,7 @@ def text(found: Mapping[str, float], judge: str) -> str:
 def pair_plan(judge: str | None, settings: Sequence[str], base: str | None) -> RewardPlan | None:
     """The entry of --pair-judge, checked before anything is made; None: there is none.
 
-    Raises:
-        ConfigError: no --base to compare with, settings without a judge, or a bad option.
+    Raises ConfigError: no --base to compare with, settings without a judge, or a bad option.
     """
     if judge is None:
         if settings:
@@ -302,8 +299,7 @@ def compared(
 ) -> tuple[dict[str, Any] | None, str]:
     """(plain result, section of table.md) of the pairs; (None, "") without a judge of pairs.
 
-    Raises:
-        RewardFailure: the judge is away; what was judged is kept.
+    Raises RewardFailure: the judge is away; what was judged is kept.
     """
     if plan is None:
         return None, ""

@@ -97,8 +97,7 @@ def fill(task: Task, folder: ResultsFolder, draw: Draw, judge: Judge | None, wor
         judge: None: images alone are made.
         world: this process and the others.
 
-    Raises:
-        RewardFailure: the judge is away; what was judged before is kept, and the same call goes on.
+    Raises RewardFailure: the judge is away; what was judged before is kept, and the same call goes on.
     """
     rows = world.gather(folder.collect() if world.main else None)[0]
     todo = _units(task, judge, [one for one in task.all() if not _done(folder, rows, one, judge)])
