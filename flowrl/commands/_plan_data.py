@@ -88,6 +88,8 @@ def data_here(resolved: Resolved) -> Data:
 
 def evaluations(resolved: Resolved, data: Data) -> str:
     """A sentence: the evaluations of a run and the images they draw."""
+    from flowrl.evaluation.diversity import SAMPLES
+
     run, options, prompts = resolved.run, resolved.run.eval, data.evaluated
     during = (run.iterations - 1) // options.every if options.every and run.iterations else 0
     own = run.rollout.guidance_scale if options.guidance_scale is None else options.guidance_scale
@@ -104,6 +106,9 @@ def evaluations(resolved: Resolved, data: Data) -> str:
     images = 2 * prompts + during * few
     images += 2 * (scales * (data.searched or 0) + prompts) if scales else 0
     images *= options.samples_per_prompt
+    alike = ((4 if scales else 2, prompts), (during, few))
+    missing = max(0, SAMPLES - options.samples_per_prompt)
+    images += missing * sum(times * min(options.diversity or 0, count) for times, count in alike)
     shown = options.preview_prompts if isinstance(options.preview_prompts, list) else ()
     images += (2 + during) * len(shown)
     steps = options.num_inference_steps or run.rollout.num_inference_steps

@@ -149,7 +149,7 @@ def _against(base: Evaluation, tuned: Evaluation, parts: Parts, change: str, nou
 
     `change`: how far they are from the base's; `noun`: "image" or "video".
     """
-    from flowrl.evaluation import best_of, sharpness
+    from flowrl.evaluation import best_of, diversity, sharpness
     from flowrl.evaluation.statistics import difference, summary, win_rate
     from flowrl.run.report import format_estimate, format_win_rate
 
@@ -171,3 +171,5 @@ def _against(base: Evaluation, tuned: Evaluation, parts: Parts, change: str, nou
         print(change)
     if not tuned.unlike(base, "") and (found := sharpness.facts(base, tuned)) is not None:
         print(sharpness.sentence(found))
+    if not tuned.unlike(base, "") and (spread := diversity.facts(base, tuned)) is not None:
+        print(diversity.sentence(spread))

@@ -36,6 +36,9 @@ class EvalConfig:
     """Samples of each prompt, at seeds 0, 1, ...; more of them narrow the intervals."""
     batch_size: int = 32
     """Samples per forward; changes memory and speed alone."""
+    diversity: int | None = None
+    """Number of prompts, the first ones, whose diversity is measured: how unlike 4 samples are. Missing samples are
+    drawn and not scored. null: 128 prompts where samples_per_prompt is 4 or more, else none; 0: none."""
     tie: float = TIE_SHARE
     """Largest difference of two scores that a win rate counts as a tie, as a share of the std of the base's scores.
     Scores that are all 0 or 1 tie where they are equal, and so do images that are equal in 8 bits. 0: equal scores."""
@@ -59,7 +62,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         require_positive(vars(self), "num_inference_steps", "samples_per_prompt", "batch_size", "periodic_prompts")
-        require_not_negative(vars(self), "every")
+        require_not_negative(vars(self), "every", "diversity")
         if not 0 <= self.tie < math.inf:
             raise ValueError(f"tie={self.tie} must be a number from 0; 0 counts equal scores alone as ties")
         if self.verdict == "best" and not self.best_guidance:

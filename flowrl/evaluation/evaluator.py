@@ -17,6 +17,7 @@ from flowrl.core.rng import derive
 from flowrl.core.types import SampleId
 from flowrl.data.prompts import Prompt, distinct_numbers, identity
 from flowrl.diffusion.plan import solver_plan
+from flowrl.evaluation import diversity
 from flowrl.evaluation.results import Agreement, Evaluation
 from flowrl.evaluation.sharpness import sharpness
 from flowrl.media import media
@@ -39,8 +40,8 @@ Keep = Callable[[Sequence[SampleId], EightBitImages], None]
 """Keeps what lasts of a batch of samples."""
 PLACES = ("eval", "guidance")
 """Folders of a run's evaluations: of the evaluated prompts, and of the search for the best guidance."""
-Mark = tuple[str, float]
-"""Digest of a sample in 8 bits, and its sharpness."""
+Mark = tuple[str, float, np.ndarray | None]
+"""Digest of a sample in 8 bits, its sharpness and, where its prompt's diversity is measured, its colours [F, 192]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Evaluator:
         draw = partial(self._drawn, setting, None if folder is None else folder / setting.tag, progress, stop)
         # Of a network that is split no process draws by itself; each batch is then scored in step.
         due, marks = draw() if self.sampling.sharded else self.world.in_step(draw)
-        digests, sharp = self._gather_marks(marks, len(prompts))
+        digests, sharp, spread = self._gather_marks(marks, len(prompts))
         result = Evaluation(
             tag=setting.tag,
             iteration=setting.iteration,
@@ -115,6 +116,7 @@ class Evaluator:
             scores=self._gather(due, len(prompts)),
             digests=digests,
             sharpness=sharp,
+            diversity=spread,
             agreement=None if agreement is None else agreement(stop),
             distinct=tuple(distinct_numbers([identity(p) for p in prompts])),
             made_with=dict(self.made_with),
@@ -144,24 +146,29 @@ class Evaluator:
         agree: Callable[[Callable[[], list]], list] = self.world.in_step if sampling.sharded else lambda work: work()
         # Where prompts are encoded between batches, encoders may set switches of the process (`Lanes.quiet`).
         device = self.world.device if sampling.texts.ready else torch.device("cpu")
+        samples = self.options.samples_per_prompt
+        # The missing samples of the prompts whose diversity is measured come last, and are neither scored nor saved.
+        missing = (self._diverse(len(prompts)), range(samples, diversity.SAMPLES), False)
         with Beside(self.scorer, device) as beside:
-            for slots, counts in self._rounds(len(prompts)):
-                ids = [SampleId(slot, k) for slot in slots for k in range(self.options.samples_per_prompt)]
-                drawn = sampling.draw(plan, noise, sampling.asked(prompts, ids), batch_size=size, options=options)
-                keep = partial(self._kept, kept, marks)
-                due += agree(partial(self._scored, beside, health, keep, stop, drawn) if counts else list)
-                progress(len(ids) if counts else 0)
+            for count, numbers, judged in ((len(prompts), range(samples), True), missing):
+                for slots, counts in self._rounds(count, len(numbers)):
+                    ids = [SampleId(slot, k) for slot in slots for k in numbers]
+                    drawn = sampling.draw(plan, noise, sampling.asked(prompts, ids), batch_size=size, options=options)
+                    keep = partial(self._kept, kept if judged else None, marks)
+                    work = partial(self._scored, beside, health, keep, stop, drawn, judged=judged)
+                    due += agree(work if counts else list)
+                    progress(len(ids) if counts and judged else 0)
             due += agree(partial(self._rest, beside, health, setting.iteration))
         return due, marks
 
     def _scored(
-        self, beside: Beside, health: Health, keep: Keep, stop: Stop, drawn: Trajectories
+        self, beside: Beside, health: Health, keep: Keep, stop: Stop, drawn: Trajectories, *, judged: bool
     ) -> list[tuple[list[SampleId], Scores]]:
-        """Decode and keep a batch, and begin to score it; the scores that are due."""
+        """Decode and keep a batch, and begin to score it if it is `judged`; the scores that are due."""
         ids, due = list(drawn.samples.ids), []
         beside.quiet()
         images = self.sampling.images(drawn, self.options.batch_size, health=health, stop=stop)
-        if not health.diverged:  # then no reward is to be blamed
+        if judged and not health.diverged:  # of what diverged no reward is to be blamed
             prompts = [self.prompts[i.slot] for i in ids]
             batch = Batch(images, [p.text for p in prompts], [p.metadata for p in prompts], latents_of(drawn))
             due = beside.add(ids, batch)
@@ -189,22 +196,36 @@ class Evaluator:
                     table[name][i.slot, i.sample] = value
         return table
 
-    def _gather_marks(self, own: dict[SampleId, Mark], prompts: int) -> tuple[np.ndarray, np.ndarray]:
-        """Digests of all processes, [P, seeds] of text, and sharpness, [P, seeds] float64."""
+    def _diverse(self, prompts: int) -> int:
+        """Number of prompts whose diversity is measured."""
+        enough = self.options.samples_per_prompt >= diversity.SAMPLES
+        wanted = self.options.diversity
+        return min(prompts, (diversity.PROMPTS if enough else 0) if wanted is None else wanted)
+
+    def _gather_marks(
+        self, own: dict[SampleId, Mark], prompts: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Of all processes: digests [P, seeds] of text, sharpness [P, seeds] float64, diversity [Q] if measured."""
         shape = (prompts, self.options.samples_per_prompt)
         digests, sharp = np.full(shape, "", dtype="<U16"), np.full(shape, np.nan)
+        grids = dict[SampleId, np.ndarray]()
         for part in self.world.gather(list(own.items())):
-            for i, mark in part:
-                digests[i.slot, i.sample], sharp[i.slot, i.sample] = mark
-        return digests, sharp
+            for i, (digest, value, grid) in part:
+                if i.sample < shape[1]:
+                    digests[i.slot, i.sample], sharp[i.slot, i.sample] = digest, value
+                if grid is not None:
+                    grids[i] = grid
+        return digests, sharp, diversity.of(grids, self._diverse(prompts))
 
-    def _rounds(self, prompts: int) -> list[tuple[range, bool]]:
-        """This process's share of so many prompts, some at a time, and whether they count.
+    def _rounds(self, prompts: int, samples: int) -> list[tuple[range, bool]]:
+        """This process's share of so many prompts with so many samples each, some at a time; whether they count.
 
         With a sharded network all processes make the same number of rounds, each of as many forwards: a process that
         has finished repeats the first prompt, which does not count.
         """
-        size, step = self.world.size, max(1, self.options.batch_size // self.options.samples_per_prompt)
+        if not samples:
+            return []
+        size, step = self.world.size, max(1, self.options.batch_size // samples)
         bounds = [rank * prompts // size for rank in range(size + 1)]
         every = [
             [range(start, min(start + step, high)) for start in range(low, high, step)]
@@ -220,7 +241,11 @@ class Evaluator:
         """Add the marks of samples, and write those that are to be saved to the folder, if any."""
         known = zip(images.levels.numpy(), images.finite.tolist(), strict=True)
         sharp = [sharpness(levels) if finite else math.nan for levels, finite in known]
-        marks.update(zip(ids, zip(images.digests(), sharp, strict=True), strict=True))
+        most = self._diverse(len(self.prompts))
+        looked = [i.slot < most and i.sample < diversity.SAMPLES for i in ids]
+        rows = zip(looked, images.levels, images.finite.tolist(), strict=True)
+        grids = [diversity.grid(levels, finite) if wanted else None for wanted, levels, finite in rows]
+        marks.update(zip(ids, zip(images.digests(), sharp, grids, strict=True), strict=True))
         if folder is None:
             return
         count, rate, form = self.options.save_images, self.sampling.adapter.fps, self.options.videos

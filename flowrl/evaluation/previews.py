@@ -166,7 +166,7 @@ class Previews:
             sampling=replace(self.evaluator.sampling, texts=texts),
             scorer=None,
             prompts=tuple(prompts),
-            options=replace(self.evaluator.options, samples_per_prompt=1, save_images=None),
+            options=replace(self.evaluator.options, samples_per_prompt=1, save_images=None, diversity=0),
             seed=derive(seed, "preview"),
             place=place,
             names=tuple(map(_name, prompts)),

@@ -46,6 +46,8 @@ class Evaluation:
     """Of each sample (evaluation/sharpness.py), [P, S] float64, NaN where it is not finite."""
     distinct: tuple[int, ...]
     """[P] number of the distinct prompt."""
+    diversity: np.ndarray | None = None
+    """Of the first Q prompts (evaluation/diversity.py), [Q] float64; None: not measured."""
     made_with: dict[str, str] = field(default_factory=dict)
     """Fingerprints of the model, the prompts and each score (run/inputs.py)."""
     agreement: Agreement | None = None
@@ -61,7 +63,9 @@ class Evaluation:
         groups = np.unique(self.groups[rows], return_inverse=True)[1]
         scores = {name: table[rows] for name, table in self.scores.items()}
         marks, sharp, groups = self.digests[rows], self.sharpness[rows], tuple(groups.tolist())
-        return replace(self, prompts=texts, scores=scores, distinct=groups, digests=marks, sharpness=sharp)
+        spread = None if self.diversity is None else self.diversity[rows[: len(self.diversity)]]
+        known = {"digests": marks, "sharpness": sharp, "diversity": spread}
+        return replace(self, prompts=texts, scores=scores, distinct=groups, **known)
 
     def unlike(self, other: Evaluation, score: str | None = None) -> list[str]:
         """Differences between the settings of two evaluations, in words; with `score` only those of that score."""
@@ -95,6 +99,8 @@ class Evaluation:
             "digests": self.digests.tolist(),
             "sharpness": json_ready(self.sharpness.tolist()),
         }
+        if self.diversity is not None:
+            record["diversity"] = json_ready(self.diversity.tolist())
         if self.agreement is not None:
             record["agreement"] = json_ready(self.agreement.right.tolist())
             record["agreement_captions"] = self.agreement.captions.tolist()
@@ -116,7 +122,7 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
     if "agreement" in record:
         right = np.asarray(record["agreement"], dtype=np.float64)
         agreement = Agreement(right, np.asarray(record["agreement_captions"], dtype=np.int64))
-    prompts, seeds = tuple(record["prompts"]), len(record["seeds"])
+    prompts, seeds, spread = tuple(record["prompts"]), len(record["seeds"]), record.get("diversity")
     for name, table in scores.items():
         if len(table) != len(prompts) or (prompts and table.shape != (len(prompts), seeds)):
             raise ValueError(f"scores.{name} is {list(table.shape)} for {len(prompts)} prompts and {seeds} seeds")
@@ -133,6 +139,7 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
         digests=digests.table(record["digests"], len(prompts), seeds),
         sharpness=np.asarray(record["sharpness"], dtype=np.float64).reshape(len(prompts), seeds),
         distinct=tuple(map(int, record["distinct"])),
+        diversity=None if spread is None else np.asarray(spread, dtype=np.float64),
         made_with=dict(record["made_with"]),
         agreement=agreement,
     )

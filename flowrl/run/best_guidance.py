@@ -101,7 +101,7 @@ class GuidanceSearch:
             parts.evaluator,
             scorer=scorer,
             prompts=tuple(found),
-            options=replace(parts.evaluator.options, save_images=0),
+            options=replace(parts.evaluator.options, save_images=0, diversity=0),
             seed=derive(0, "guidance search"),
             made_with=dict(parts.evaluator.made_with) | {"prompts": prompts_mark(found)},
             place=PLACES[1],

@@ -28,7 +28,11 @@ BATCHES = (
 MAY_CHANGE = (
     *("iterations", "checkpoint", "guard", "name", "output", "model.shard", "data.text_cache"),
     "data.pairs.records.max_broken",
-    *("eval.preview_prompts", "eval.verdict"),  # drawn and never scored; which of two numbers is the title
+    *(
+        "eval.preview_prompts",
+        "eval.verdict",
+        "eval.diversity",
+    ),  # drawn and never scored; which of two numbers is the title
     "trackers",
     *BATCHES,
 )

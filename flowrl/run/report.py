@@ -8,7 +8,7 @@ from typing import Any
 
 from flowrl.display.board import HEADLINES
 from flowrl.display.console import log, verdict
-from flowrl.evaluation import best_of, moved, sharpness
+from flowrl.evaluation import best_of, diversity, moved, sharpness
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import accuracy, difference, summary, win_rate
@@ -113,6 +113,7 @@ class Report:
                 for name in result["difference"]
             }
             result["best_of"] = best_of.facts(base, tuned, self.session.parts.scorers.trained)
+            result["diversity"] = diversity.facts(base, tuned)
             if tuned.agreement is not None:
                 result["implicit_accuracy"] = accuracy(tuned.agreement)
         if self.search is not None and best is not None:

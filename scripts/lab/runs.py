@@ -29,6 +29,8 @@ RUNS = Path(os.environ.get("FLOWRL_LAB_RUNS", ROOT / "runs" / "lab"))
 """Run folders, outside git; the environment variable moves them to where they outlive the checkout."""
 SAVING = "checkpoint={every: 20, keep: 1}"
 """A run that is killed loses fewer iterations than with the recipe's own; no number depends on it."""
+SPREAD = "eval.diversity=128"
+"""Of every cell: it draws samples that are not scored, and moves no other number."""
 POLLED_S = 5.0
 """Seconds between two looks at a run's CPU time, which are all that is known of a run that was killed."""
 WAY = 128
@@ -209,7 +211,7 @@ def train(run: Run) -> tuple[Path, int]:
         Failed: the code or the recipe is another one at its end.
     """
     make_pairs(run.recipe)
-    command, folder, code = run.command(RUNS, SAVING), RUNS / run.name, code_now()
+    command, folder, code = run.command(RUNS, SAVING, SPREAD), RUNS / run.name, code_now()
     ledger = Ledger(folder, run.mark(code))
     if ledger.goes_on():
         command.append("--resume")
@@ -290,6 +292,8 @@ def measured(folder: Path) -> dict[str, Any]:
         "difference_best_guidance",
         "guidance_search",
         "sharpness",
+        "diversity",
+        "best_of",
         "tuned",
         "difference",
         "win_rate",

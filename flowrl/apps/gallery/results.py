@@ -11,7 +11,7 @@ import numpy as np
 
 from flowrl.apps.gallery import certainty, charts, guard, movement
 from flowrl.apps.gallery.runs import Evaluation, Run, nan_mean, number, value_at
-from flowrl.evaluation import moved
+from flowrl.evaluation import diversity, moved
 from flowrl.statistics.intervals import clusters
 from flowrl.statistics.paired import prompt_means
 
@@ -290,6 +290,8 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
         result.append(sentence)
     if sharp := movement.sharpness_of(run):
         result.append(sharp)
+    if spread := run.block("diversity"):
+        result.append(("worse" if spread["difference"]["high"] < 0 else "same", diversity.sentence(spread)))
     accuracy = run.block("implicit_accuracy")
     if math.isfinite(number(accuracy.get("mean"))):
         share, low, high = (100 * number(accuracy.get(key)) for key in ("mean", "low", "high"))
