@@ -58,6 +58,9 @@ class Card:
     """Keys that every sample's metadata must have."""
     memory_gib: float = 0.0
     """Memory of its weights in GiB, about; 0: none."""
+    image_network: str = ""
+    """open_clip's name of the network through which gradients reach the images, by which `flowrl plan` counts what
+    they hold; empty: not known."""
     version: str = "1"
     """Version of its formula, changed whenever a score changes; a cache keeps versions apart."""
     differentiable: bool = False

@@ -113,6 +113,7 @@ _UNBOUNDED = Card(
     modality="any",
     resolution="224 x 224, the centre square",
     memory_gib=1.2,
+    image_network="ViT-L-14-quickgelu",
     overlap_on_gpu=True,
     version="v2",
     level=LEVEL,
@@ -264,6 +265,7 @@ def card_of(config: Config) -> Card:
         _bounded(CARD, known.fingerprint[0], known.fingerprint[4]),
         outputs=(f"aesthetic_{config.version.replace('.', '_')}",),
         memory_gib=1.2 if known.tower == "clip" else 1.6,
+        image_network=CARD.image_network if known.tower == "clip" else "",
         version=f"{version}, half-even crop" if config.crops_half_even else version,
         **config.declared,
         licence=f"{known.licence if config.published else 'unknown'} (head), "

@@ -38,6 +38,7 @@ CARD = Card(
     modality="any",
     resolution="224 x 224, the centre square",
     memory_gib=1.6,
+    image_network="ViT-L-14-quickgelu",
     overlap_on_gpu=True,
     level=LEVEL,
     licence="MIT (code and OpenAI's weights)",
@@ -72,7 +73,8 @@ class Config(ClipOptions):
 def card_of(config: Config) -> Card:
     output, factor = _CONVENTIONS[config.convention]
     low = -1.0 if config.convention == "cos" else 0.0
-    return replace(CARD, outputs=(output,), low=low, high=factor, **config.declared)
+    network = CARD.image_network if config.model == Config.model else ""
+    return replace(CARD, outputs=(output,), low=low, high=factor, image_network=network, **config.declared)
 
 
 def build(config: Config) -> Reward:

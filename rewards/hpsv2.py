@@ -48,6 +48,7 @@ CARD = Card(
     modality="any",
     resolution="224 x 224, the whole image between bars",
     memory_gib=3.7,
+    image_network=ARCHITECTURE,
     overlap_on_gpu=True,
     version="HPS v2.1",
     level=LEVEL,

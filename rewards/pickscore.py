@@ -28,6 +28,7 @@ CARD = Card(
     modality="any",
     resolution="224 x 224, the centre square",
     memory_gib=3.7,
+    image_network="ViT-H-14",
     overlap_on_gpu=True,
     level=LEVEL,
     licence="MIT (code and weights)",

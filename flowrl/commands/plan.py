@@ -83,12 +83,15 @@ def estimated(resolved: Resolved, adapter: Any, plan: StepPlan, data: Data) -> t
 def _memory(console: Console, resolved: Resolved, result: Estimate, data: Data) -> None:
     """Print memory and compute of the run."""
     from flowrl.data.text_files import text_folder
+    from flowrl.planning.memory import climbed_at_once
 
     texts, run = data.counted(resolved.slots), resolved.run
     folder = text_folder(run.data, run.output, result.embeddings, images=data.images)
     held = "host, in every process" if folder is None else f"files in {folder}"
     console.print(_memory_table(resolved, result, texts, held if result.embeddings else "made when needed"))
     console.print(_phase_table(result))
+    if climbed_at_once(resolved):
+        console.print(_climbed(resolved), markup=False)
     largest = "largest: not known"
     if result.peak is not None:
         largest = f"largest: {result.peak.name}, {size(result.peak.peak)}"
@@ -108,6 +111,19 @@ def _memory(console: Console, resolved: Resolved, result: Estimate, data: Data) 
     console.print(
         f"network per iteration: {operations(result.rollout_flop)} in the rollout, {operations(result.update_flop)} in "
         "the updates; divide by the processes and by what your device sustains."
+    )
+
+
+def _climbed(resolved: Resolved) -> str:
+    """What the phase `gradient` counts."""
+    from flowrl.planning.memory import climbed_cards
+
+    counted = {card.outputs[0]: card.image_network for card in climbed_cards(resolved)}
+    networks = [f"{name} ({network})" for name, network in counted.items() if network]
+    unknown = [name for name, network in counted.items() if not network]
+    return (
+        f"gradient: {', '.join(['the decoder', *networks])}, forward and backward, and the trained weights' gradients"
+        + (f"; not what {', '.join(unknown)} holds for its gradient, which its card does not tell" if unknown else "")
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowrl.models.base import ModelAdapter, image_shape
+from flowrl.reward import Card
 
 
 class _Copies(TorchDispatchMode):
@@ -32,11 +34,36 @@ def decode(adapter: ModelAdapter, batch: int) -> Any:
         return adapter.decode(torch.empty(batch, *adapter.latent_shape()))
 
 
-def slope(adapter: ModelAdapter, count: int) -> None:
-    """`count` images and the gradient of a value of each pixel at their latents."""
+def slope(adapter: ModelAdapter, count: int, networks: Sequence[nn.Module] = ()) -> None:
+    """`count` images or videos, and the gradient at their latents of what these networks see; without any, of pixels.
+
+    A network is the image tower of open_clip, on squares of its size of an image, or of 8 frames of a video.
+    """
     x = torch.empty(count, *adapter.latent_shape(), requires_grad=True)
     with _Copies():
-        torch.autograd.grad(adapter.decode_with_grad(x).float().sum(), x)
+        images = adapter.decode_with_grad(x)
+        total = images.sum()
+        for network in networks:
+            frames = (images[:, :8] if images.ndim == 5 else images).flatten(0, -4)
+            size: Any = network.image_size
+            seen = F.interpolate(frames, size, mode="bicubic", antialias=True)
+            total = total + network(seen.to(next(network.parameters()).dtype)).float().sum()
+        torch.autograd.grad(total, x)
+
+
+def image_networks(cards: Iterable[Card]) -> dict[str, nn.Module]:
+    """Output -> image tower, on the meta device, of each card that names one; in the card's precision."""
+    import open_clip
+
+    found: dict[str, nn.Module] = {}
+    for card in cards:
+        described = open_clip.get_model_config(card.image_network)
+        if described is not None:
+            with torch.device("meta"):
+                network = open_clip.CLIP(**described).visual
+            dtype = torch.bfloat16 if card.half_precision else torch.float32
+            found[card.outputs[0]] = network.to(dtype).eval().requires_grad_(False)
+    return found
 
 
 def latents(adapter: ModelAdapter, batch: int) -> torch.Tensor:

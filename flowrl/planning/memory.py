@@ -14,7 +14,8 @@ also where a forward runs under autocast (cuda_rules.py).
               rollout     a forward without gradients at rollout.batch_size, doubled by CFG
               decode      the VAE at rollout.batch_size; with pairs `images`, its encoder
               evaluation  the larger of those two at eval.batch_size
-              gradient    of a reward's gradient: the VAE forward and backward at algorithm.decoded_at_once
+              gradient    of a reward's gradient: the VAE and the rewards' image networks forward and backward at
+                          algorithm.decoded_at_once, beside the gradients of an earlier microbatch
               update      forward, the reference's forward if there is a KL, and backward at optim.batch_size, beside
                           the gradients of an earlier microbatch;
                           at least the gradient (4 bytes per trained weight), with several processes and its flat copy
@@ -51,6 +52,7 @@ from flowrl.planning import few_bits, forwards
 from flowrl.planning.cuda_rules import cuda_rules
 from flowrl.planning.folding import folded
 from flowrl.planning.tree_work import tree_work
+from flowrl.reward import Card
 from flowrl.training.optimizers import state_bytes
 from flowrl.training.world import shard
 
@@ -199,6 +201,8 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     transient, unknown = _measure(adapter, encoders, resolved, reference=bool(method.roles))
     if transient["update"] is not None:
         transient["update"] = max(transient["update"], (1 + (processes > 1)) * _FLOAT * trained)
+    if transient["gradient"]:
+        transient["gradient"] += _FLOAT * trained
     return Estimate(
         parameters=parameters,
         stored=stored,
@@ -239,14 +243,20 @@ def _work(resolved: Resolved, plan: StepPlan, samples: int, slots: int) -> tuple
 def _phases(resolved: Resolved) -> tuple[str, ...]:
     """Phases of an iteration and of evaluations on the device."""
     drawn = ("rollout",) if resolved.drawn else ()
-    climbed = ("gradient",) if _climbed(resolved) else ()
+    climbed = ("gradient",) if climbed_at_once(resolved) else ()
     return (*drawn, "images" if resolved.members else "decode", "evaluation", *climbed, "update")
 
 
-def _climbed(resolved: Resolved) -> int:
+def climbed_at_once(resolved: Resolved) -> int:
     """Images through which a gradient is taken at once; 0: none, as of rewards that all judge latents."""
     seen = any(not plan.on_latents for plan in resolved.rewards)
     return vars(resolved.algorithm.config).get("decoded_at_once", 0) if seen else 0
+
+
+def climbed_cards(resolved: Resolved) -> list[Card]:
+    """The cards, where there are some, of the rewards of images whose gradient is taken."""
+    climbed = [plan for plan in resolved.rewards if plan.entry.weight != 0 and not plan.on_latents]
+    return [plan.card for plan in climbed if plan.card is not None]
 
 
 def _images(resolved: Resolved, adapter: Any, samples: int) -> int:
@@ -295,7 +305,9 @@ def _measure(
             unknown[what] = str(error)
             return None, None
 
-    with faked(adapter.network, vae, *encoders.values()), cuda_rules():
+    seeing = forwards.image_networks(climbed_cards(resolved)) if climbed_at_once(resolved) else {}
+
+    with faked(adapter.network, vae, *encoders.values(), *seeing.values()), cuda_rules():
         forward = attempt("rollout", lambda: forwards.predict(adapter, batch, guidance))
         same = eval_guidance == guidance
         held_out = forward if same else attempt("rollout", lambda: forwards.predict(adapter, batch, eval_guidance))
@@ -303,8 +315,9 @@ def _measure(
         given = attempt("images", lambda: forwards.latents(adapter, batch)) if resolved.members else (0, 0.0)
         # One by one, a batch takes hardly more than an image; otherwise bytes are proportional to it.
         images = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
-        climbed = min(edges, _climbed(resolved))
-        slope = attempt("gradient", lambda: forwards.slope(adapter, climbed), grad=True) if climbed else (0, 0.0)
+        climbed, slope = min(edges, climbed_at_once(resolved)), (0, 0.0)
+        if climbed:
+            slope = attempt("gradient", lambda: forwards.slope(adapter, climbed, [*seeing.values()]), grad=True)
         update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
         if not resolved.training.frozen:
             trained = [p for p in adapter.network.parameters() if p.requires_grad]

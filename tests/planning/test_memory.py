@@ -1,9 +1,11 @@
 """Counts and peaks from the meta device and fake tensors, against the real things at tiny size."""
 
 import dataclasses
+import json
 import math
 from typing import Any
 
+import open_clip
 import pytest
 import torch
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
@@ -22,7 +24,10 @@ from flowrl.models.memory import meter
 from flowrl.models.memory.meter import Meter
 from flowrl.models.pipelines.skeletons import UnknownModel, locate
 from flowrl.planning import forwards
+from flowrl.planning.cuda_rules import cuda_rules
 from flowrl.planning.memory import estimate, forward_rows, skeleton
+from flowrl.reward import Card
+from flowrl.rewards import hpsv2
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy
@@ -290,14 +295,67 @@ def test_a_rewards_gradient_needs_the_decoder_both_ways(folder):
     peaks = []
     for count in (1, 2, 4, 8):
         climbing = {"name": "draft", "low_variance": 0, "decoded_at_once": count}
-        phases = measured(resolved(str(folder), algorithm=climbing, **options)).phases
-        peaks.append({phase.name: phase.transient for phase in phases}["gradient"])
+        result = measured(resolved(str(folder), algorithm=climbing, **options))
+        gradient = next(phase for phase in result.phases if phase.name == "gradient")
+        peaks.append(gradient.transient - 4 * result.trained)  # beside the gradients of an earlier microbatch
     # Activations are proportional to the images; a batch has no more than its four.
     assert peaks[1] - peaks[0] == pytest.approx((peaks[2] - peaks[1]) / 2, rel=0.05)
     assert peaks[3] == peaks[2] > 3 * peaks[0]
 
 
+def test_a_rewards_image_network_is_counted_where_its_card_names_one(folder, monkeypatch):
+    """On fake tensors as on real ones: decoder, tiny-clip and the gradient at the latents, on a tiny SD3."""
+    described = json.loads((tiny.ROOT / "assets" / "tiny-clip" / "open_clip_config.json").read_text())["model_cfg"]
+    monkeypatch.setattr(open_clip, "get_model_config", lambda name: described if name == "tiny" else None)
+    (name, network), *others = forwards.image_networks(
+        [Card(outputs=("a",), image_network="tiny"), Card(outputs=("b",))]
+    ).items()
+    assert (name, others) == ("a", [])
+    run_ = resolved(str(folder))
+    adapter = skeleton(run_)
+    with meter.faked(adapter.network, adapter.pipeline.vae, network):
+        without, fake = (
+            meter.measured(lambda used=used: forwards.slope(adapter, 2, used), grad=True)[0] for used in ([], [network])
+        )
+    real = sd3.build(run_.model.config)
+    score = open_clip.CLIP(**described).visual.eval().requires_grad_(False)
+    assert fake == meter.measured(lambda: forwards.slope(real, 2, [score]), grad=True)[0] > without
+    half = forwards.image_networks([Card(outputs=("a",), image_network="tiny", half_precision=True)])["a"]
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in half.parameters())
+
+
 # ---- the real shape
+
+
+@pytest.mark.slow
+def test_a_rewards_gradient_leaves_the_update_its_memory():
+    """DRaFT-1 of SD3.5-M at 512 pixels: HPSv2's gradient of an image through the decoder, and then an update of two."""
+    model = {"dtype": "bfloat16", "lora": {"rank": 32, "alpha": 64}, "height": 512, "width": 512}
+    model |= {"vae_precision": "bfloat16", "memory": {"vae_checkpointing": True}, "gradient_checkpointing": True}
+    run_ = resolved(SD35, model | {"max_sequence_length": 256}, rollout={"guidance_scale": 4.5})
+    adapter = skeleton(run_)
+    run_.training.weights(adapter, run_.model.config, [("a", ())], 0, "meta")
+    (network,) = forwards.image_networks([hpsv2.card_of(hpsv2.Config(preprocess="fast", dtype="bfloat16"))]).values()
+
+    with meter.faked(adapter.network, adapter.pipeline.vae, network), cuda_rules():
+        trained = [p for p in adapter.network.parameters() if p.requires_grad]
+
+        def climb() -> None:
+            forwards.slope(adapter, 1, [network])
+
+        def update() -> None:
+            forwards.microbatch(adapter, trained, 2, 4.5, reference=False)
+
+        chunk = meter.measured(climb, grad=True)[0]
+        with Meter() as both:
+            update()
+            without, left = both.peak, both.now
+            climb()
+            update()
+    assert chunk <= 1.5 * GIB
+    assert left <= 1.1 * sum(4 * p.numel() for p in trained)  # the gradients, and texts
+    assert both.peak <= max(1.15 * without, chunk + left)
 
 
 @pytest.mark.slow

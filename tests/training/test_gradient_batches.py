@@ -17,11 +17,12 @@ from flowrl.diffusion.plan import solver_plan
 from flowrl.diffusion.process import euler_mean
 from flowrl.losses.reward_gradients import levers
 from flowrl.models.base import ModelError
+from flowrl.models.memory.meter import Meter
 from flowrl.reward import Card, Reward
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.run.session import Session
-from flowrl.scoring.gradient import RewardGradient
+from flowrl.scoring.gradient import RewardGradient, Slope
 from flowrl.scoring.options import Gate
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
@@ -105,6 +106,44 @@ def test_native_and_generic_agree_through_two_steps_and_the_decoder():
 def test_checkpointing_of_the_decoder_changes_no_gradient():
     with open_session() as plain, open_session("model.memory.vae_checkpointing=true") as sparing:
         assert apart(gradient_of(sparing), gradient_of(plain)) == 0
+
+
+def test_an_update_holds_no_more_than_without_decoder_or_than_one_image_needs_to_climb(monkeypatch):
+    """Bytes alive in the update of K = 1, for any number of steps: the rewards' graphs are gone before the network."""
+    options = ("algorithm.decoded_at_once=1", "model.memory.vae_checkpointing=true")
+
+    def peak(session: Session) -> int:
+        for p in session.weights.parameters.values():
+            p.grad = None
+        rollout = session.roll_out(1)
+        credit = session.credit(rollout)
+        with Meter() as meter:
+            for batch in session.batches(rollout, credit, 2):
+                session.method.loss(batch, session.networks).loss.backward()
+        return meter.peak
+
+    calls: list[int] = []
+    of_one = RewardGradient.__call__
+
+    def climb(self: RewardGradient, *given: Any) -> Slope:
+        with Meter() as meter:
+            found = of_one(self, *given)
+        calls.append(meter.peak)
+        return found
+
+    def flat(self: RewardGradient, x0: Tensor, *given: Any) -> Slope:
+        return Slope(torch.zeros(len(x0)), torch.ones_like(x0), torch.zeros(len(x0)))
+
+    with open_session(*options) as session:
+        whole = peak(session)
+        monkeypatch.setattr(RewardGradient, "__call__", climb)
+        peak(session)
+        monkeypatch.setattr(RewardGradient, "__call__", flat)
+        without, gradients = peak(session), sum(4 * p.numel() for p in session.weights.parameters.values())
+    assert whole <= max(1.15 * without, max(calls) + gradients)
+    monkeypatch.undo()
+    with open_session(*options, "rollout.num_inference_steps=8") as longer:
+        assert peak(longer) == whole
 
 
 def test_a_hinge_that_is_off_leaves_no_gradient_and_one_that_is_on_changes_none():
