@@ -53,10 +53,10 @@ def slope(adapter: ModelAdapter, count: int, networks: Sequence[nn.Module] = ())
 
 def image_networks(cards: Iterable[Card]) -> dict[str, nn.Module]:
     """Output -> image tower, on the meta device, of each card that names one; in the card's precision."""
-    import open_clip
-
     found: dict[str, nn.Module] = {}
     for card in cards:
+        import open_clip
+
         described = open_clip.get_model_config(card.image_network)
         if described is not None:
             with torch.device("meta"):

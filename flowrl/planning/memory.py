@@ -201,8 +201,6 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     transient, unknown = _measure(adapter, encoders, resolved, reference=bool(method.roles))
     if transient["update"] is not None:
         transient["update"] = max(transient["update"], (1 + (processes > 1)) * _FLOAT * trained)
-    if transient["gradient"]:
-        transient["gradient"] += _FLOAT * trained
     return Estimate(
         parameters=parameters,
         stored=stored,
@@ -305,9 +303,9 @@ def _measure(
             unknown[what] = str(error)
             return None, None
 
-    seeing = forwards.image_networks(climbed_cards(resolved)) if climbed_at_once(resolved) else {}
-
-    with faked(adapter.network, vae, *encoders.values(), *seeing.values()), cuda_rules():
+    count = min(edges, climbed_at_once(resolved))
+    seeing = [*forwards.image_networks(climbed_cards(resolved) if count else []).values()]
+    with faked(adapter.network, vae, *encoders.values(), *seeing), cuda_rules():
         forward = attempt("rollout", lambda: forwards.predict(adapter, batch, guidance))
         same = eval_guidance == guidance
         held_out = forward if same else attempt("rollout", lambda: forwards.predict(adapter, batch, eval_guidance))
@@ -315,12 +313,10 @@ def _measure(
         given = attempt("images", lambda: forwards.latents(adapter, batch)) if resolved.members else (0, 0.0)
         # One by one, a batch takes hardly more than an image; otherwise bytes are proportional to it.
         images = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
-        climbed, slope = min(edges, climbed_at_once(resolved)), (0, 0.0)
-        if climbed:
-            slope = attempt("gradient", lambda: forwards.slope(adapter, climbed, [*seeing.values()]), grad=True)
+        slope = attempt("gradient", lambda: forwards.slope(adapter, count, seeing), grad=True) if count else (0, 0.0)
         update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
+        trained = [p for p in adapter.network.parameters() if p.requires_grad]
         if not resolved.training.frozen:
-            trained = [p for p in adapter.network.parameters() if p.requires_grad]
             update = attempt(
                 "update", lambda: forwards.microbatch(adapter, trained, edges, in_training, reference), grad=True
             )
@@ -338,7 +334,7 @@ def _measure(
         "decode": None if decode[0] is None else decode[0] + leaf["vae"],
         "images": None if given[0] is None else given[0] + leaf["vae"],
         "evaluation": evaluation,
-        "gradient": None if slope[0] is None else slope[0] + leaf["vae"],
+        "gradient": None if slope[0] is None else slope[0] + leaf["vae"] + _FLOAT * sum(map(torch.numel, trained)),
         "update": update[0],
         "forward_flop": _times(forward[1], 1 / batch),
         "edge_flop": _times(update[1], 1 / edges),
