@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from flowrl.core.errors import RewardError as RewardError
 
@@ -135,6 +135,20 @@ class Reward:
         return replace(self, score=renamed, card=card)
 
 
+class Trainer(Protocol):
+    """Trains a judge of latents further, in place; it keeps its optimizer, and draws from a generator of its own."""
+
+    def renew(self, x0: Tensor, cond: Condition, labels: Tensor) -> Mapping[str, float]:
+        """Optimizer steps on clean latents x0 [N, ...] under N conditions with labels [N], 0 or 1; its metrics."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next steps need, the judge's weights among it: tensors and plain data."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LatentReward:
     """A judge of a model's latents, clean or noisy; `build(config)` may return one in place of a `Reward`.
@@ -149,6 +163,8 @@ class LatentReward:
     """Shape of one sample's latents, as the model's `latent_shape` says it."""
     network: nn.Module | None = None
     """Its weights, in eval mode and without gradient, moved to the device of the latents; None: there are none."""
+    trainer: Trainer | None = None
+    """Renews it on a run's own samples (`renew`); None: nothing does."""
 
     def as_reward(self) -> Reward:
         """The reward as a run scores with it."""

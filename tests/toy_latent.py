@@ -43,6 +43,34 @@ class Net(nn.Module):
         return self.head((self.inner(x) + given[:, :, None, None]).tanh().mean(dim=(2, 3))).squeeze(1)
 
 
+class Trainer:
+    """Adam, a step of two samples at a time in an order of its own."""
+
+    def __init__(self, network: Net) -> None:
+        self.network, self.generator = network, torch.Generator().manual_seed(0)
+        self.optimizer = torch.optim.Adam(network.parameters(), lr=0.05)
+
+    def renew(self, x0, cond, labels):
+        self.network.train().requires_grad_(True)
+        loss = torch.zeros(())
+        for pick in torch.randperm(len(x0), generator=self.generator).split(2):
+            logits = self.network(x0[pick], torch.zeros(len(pick)), cond.index(pick))
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, labels[pick])
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+        return {"loss": float(loss.detach())}
+
+    def state_dict(self):
+        parts = {"network": self.network, "optimizer": self.optimizer}
+        return {name: part.state_dict() for name, part in parts.items()} | {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state):
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+
+
 def build(config: Config) -> LatentReward:
     network = Net(config).eval().requires_grad_(False)
-    return LatentReward(network, CARD, (4, config.size, config.size), network)
+    return LatentReward(network, CARD, (4, config.size, config.size), network, Trainer(network))

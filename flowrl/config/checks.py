@@ -1,5 +1,6 @@
 """Checks over several components of a configuration, before a model is loaded."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 from flowrl.config import few_steps
@@ -11,7 +12,7 @@ from flowrl.media import mp4
 from flowrl.models.base import ModelAdapter
 from flowrl.rollout.outputs import is_cfg
 from flowrl.scoring.build import require_modality
-from flowrl.scoring.entries import check_plans
+from flowrl.scoring.entries import RewardPlan, check_plans
 from flowrl.scoring.gradient import require_paths
 from flowrl.training.base import checking
 
@@ -237,12 +238,32 @@ def _check_rewards(resolved: Resolved) -> None:
                 why = "training rewards are evaluated anyway" if key.startswith("eval") else "raise its weight instead"
                 raise ConfigError(f"{key} repeats {earlier} ({plan.name}): name each value once; {why}")
     check_plans(plans, latents=True)
+    _check_renewal(resolved, plans)
     if resolved.training.climbs:
         # Options may change what a card declares: without `card_of` that is known when the reward is built.
         late = [{"build", "card_of"} & vars(plan.module).keys() == {"build"} for plan in resolved.rewards]
         known = [None if unknown else plan.card for plan, unknown in zip(resolved.rewards, late, strict=True)]
         require_paths(resolved.algorithm.name, resolved.rewards, known)
     _check_people(resolved)
+
+
+def _check_renewal(resolved: Resolved, plans: Sequence[tuple[str, RewardPlan]]) -> None:
+    """Refuse a renewal of what is no judge of latents in training, or by an output that training does not score."""
+    for key, plan in plans:
+        renewal = plan.entry.renew
+        if renewal is None:
+            continue
+        others = [other for other in resolved.rewards if not other.same_component(plan)]
+        scored = [name for other in others for name in other.outputs]
+        if key.startswith("eval") or not plan.on_latents:
+            why = "evaluations train nothing" if key.startswith("eval") else f"{plan.name} judges no latents"
+            raise ConfigError(f"{key}.renew: {why}", remedies=[Remedy({f"{key}.renew": None})])
+        if renewal.by not in scored and all(other.outputs for other in others):
+            raise ConfigError(
+                f"{key}.renew.by={renewal.by}: no other entry of `rewards` has that output, by which samples are "
+                f"labelled; there are {', '.join(scored) or 'none'}; weight 0 looks at one without training on it",
+                remedies=[Remedy({f"{key}.renew.by": name}) for name in scored[:1]],
+            )
 
 
 def _check_people(resolved: Resolved) -> None:

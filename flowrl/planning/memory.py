@@ -247,7 +247,8 @@ def _phases(resolved: Resolved) -> tuple[str, ...]:
 
 def climbed_at_once(resolved: Resolved) -> int:
     """Images through which a gradient is taken at once; 0: none, as of rewards that all judge latents."""
-    seen = any(not plan.on_latents for plan in resolved.rewards)
+    gates = {plan.entry.gate.output for plan in resolved.rewards if plan.entry.gate is not None}
+    seen = any(not p.on_latents for p in resolved.rewards if p.entry.weight or gates & {*p.outputs})
     return vars(resolved.algorithm.config).get("decoded_at_once", 0) if seen else 0
 
 

@@ -46,6 +46,7 @@ from flowrl.run.collector import Collector
 from flowrl.run.gauges import Gauges
 from flowrl.run.given_collector import HeldOutPairs, PairCollector
 from flowrl.run.people.asking import let_ask
+from flowrl.run.renewing import Renewing
 from flowrl.run.telling import tell
 from flowrl.scoring.scorer import Scorer
 from flowrl.training import determinism
@@ -107,6 +108,7 @@ class Session:
             self.collector = PairCollector(given, parts.sampling, parts.learner, self.stop)
             self.held_out = HeldOutPairs(given, parts.sampling, parts.learner) if given.held_out_numbers else None
         trained = () if self.rewards is None else self.rewards.entries
+        self.renewing = Renewing(self.rewards, parts.sampling)
         self.tree = EvalTree(self.resolved, self.method, trained, parts.evaluator)
         self.iteration = 0
         """The last finished iteration."""
@@ -215,6 +217,7 @@ class Session:
         with self._timer.phase("iteration"), self._timer.phase("update"):
             self.between_updates = False
             self.parts.learner.update(self._under_way, rollout, credit, self._sums, gate=gate)
+            self.renewing(self._under_way, rollout, self._sums)
         row = {"iteration": self._under_way} | self.collector.metrics_row(rollout, credit)
         row |= self._sums.merge(self.world.gather(self._sums)).means()
         row |= {f"time/{name}_s": round(value, 4) for name, value in self._timer.seconds.items()}
@@ -324,10 +327,11 @@ class Session:
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, plain data) of the end of the last finished iteration.
 
-        Tensors are named weights/ROLE/PARAMETER, optim/PARAMETER/MOMENT and algorithm/NAME.
+        Tensors are named weights/ROLE/PARAMETER, optim/PARAMETER/MOMENT, algorithm/NAME and judges/OUTPUT.
         """
         moments, counters = self.optimizer.state()
         sections = {"weights": self.weights.state(), "optim": moments, "algorithm": self.method.tensors()}
+        sections["judges"] = self.renewing.state()
         tensors = {f"{section}/{k}": v for section, values in sections.items() for k, v in values.items()}
         return tensors, {"optimizer": counters, **self.remembered}
 
@@ -341,7 +345,7 @@ class Session:
         Raises:
             ModelError: it is of another model.
         """
-        split: dict[str, dict[str, Any]] = {"weights": {}, "optim": {}, "algorithm": {}}
+        split: dict[str, dict[str, Any]] = {"weights": {}, "optim": {}, "algorithm": {}, "judges": {}}
         for name, value in tensors.items():
             section, _, rest = name.partition("/")
             split[section][rest] = value
@@ -350,6 +354,7 @@ class Session:
         self.method.load_state_dict(plain["algorithm"])
         if split["algorithm"]:
             self.method.load_tensors(split["algorithm"])
+        self.renewing.load_state(split["judges"])
         if not other_data:
             self.parts.data.source.load_state_dict(plain["source"])  # for given images it only names their set
         self.collector.load_state_dict(plain["collector"])

@@ -21,7 +21,8 @@ from flowrl.run.session import Session
 from flowrl.training.sharding import Rows, rows
 from flowrl.training.world import ALONE, World
 
-_ALGORITHM = "algorithm/"
+_WHOLE = ("algorithm/", "judges/")
+"""Tensors that every process has whole."""
 _LARGE = 2**30
 """Bytes from which the checkpoint of full weights is written in a thread, while the run goes on."""
 
@@ -86,7 +87,7 @@ class Saver:
         }
         own = rows(session.weights)
         large = not own and session.weights.lora is None and sum(v.nbytes for v in tensors.values()) >= _LARGE
-        split = [name for name, value in tensors.items() if own and value.ndim and not name.startswith(_ALGORITHM)]
+        split = [name for name, value in tensors.items() if own and value.ndim and not name.startswith(_WHOLE)]
         places = {name: own[_parameter(name)] for name in split}
         saved = Checkpoint(iteration, tensors, plain, places)
         try:
@@ -258,7 +259,7 @@ def load(session: Session, folder: Path, iteration: int, accept_changes: bool = 
     own, world = rows(session.weights), session.world
 
     def wanted(name: str) -> Rows | None:
-        return None if name.startswith(_ALGORITHM) else own.get(_parameter(name))
+        return None if name.startswith(_WHOLE) else own.get(_parameter(name))
 
     # Every process reads the rows it needs; the hashes of large files are shared out.
     part = slice(world.rank, None, world.size) if own else slice(None)

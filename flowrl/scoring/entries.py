@@ -115,6 +115,7 @@ class RewardPlan:
             isolate=entry.isolate,
             max_failed_share=entry.max_failed_share,
             cache=cache,
+            renew=entry.renew,
         )
 
     def _reward(self) -> Reward:
@@ -318,6 +319,7 @@ def check_plans(plans: Sequence[tuple[str, RewardPlan]], *, latents: bool = Fals
         compared = (
             ("prefix", a.prefix, b.prefix),
             ("timeout", a.timeout, b.timeout),
+            ("renew", a.renew, b.renew),
             ("overlap", a.overlap, b.overlap),
         )
         for option, mine, theirs in compared:

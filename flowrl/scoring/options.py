@@ -34,6 +34,22 @@ class Gate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Renewal:
+    """A judge of latents is trained further on the run's own samples, as another reward labels them."""
+
+    every: int
+    """Iterations; the samples of every such one are gone over once, after its updates."""
+    by: str
+    """Output of another entry of `rewards`, such as one of weight 0."""
+    at_least: float = 0.5
+    """Its raw value from which on a sample counts as good."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every={self.every} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardEntry:
     """Options every reward entry has; the others are the reward's own."""
 
@@ -55,6 +71,8 @@ class RewardEntry:
     clip: list[float] | None = None
     gate: Gate | None = None
     """Count the training value only where an output is good enough: {output, at_least or at_most, floor}."""
+    renew: Renewal | None = None
+    """Train a judge of latents further on the run's own samples: {every, by, at_least}."""
     cache: Annotated[str | None, CACHE] = None
     """Keep scores by image, prompt and version: `memory`, or a folder that runs and processes may share."""
     retries: int | None = None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowrl.reward import Reward
 from flowrl.scoring.cache import ScoreCache
-from flowrl.scoring.options import Gate
+from flowrl.scoring.options import Gate, Renewal
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class WeightedReward:
     max_failed_share: float | None = None
     """Above this share of samples that this entry could not score the run stops; none: the Scorer's."""
     cache: ScoreCache | None = None
+    renew: Renewal | None = None
 
     def shares(self) -> dict[str, float]:
         return self.outputs or {self.reward.card.outputs[0]: 1.0}
