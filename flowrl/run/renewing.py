@@ -29,7 +29,7 @@ class Renewing:
         self.entries = {entry.reward.card.outputs[0]: entry for entry in entries}
         for entry in entries:
             if entry.reward.on_latents is None or entry.reward.on_latents.trainer is None:
-                raise RewardError(f"reward {entry.name!r}: renew: what it builds has no `trainer`; leave renew out")
+                raise RewardError(f"reward {entry.name!r}: what it builds has no `trainer`, which renew needs")
 
     def __call__(self, iteration: int, rollout: Rollout, sums: Sums) -> None:
         """Renew the judges that are due after an iteration, on all its samples."""

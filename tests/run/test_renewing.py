@@ -141,5 +141,5 @@ def test_a_judge_without_a_trainer_is_refused(tmp_path):
     text = Path(JUDGE).read_text().replace(", network, Trainer(network))", ", network)")
     (tmp_path / "plain.py").write_text(text)
     given = [word.replace(JUDGE, str(tmp_path / "plain.py")) for word in words()]
-    with pytest.raises(RewardError, match="'plain': renew: what it builds has no `trainer`"):
+    with pytest.raises(RewardError, match="'plain': what it builds has no `trainer`"):
         flowrl.Session(*given)
