@@ -119,7 +119,11 @@ def test_random_numbers_of_the_process_do_not_follow_from_a_renewal():
     [
         ("eval.rewards=[{path: JUDGE, renew: {every: 1, by: jpeg_kb}}]", "evaluations train nothing", None),
         ("rewards=[{name: jpeg, renew: {every: 1, by: jpeg_kb}}]", "jpeg judges no latents", None),
-        ("rewards=[{path: JUDGE, renew: {every: 1, by: none}}, {name: jpeg, weight: 0.0}]", "there are jpeg_kb", "jpeg_kb"),
+        (
+            "rewards=[{path: JUDGE, renew: {every: 1, by: none}}, {name: jpeg, weight: 0.0}]",
+            "there are jpeg_kb",
+            "jpeg_kb",
+        ),
     ],
 )
 def test_what_cannot_be_renewed_is_refused_with_what_can(override, words_of, value):
