@@ -26,7 +26,7 @@ UNKNOWN_STEPS = 1000
 """Iterations of a recipe whose configuration states no end."""
 _SECTIONS = (
     *("name", "seed", "iterations", "output", "model", "data", "rollout", "algorithm", "rewards"),
-    *("optim", "eval", "checkpoint"),
+    *("optim", "eval", "checkpoint", "deterministic"),
 )
 
 

@@ -1,8 +1,9 @@
-"""trl: what becomes of DDPOConfig and of its example script's flags (huggingface/trl 0.23.1)."""
+"""trl: what becomes of DDPOConfig, of AlignPropConfig and of its example script's flags (huggingface/trl 0.23.1)."""
 
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,24 @@ from flowrl.core.strict import parse_yaml, read_text
 
 _SCRIPT = "ddpo.py"
 KEYS = read_keys("trl")
-_ALIGNPROP = ("log_image_freq", "truncated_backprop_rand", "truncated_backprop_timestep")
+_ALIGNPROP, _CALLED = "alignprop", ("DDPOConfig", "AlignPropConfig")
+_OF_ALIGNPROP = ("log_image_freq", "truncated_backprop_rand", "truncated_backprop_timestep")
 
 
 def read(place: str) -> Source:
-    """A command line (.sh), a YAML file of options, or a .py file with one DDPOConfig(...) of plain values.
+    """A command line (.sh), a YAML file of options, or a .py file with one DDPOConfig(...) or AlignPropConfig(...).
 
     Raises:
-        ConfigError: it is none of them, or of AlignProp, which has no counterpart.
+        ConfigError: it is none of them.
     """
     file = Path(place)
     text = read_text(file, str(file))
-    if "AlignProp" in text or "alignprop" in text or any(name in text for name in _ALIGNPROP):
-        raise ConfigError(
-            f"{file}: AlignProp sends gradients through the reward, and flowrl has no such method; write a recipe of a "
-            "method that takes rewards as numbers, such as configs/sd/ddpo-aesthetic.yaml"
-        )
+    source = _read(file, text)
+    aligned = "alignprop" in text.lower() or any(key in source.values for key in _OF_ALIGNPROP)
+    return replace(source, label=_ALIGNPROP, base={"train_learning_rate": 1e-3}) if aligned else source
+
+
+def _read(file: Path, text: str) -> Source:
     if file.suffix in (".yaml", ".yml"):
         values = parse_yaml(text, str(file))
         if not isinstance(values, dict):
@@ -41,12 +44,12 @@ def read(place: str) -> Source:
 
 
 def _call(file: Path, text: str) -> dict[str, Any]:
-    """The arguments of the only DDPOConfig(...) in a Python file."""
+    """The arguments of the only DDPOConfig(...) or AlignPropConfig(...) in a Python file."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{file}: it is not valid Python: {error}") from None
-    calls = [each for each in nodes if isinstance(each, ast.Call) and ast.unparse(each.func).endswith("DDPOConfig")]
+    calls = [each for each in nodes if isinstance(each, ast.Call) and ast.unparse(each.func).endswith(_CALLED)]
     if len(calls) != 1 or calls[0].args:
         raise ConfigError(f"{file}: it has {len(calls)} calls of DDPOConfig with named values, and one is read")
     values: dict[str, Any] = {}
@@ -64,8 +67,10 @@ def _call(file: Path, text: str) -> dict[str, Any]:
 
 
 def rules(draft: Draft) -> None:
-    """Write the lines of a recipe of DDPO."""
+    """Write the lines of a recipe of DDPO, or of AlignProp."""
     _run(draft)
+    if draft.source.label == _ALIGNPROP:
+        return _alignprop(draft)
     _rollout(draft)
     draft.put("algorithm.name", "ddpo", note="DDPOTrainer")
     draft.copy("train_clip_range", "train_timestep_fraction", "train_num_inner_epochs")
@@ -74,6 +79,43 @@ def rules(draft: Draft) -> None:
     if draft.source.label != _SCRIPT:
         reason = "a reward is a function in their code; aesthetic, that of their example script, stands in its place"
         draft.leave("reward_function", reason, changes=True)
+    draft.put_adam("train_")
+
+
+def _alignprop(draft: Draft) -> None:
+    steps, gpus = draft.whole("sample_num_steps"), draft.gpus()
+    draft.copy("sample_num_steps", "sample_guidance_scale")
+    draft.unread(
+        "the rollout is deterministic; noise moves no gradient", "sample_eta", changes=draft.real("sample_eta") > 0
+    )
+    keys = ("train_batch_size", "train_gradient_accumulation_steps")
+    part, many = map(draft.whole, keys)
+    draft.put("rollout.prompts_per_iteration", gpus * part * many, *keys, note=f"{gpus} GPUs x {part} x {many}")
+    draft.put("rollout.group_size", 1, note="each sample has its own prompt")
+    for option in ("rollout.batch_size", "optim.batch_size"):
+        draft.put_size(option, part, "train_batch_size")
+    draft.put("optim.updates_per_iteration", 1, note="AlignPropTrainer: one update an epoch")
+    draft.put("algorithm.name", "draft", note="AlignPropTrainer")
+    if draft.switch("truncated_backprop_rand"):
+        key = "truncated_rand_backprop_minmax"
+        bounds = draft.get(key)
+        if not (isinstance(bounds, list | tuple) and len(bounds) == 2 and all(type(n) is int for n in bounds)):
+            raise draft.fault(key, "it must be two whole numbers")
+        if not 0 <= bounds[0] < steps <= bounds[1]:
+            raise draft.fault(key, f"draft trains the last steps: the first must be below {steps}, the second reach it")
+        draft.put("algorithm.truncation", "uniform", "truncated_backprop_rand")
+        draft.put("algorithm.steps", steps - bounds[0], key, note="the longest; they draw anew at each step")
+    else:
+        key = "truncated_backprop_timestep"
+        last = draft.whole(key, least=0)
+        if last >= steps:
+            raise draft.fault(key, f"with {steps} steps no step would be trained")
+        draft.put("algorithm.truncation", "fixed", "truncated_backprop_rand")
+        draft.put("algorithm.steps", steps - last, key, note=f"the last of {steps}")
+    reason = "a reward is a function in their code; aesthetic stands in its place"
+    draft.reward({"name": "aesthetic", "version": "v2", "preprocess": "fast"}, note="of their example script")
+    draft.leave("reward_function", reason, changes=True)
+    draft.put("deterministic", False, note="the bicubic resize has no deterministic gradient on a GPU")
     draft.put_adam("train_")
 
 
@@ -87,7 +129,8 @@ def _run(draft: Draft) -> None:
     if draft.given("pretrained_revision"):
         draft.copy("pretrained_revision")
     draft.put("model.dtype", draft.choice("mixed_precision", {**DTYPES, None: "float32"}), "mixed_precision")
-    draft.put("model.final_alpha", "first", note="their last step keeps noise and is trained")
+    if draft.source.label != _ALIGNPROP:
+        draft.put("model.final_alpha", "first", note="their last step keeps noise and is trained")
     if draft.switch("use_lora"):
         draft.put("model.lora.rank", 4, "use_lora", note="in their code")
         draft.put("model.lora.alpha", 4, "use_lora", note="in their code")
@@ -135,11 +178,13 @@ def _advantages(draft: Draft) -> None:
 
 TOOL = Tool(
     name="trl",
-    title="trl (huggingface/trl 0.23.1, the last with DDPO): DDPOConfig and the flags of examples/scripts/ddpo.py",
+    title="trl (huggingface/trl 0.23.1, the last with DDPO and AlignProp): DDPOConfig, AlignPropConfig and the flags "
+    "of examples/scripts/ddpo.py",
     keys=KEYS,
     read=read,
     rules=rules,
     refuses_unknown=True,
-    form="a shell script with the command, a YAML file of the options, or a .py file with one `DDPOConfig(...)`",
+    form="a shell script with the command, a YAML file of the options, or a .py file with one `DDPOConfig(...)` or "
+    "`AlignPropConfig(...)`",
     rewards={},
 )

@@ -75,7 +75,9 @@ def test_a_variable_of_the_launcher_has_its_last_value_or_none(lines, epochs, tm
         ("pretrained_model: null\n", "a.yaml", "pretrained_model=None: it must be text"),
         ("negative_prompts: [a, b]\n", "a.yaml", "it must be text"),
         ("use_lora: 'false'\n", "a.yaml", "use_lora='false': it must be one of True, False"),
-        ("truncated_backprop_rand: true\n", "a.yaml", "AlignProp sends gradients through the reward"),
+        ("truncated_backprop_timestep: 50\ntruncated_backprop_rand: false\n", "a.yaml", "no step would be trained"),
+        ("truncated_rand_backprop_minmax: [0, 30]\ntruncated_backprop_rand: true\n", "a.yaml", "the second reach it"),
+        ("AlignPropConfig(truncated_rand_backprop_minmax=3)\n", "a.py", "two whole numbers"),
     ],
 )
 def test_bad_input_is_named(text, name, reason, tmp_path):
@@ -86,3 +88,25 @@ def test_bad_input_is_named(text, name, reason, tmp_path):
 def test_sizes_per_gpu_need_the_number_of_gpus(tmp_path):
     with pytest.raises(ConfigError, match="--gpus N"):
         converted(tmp_path, gpus=None)
+
+
+def test_alignprop_becomes_draft_with_its_truncation(tmp_path):
+    call = """AlignPropConfig(train_batch_size=4, train_gradient_accumulation_steps=2, sample_num_steps=40,
+        train_learning_rate=1e-3, truncated_backprop_rand={}, truncated_backprop_timestep=38, num_epochs=7)"""
+    draft = converted(tmp_path, call.format(False), "alignprop.py", gpus=3)
+    values = {option: line.value for option, line in draft.lines.items()}
+    assert (values["algorithm.name"], values["algorithm.truncation"], values["algorithm.steps"]) == (
+        "draft",
+        "fixed",
+        2,
+    )
+    assert (values["rollout.prompts_per_iteration"], values["optim.updates_per_iteration"]) == (24, 1)
+    assert (values["optim.learning_rate"], values["rollout.num_inference_steps"], values["iterations"]) == (1e-3, 40, 7)
+    assert drafts.unmentioned(draft) == set()
+    assert drafts.changing(draft) == {"prompt_function", "reward_function"}
+    assert drafts.resolved(draft, tmp_path).algorithm.name == "draft"
+    drawn = converted(tmp_path, call.format(True), "alignprop.py")
+    plain = converted(tmp_path, "AlignPropConfig()\n", "plain.py").lines
+    assert (plain["optim.learning_rate"].value, plain["algorithm.steps"].value) == (1e-3, 50)
+    assert (drawn.lines["algorithm.truncation"].value, drawn.lines["algorithm.steps"].value) == ("uniform", 40)
+    assert drafts.resolved(drawn, tmp_path).algorithm.name == "draft"
