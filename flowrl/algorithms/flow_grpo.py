@@ -31,6 +31,7 @@ from flowrl.algorithms._options import (
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_positive
+from flowrl.credit.step_values import StepValues
 from flowrl.diffusion.plan import StepPlan, window
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import LossOutput, Microbatch
@@ -124,6 +125,16 @@ class ClipOptions(ClipRangeOptions):
 @dataclass(frozen=True, kw_only=True)
 class Config(SpatialOptions, StepOptions, ClipOptions, RatioOptions):
     """Rule of credit and KL, bound of the ratio, trained steps, and map of the image."""
+
+    step_values: StepValues | None = None
+    """Credit of each trained step by a judge of latents, beside that of the sample: {output, weight}; null: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.spatial is not None and self.step_values is not None:
+            raise OptionError(
+                "spatial and step_values both change the credit of a step", remedies=[Remedy({"step_values": None})]
+            )
 
 
 # ---- the method

@@ -239,6 +239,7 @@ def _check_rewards(resolved: Resolved) -> None:
                 raise ConfigError(f"{key} repeats {earlier} ({plan.name}): name each value once; {why}")
     check_plans(plans, latents=True)
     _check_renewal(resolved, plans)
+    _check_step_values(resolved)
     if resolved.training.climbs:
         # Options may change what a card declares: without `card_of` that is known when the reward is built.
         late = [{"build", "card_of"} & vars(plan.module).keys() == {"build"} for plan in resolved.rewards]
@@ -264,6 +265,18 @@ def _check_renewal(resolved: Resolved, plans: Sequence[tuple[str, RewardPlan]]) 
                 f"labelled; there are {', '.join(scored) or 'none'}; weight 0 looks at one without training on it",
                 remedies=[Remedy({f"{key}.renew.by": name}) for name in scored[:1]],
             )
+
+
+def _check_step_values(resolved: Resolved) -> None:
+    """Refuse credit by step from an output that no judge of latents in `rewards` has."""
+    wanted = vars(resolved.algorithm.config).get("step_values")
+    known = [name for plan in resolved.rewards if plan.on_latents for name in plan.outputs]
+    if wanted is not None and wanted.output not in known:
+        raise ConfigError(
+            f"algorithm.step_values.output={wanted.output}: it is no output of an entry of `rewards` that judges "
+            f"latents; there are {', '.join(known) or 'none'}",
+            remedies=[Remedy({"algorithm.step_values": None})],
+        )
 
 
 def _check_people(resolved: Resolved) -> None:

@@ -74,6 +74,9 @@ class Rollout(Trajectories):
     """Mean over this process's prompts of the pixel std inside a group, a measure of diversity; NaN: not measured."""
     maps: Tensor | None = None
     """Saliency maps of this process's samples, [B, *pos]; None: a method without `spatial`."""
+    gains: Tensor | None = None
+    """What each trained step adds to the value of its latents, [P, G, K], NaN elsewhere; None: a method without
+    `step_values`."""
     noise: NoiseDraws | None = None
     """Initial noise, if its distribution is learned."""
     paths: Tensor | None = None

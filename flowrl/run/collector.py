@@ -14,6 +14,7 @@ from flowrl.rollout.noise import Noise
 from flowrl.rollout.trajectories import NoiseDraws, Rollout, Trajectories
 from flowrl.run.assembly.parts import Parts
 from flowrl.run.exploring import Exploring
+from flowrl.scoring.surroundings import Batch, Latents
 from flowrl.training.dead_groups import DeadGroups
 from flowrl.training.image_std import group_image_std
 from flowrl.training.metrics import Sums, Timer, sample_metrics
@@ -82,6 +83,7 @@ class Collector:
             prompts=tuple(prompts),
             image_std=group_image_std(result.images, slots, self.world.device, self.world),
             maps=maps,
+            gains=self._gains(result.drawn, rewards),
             noise=None if learned is None else NoiseDraws(noise.initial(result.drawn.samples.ids), learned),
             paths=self._paths(result.drawn, rewards),
         )
@@ -92,6 +94,28 @@ class Collector:
             return None
         own = log_probs_on_paths(drawn.edges, drawn.samples.ids, drawn.plan, self.sampling.path_scale(drawn.plan))
         return by_identity(self.world, drawn.samples.ids, own, *rewards.shape[1:]).permute(1, 2, 0)
+
+    def _gains(self, drawn: Trajectories, rewards: Tensor) -> Tensor | None:
+        """What each trained step adds to the value of its latents, [P, G, K]; None where credit does not need it."""
+        wanted = vars(self.method.config).get("step_values")
+        if wanted is None:
+            return None
+        own = self.world.in_step(lambda: self._own_gains(drawn, wanted.output))
+        return by_identity(self.world, drawn.samples.ids, own, *rewards.shape[1:]).permute(1, 2, 0)
+
+    def _own_gains(self, drawn: Trajectories, output: str) -> Tensor:
+        """Those of this process's samples by `output`, [K, B]."""
+        entry = next(e for e in self.scorer.distinct if output in e.reward.card.outputs)
+        edges, steps = drawn.edges, drawn.plan.steps(drawn.edges.step, self.sampling.adapter.process)
+        sigma, sample = torch.zeros(len(edges.nodes)), torch.zeros(len(edges.nodes), dtype=torch.int64)
+        for ends, level in ((edges.parent, steps.sigma), (edges.child, steps.sigma_next)):
+            sigma[ends], sample[ends] = level.cpu(), edges.sample
+        latents = Latents(edges.nodes, drawn.cond, drawn.rows[sample], sigma)
+        none = [""] * len(sigma)
+        value = self.scorer.raw(entry, Batch(edges.nodes, none, [{} for _ in none], latents), [])[output]
+        own = torch.full((len(drawn.plan), len(drawn.rows)), torch.nan)
+        own[edges.step, edges.sample] = value[edges.child] - value[edges.parent]
+        return own
 
     def noise(self, iteration: int) -> Noise:
         """Noise of an iteration's rollout."""

@@ -88,4 +88,4 @@ class Renewing:
             judge = self.entries[name].reward.on_latents if name in self.entries else None
             if judge is not None and judge.trainer is not None:
                 file = io.BytesIO(value.cpu().numpy().tobytes())
-                judge.trainer.load_state_dict(torch.load(file, self.sampling.world.device, weights_only=True))
+                judge.trainer.load_state_dict(torch.load(file, "cpu", weights_only=True))

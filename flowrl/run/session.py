@@ -28,6 +28,7 @@ from flowrl.config.resolved import Resolved
 from flowrl.config.schema import RunConfig
 from flowrl.core.types import Condition
 from flowrl.credit.advantages import Advantages
+from flowrl.credit.step_values import by_gains
 from flowrl.display.console import log
 from flowrl.display.display import Progress
 from flowrl.display.phases import phase
@@ -187,6 +188,8 @@ class Session:
     def _credit(self, rollout: Rollout) -> Advantages:
         method, weights = self.method, self.collector.weights
         credit = method.advantages(rollout.rewards, weights, rollout.identities)
+        if rollout.gains is not None:
+            return by_gains(credit, rollout.gains, method.rule.config, vars(method.config)["step_values"].weight)
         if rollout.plan.tree is None:
             return credit
         assert isinstance(method, EdgeMethod)  # its plan has a tree

@@ -249,16 +249,19 @@ def kept(conduct: Conduct, *, numbers: bool = True) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Latents:
-    """Clean latents of B samples with the conditions of their prompts."""
+    """Latents of B samples with the conditions of their prompts."""
 
     x0: Tensor
     """[B, ...]."""
     cond: Condition
     rows: Tensor
     """Row of `cond` of each sample, [B] int64."""
+    sigma: Tensor | None = None
+    """Noise levels [B]; None: they are clean."""
 
     def __getitem__(self, rows: slice | list[int]) -> Latents:
-        return Latents(self.x0[rows], self.cond, self.rows[rows])
+        sigma = None if self.sigma is None else self.sigma[rows]
+        return Latents(self.x0[rows], self.cond, self.rows[rows], sigma)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +341,8 @@ class Handed:
         assert isinstance(x, Tensor)
         if judge.network is not None:
             judge.network.to(x.device)
-        return x, x.new_zeros(len(x)), latents.cond.index(latents.rows)
+        sigma = x.new_zeros(len(x)) if latents.sigma is None else latents.sigma.to(x)
+        return x, sigma, latents.cond.index(latents.rows)
 
     def changed(self) -> list[str]:
         """Names of the parts that the reward has changed."""

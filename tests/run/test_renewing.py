@@ -1,16 +1,19 @@
 """Judges of latents that a run trains further: on which samples, with which labels, and the same after a restart."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import flowrl
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError, RewardError
 from flowrl.run.session import Session
+from tests import ranks
 from tests.remedies import follows
 
 JUDGE = str(Path(__file__).parents[1] / "toy_latent.py")
@@ -147,3 +150,32 @@ def test_a_judge_without_a_trainer_is_refused(tmp_path):
     given = [word.replace(JUDGE, str(tmp_path / "plain.py")) for word in words()]
     with pytest.raises(RewardError, match="'plain': what it builds has no `trainer`"):
         flowrl.Session(*given)
+
+
+@pytest.mark.slow
+def test_two_processes_renew_as_one_and_a_resumed_run_as_the_undisturbed_one(tmp_path, monkeypatch):
+    base, *others = words(RENEW.replace("every: 2", "every: 1"))
+    recipe = Path(base).resolve()
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    given = [str(recipe), *others, "checkpoint.every=1", "eval.best_guidance=[]", "data.eval_prompts=null"]
+    ranks.run([[*given, "name=two", "iterations=2"]], processes=2)
+    ranks.run(
+        [
+            [*given, "name=one", "iterations=2"],
+            [*given, "name=cut", "iterations=1"],
+            [*given, "name=cut", "iterations=2", "--resume"],
+        ],
+        processes=1,
+    )
+    one, two, cut = (state(tmp_path / "runs" / name) for name in ("one", "two", "cut"))
+    for name, value in one.items():
+        assert torch.equal(cut[name], value), name
+        torch.testing.assert_close(two[name], value, rtol=1e-2, atol=1e-3)
+
+
+def state(run: Path) -> dict[str, Tensor]:
+    """Weights of the judge in the checkpoint of the second iteration."""
+    tensors = load_file(run / "checkpoints" / "iteration-000002" / "state.safetensors")
+    return torch.load(io.BytesIO(tensors["judges/toy_latent"].numpy().tobytes()), weights_only=True)["network"]
