@@ -38,7 +38,7 @@ class LatentTrial:
                     "give conditions of its own model: flowrl.contracts.latents.LatentTrial(name, judge, cond)"
                 )
             cond = adapter.encode(PROMPTS)
-        self.name, self.judge, self.card = name, judge, judge.card
+        self.judge, self.card = judge, judge.card
         self.cond = cond.index(torch.arange(COUNT) % 2)
         self.x = normal(tuple(judge.shape), 0, "latent_trial", [(row,) for row in range(COUNT)]).to(cond.device)
         self.sigma = torch.zeros(COUNT, device=cond.device)
@@ -62,13 +62,6 @@ def values(trial: LatentTrial) -> str:
     require(good, f"{found.dtype} {list(found.shape)}: {found.tolist()}")
     require(found.unique().numel() > 1, f"all are {float(found[0]):.4g}")
     return f"{float(found.min()):.4g}..{float(found.max()):.4g}"
-
-
-@law("card", "modality 'latents', differentiable=True and one output")
-def card(trial: LatentTrial) -> str:
-    own = trial.card
-    require(own.modality == "latents" and own.differentiable and len(own.outputs) == 1, str(own))
-    return f"{own.outputs[0]}, {own.level}, version {own.version}"
 
 
 @law("same twice", REPEATABLE)
@@ -128,4 +121,4 @@ def inputs_alone(trial: LatentTrial) -> str:
     return "as they were"
 
 
-LAWS: tuple[Law[LatentTrial], ...] = (*(values, card, same_twice, alone, conditioned, gradient, weights, inputs_alone),)
+LAWS: tuple[Law[LatentTrial], ...] = (*(values, same_twice, alone, conditioned, gradient, weights, inputs_alone),)

@@ -70,13 +70,12 @@ ON_LATENTS = [name for name in NAMES if registry.load("rewards", name).CARD.moda
 @pytest.mark.parametrize("name", [*ON_LATENTS, "tests/toy_latent.py"])
 def test_every_judge_of_latents_keeps_its_laws(name):
     findings = {finding.law: finding for finding in flowrl.check(name)}
-    assert len(findings) == 8
+    assert len(findings) == 7
     assert "no noise level" not in findings["noise level and prompt"].measured
 
 
 BROKEN = {
     "values": "network(x, sigma, cond)[:, None]",
-    "card": "network(x, sigma, cond), dataclasses.replace(CARD, modality='any')",
     "alone as in a batch": "network(x, sigma, cond) - x.detach().mean()",
     "gradient": "network(x.detach(), sigma, cond) + (0 * x).flatten(1).sum(1)",
     "weights": "network.requires_grad_(True)(x, sigma, cond)",
@@ -89,11 +88,9 @@ BROKEN = {
 def test_a_judge_that_breaks_a_law_of_latents_is_told_which(law):
     own = toy_latent.build(toy_latent.Config())
     network = own.network
-    expression, _, other = BROKEN[law].partition(", data")
-    made: Any = eval(f"lambda x, sigma, cond: {expression}", {"network": network, "torch": torch})
-    card = dataclasses.replace(own.card, modality="any") if other else own.card
+    made: Any = eval(f"lambda x, sigma, cond: {BROKEN[law]}", {"network": network, "torch": torch})
     with pytest.raises(flowrl.contracts.laws.ContractError) as told:
-        flowrl.check(dataclasses.replace(own, value=made, card=card))
+        flowrl.check(dataclasses.replace(own, value=made))
     assert law in {finding.law for finding in told.value.broken}
 
 
