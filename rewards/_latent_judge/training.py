@@ -117,4 +117,4 @@ class Trainer:
         """Go on from `state_dict`."""
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.generator.set_state(state["generator"])
+        self.generator.set_state(state["generator"].cpu())
