@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "rewards.md"
 PAGES = ROOT / "docs" / "rewards"
 NOTES, PROXY = PAGES / "notes.md", PAGES / "proxy.md"
-SEES = {"any": "images, videos", "image": "images", "video": "videos", "edit": "source and result"}
+SEES = {"any": "images, videos", "image": "images", "video": "videos", "edit": "source and result"} | {
+    "latents": "latents of one model"
+}
 HEAD = """# Rewards
 
 Written by `python -m scripts.pages` from the cards of `rewards/` and `docs/rewards/notes.md`; do not edit.

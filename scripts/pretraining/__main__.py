@@ -11,6 +11,9 @@ thread, under ten minutes of CPU, and a few more for the measurement.
 tiny-clip: trains an open_clip model on the same world (clip.py) and measures on samples of tiny-sd3 how far it agrees
 with the verifier (clip_measure.py). One thread, a few minutes.
 
+tiny-judge: teaches tiny-sd3's transformer to judge its latents (judge.py), in rounds with runs that climb it, and
+measures how far it agrees with the verifier (judge_measure.py). One thread, under half an hour.
+
 tiny-wan: a real WanPipeline of 9 frames at 32 px (wan.py) on the shapes world in motion, in two stages that resume
 where they were stopped (wan_stages.py). The second one needs the output folder alone of the first; a full training on
 two cores is
@@ -36,6 +39,8 @@ from scripts.pretraining import (
     clip,
     clip_measure,
     geneval_prompts,
+    judge,
+    judge_measure,
     sd3_prompts,
     shapes_prompts,
     student,
@@ -95,6 +100,11 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--measure", action="store_true", help="only measure what the output folder holds")
     one.add_argument("--output", type=Path, default=ASSETS / "tiny-clip")
     one.set_defaults(make=make_clip)
+    one = names.add_parser("tiny-judge")
+    one.add_argument("--seed", type=int, default=judge.Settings.seed)
+    one.add_argument("--measure", action="store_true", help="only measure what the output folder holds")
+    one.add_argument("--output", type=Path, default=ASSETS / "tiny-judge")
+    one.set_defaults(make=make_judge)
     _add_wan(names.add_parser("tiny-wan", epilog=WAN_HELP, formatter_class=argparse.RawDescriptionHelpFormatter))
     for name, module in PROMPTS.items():
         one = names.add_parser(name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,6 +202,12 @@ def make_clip(args: argparse.Namespace) -> None:
     """Train and measure tiny-clip, or measure what there is."""
     wanted = clip.Settings(seed=args.seed, steps=args.steps, output=args.output)
     clip_measure.make(wanted, only_measure=args.measure)
+
+
+def make_judge(args: argparse.Namespace) -> None:
+    """Train and measure tiny-judge, or measure what there is."""
+    settings = judge.Settings(seed=args.seed, model=ASSETS / "tiny-sd3", output=args.output)
+    judge_measure.record(settings, anew=not args.measure)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ def training_scenes() -> dict[str, tuple[Scene, ...]]:
 
 
 @cache
-def _known() -> frozenset[str]:
+def known() -> frozenset[str]:
+    """Plain captions of the training scenes."""
     return frozenset(scene.caption for group in training_scenes().values() for scene in group)
 
 
@@ -125,7 +126,7 @@ def near_misses(scene: Scene) -> tuple[Scene, ...]:
     Other relations of the same objects are few among them and hard to learn, so they stand there three times.
     """
     captions = dict.fromkeys(edit.caption for edit in _edits(scene) if edit != scene)
-    result = [shapes.parse(caption) for caption in captions if caption in _known()]
+    result = [shapes.parse(caption) for caption in captions if caption in known()]
     related = [s for s in result if s.relation and set(s.objects) == set(scene.objects)]
     return tuple(result + 2 * related)
 
@@ -146,7 +147,7 @@ def true_captions(placed: tuple[Placed, ...]) -> set[str]:
     return {scene.caption for scene in scenes}
 
 
-def _jittered(placed: tuple[Placed, ...], rng: np.random.Generator) -> tuple[Placed, ...]:
+def jittered(placed: tuple[Placed, ...], rng: np.random.Generator) -> tuple[Placed, ...]:
     """Off the raster, and of other sizes: samples of a generator are."""
     scale = rng.uniform(0.88, 1.06)
     return tuple(
@@ -171,7 +172,7 @@ class Pool:
             count = settings.images_per_scene * (10 if scene.task in ("single", "color", "counting") else 1)
             rows[scene] = range(len(images), len(images) + count)
             for _ in range(count):
-                placed = _jittered(shapes.place(scene, rng), rng)
+                placed = jittered(shapes.place(scene, rng), rng)
                 images.append((shapes.render(placed) * 255).round().astype(np.uint8))
                 truths.append(true_captions(placed) | {scene.caption})
         return Pool(torch.from_numpy(np.stack(images)), truths, rows)
