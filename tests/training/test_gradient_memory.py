@@ -39,7 +39,7 @@ def watched() -> Iterator[Peak]:
     peak = Peak()
     with saved_tensors_hooks(peak.pack, lambda held: held.value):
         yield peak
-    assert peak.now == 0
+    assert peak.now < 1024, "what metrics keep"
 
 
 def kept(*words: str) -> int:
@@ -54,11 +54,15 @@ LONG = "rollout.num_inference_steps=7"
 @pytest.mark.parametrize(
     ("few", "many"),
     [
-        (("rollout.num_inference_steps=3",), (LONG,)),
-        ((LONG, "algorithm.steps=2"), (LONG, "algorithm.steps=5")),
-        ((LONG, "algorithm={name: drtune, steps: 1}"), (LONG, "algorithm={name: drtune, steps: 4}")),
+        pytest.param(("rollout.num_inference_steps=3",), (LONG,), marks=pytest.mark.slow, id="of the rollout"),
+        pytest.param((LONG, "algorithm.steps=2"), (LONG, "algorithm.steps=5"), id="trained, DRaFT"),
+        pytest.param(
+            (LONG, "algorithm={name: drtune, steps: 1}"),
+            (LONG, "algorithm={name: drtune, steps: 4}"),
+            marks=pytest.mark.slow,
+            id="trained, DRTune",
+        ),
     ],
-    ids=["steps of the rollout", "trained steps of DRaFT", "trained steps of DRTune"],
 )
 def test_memory_does_not_grow_with_the_number_of_steps(few, many):
     least, most = kept(*few), kept(*many)
