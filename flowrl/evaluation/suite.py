@@ -215,13 +215,7 @@ def line(
 
 
 def line_of(
-    name: str,
-    parts: tuple[Part, ...],
-    n_images: int,
-    n_scored: int,
-    *,
-    output: str = "",
-    bounds: Bounds | None = None,
+    name: str, parts: tuple[Part, ...], n_images: int, n_scored: int, *, output: str = "", bounds: Bounds | None = None
 ) -> Line:
     """A line of given parts; `line` for rows."""
     mean, low, high = stratified(parts, bounds)

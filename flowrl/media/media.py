@@ -44,12 +44,7 @@ SELECTED = "selected"
 
 
 def write(
-    sample: Tensor,
-    stem: Path,
-    note: Mapping[str, Any] | None = None,
-    *,
-    fps: float = FPS,
-    form: str = VIDEO_FORMATS[0],
+    sample: Tensor, stem: Path, note: Mapping[str, Any] | None = None, *, fps: float = FPS, form: str = VIDEO_FORMATS[0]
 ) -> Path:
     """Save a sample as `<stem>.png`, `<stem>.webp` or `<stem>.mp4`, and return the file.
 

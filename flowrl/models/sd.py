@@ -55,11 +55,6 @@ def _unchecked(config: Config) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    adapter=sd,
-    pipeline="StableDiffusionPipeline",
-    denoiser="unet",
-    channels=(4, 4),
-    left_out=_unchecked,
-    fits=on_noise,
+    adapter=sd, pipeline="StableDiffusionPipeline", denoiser="unet", channels=(4, 4), left_out=_unchecked, fits=on_noise
 )
 PIPELINE, build, skeleton, takes = FAMILY.pipeline, FAMILY.build, FAMILY.skeleton, FAMILY.takes

@@ -63,9 +63,7 @@ class Routes:
         first = torch.arange(len(ids)) - place
         node = tree.node[:, place]
         return Routes(
-            node=torch.where(node >= 0, first + node, -1),
-            ends=tree.ends[:, place],
-            noisy=tree.noisy[:, place],
+            node=torch.where(node >= 0, first + node, -1), ends=tree.ends[:, place], noisy=tree.noisy[:, place]
         )
 
     def at(self, k: int) -> Tensor:

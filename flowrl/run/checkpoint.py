@@ -178,10 +178,7 @@ def _take_back(folder: Path) -> None:
 
 
 def load(
-    folder: Path,
-    iteration: int,
-    wanted: Callable[[str], Rows | None] = lambda name: None,
-    verify: slice = slice(None),
+    folder: Path, iteration: int, wanted: Callable[[str], Rows | None] = lambda name: None, verify: slice = slice(None)
 ) -> Checkpoint:
     """Read and verify a checkpoint.
 

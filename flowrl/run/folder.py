@@ -17,15 +17,7 @@ import yaml
 
 from flowrl.config.resolved import Resolved
 from flowrl.core.errors import ConfigError, Moved, Remedy
-from flowrl.core.files import (
-    damaged,
-    evaluation_remedy,
-    json_ready,
-    read_object,
-    read_rows,
-    write_atomically,
-    writing,
-)
+from flowrl.core.files import damaged, evaluation_remedy, json_ready, read_object, read_rows, write_atomically, writing
 from flowrl.core.versions import versions
 from flowrl.data import contents
 from flowrl.data.contents import Input

@@ -94,13 +94,7 @@ class ScoreCache:
     """
 
     def __init__(
-        self,
-        store: Store,
-        fingerprint: str,
-        *,
-        place: str = "memory",
-        images: bool = False,
-        prefix: str | None = None,
+        self, store: Store, fingerprint: str, *, place: str = "memory", images: bool = False, prefix: str | None = None
     ) -> None:
         self.store, self.fingerprint, self.place, self.images = store, fingerprint, place, images
         self.prefix = "" if prefix is None else f"{prefix}_"

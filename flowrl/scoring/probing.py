@@ -17,15 +17,7 @@ from flowrl.models.base import ModelAdapter
 from flowrl.reward import RewardError
 from flowrl.scoring.one_call import score_once
 from flowrl.scoring.scorer import FLOATS, Scorer
-from flowrl.scoring.steadiness import (
-    BY_ITSELF,
-    REPEATABLE,
-    Apart,
-    alone_tolerance,
-    could_be_rounding,
-    most_apart,
-    rows,
-)
+from flowrl.scoring.steadiness import BY_ITSELF, REPEATABLE, Apart, alone_tolerance, could_be_rounding, most_apart, rows
 from flowrl.scoring.surroundings import MEND, Batch, Conduct, Latents
 from flowrl.scoring.weighted import WeightedReward
 

@@ -128,10 +128,7 @@ class Timer:
 
 
 def sample_metrics(
-    rollout: Rollout,
-    credit: Advantages,
-    entries: Sequence[WeightedReward],
-    counted: Sequence[Mapping[str, int]],
+    rollout: Rollout, credit: Advantages, entries: Sequence[WeightedReward], counted: Sequence[Mapping[str, int]]
 ) -> dict[str, Any]:
     """Metrics of an iteration's samples.
 

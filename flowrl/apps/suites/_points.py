@@ -82,13 +82,7 @@ def prompt_line(
 
 
 def mean_of_parts(
-    name: str,
-    parts: Sequence[Part],
-    n_images: int,
-    n_scored: int,
-    *,
-    bounds: Bounds | None = None,
-    seed: int = 0,
+    name: str, parts: Sequence[Part], n_images: int, n_scored: int, *, bounds: Bounds | None = None, seed: int = 0
 ) -> Line:
     """The weighted mean of the means of parts that share their prompts: a prompt is drawn with all its values."""
     line = line_of(name, tuple(parts), n_images, n_scored, bounds=bounds)

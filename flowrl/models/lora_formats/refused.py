@@ -14,10 +14,7 @@ _KINDS = (
     *_UPDATES,
     (r"\.diff(_b)?$|\.w_norm$|\.b_norm$|\.set_weight$|\.reshape_weight$", "holds whole changes of weights: merge it"),
     (r"\.lora_(B|up)\.bias$", "trains biases of a LoRA (lora_B.bias), which model.lora has not: merge it"),
-    (
-        r"^(lora_te\d?_|text_encoder|lora_prior_te)",
-        "adapts a text encoder, which is not trained here: remove its keys",
-    ),
+    (r"^(lora_te\d?_|text_encoder|lora_prior_te)", "adapts a text encoder, which is not trained here: remove its keys"),
     (r"\.transformer_[12]\.", "holds both experts in one file: split it into NAME_high_noise and NAME_low_noise"),
 )
 

@@ -83,8 +83,7 @@ def paired(
 
     return tuple(
         Part(
-            {p: of(before.values[p], values) for p, values in after.values.items() if p in before.values},
-            after.weight,
+            {p: of(before.values[p], values) for p, values in after.values.items() if p in before.values}, after.weight
         )
         for before, after in zip(base, tuned, strict=True)
     )
