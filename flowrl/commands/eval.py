@@ -43,6 +43,7 @@ def command(
     compat: bool = False,
     pair_judge: str | None = None,
     pair_set: list[str] | None = None,
+    set_measures: str | None = None,
     quiet: bool = False,
     as_json: bool = False,
 ) -> None:
@@ -56,10 +57,11 @@ def command(
     own |= {"--pair-judge": pair_judge, "--pair-set": pair_set, "--seed": seed or None}
     own |= {"--batch-size": None if batch_size == BATCH else batch_size}
     others = [*(overrides or []), *(["--accept-changes"] if accept else []), *(["--json"] if as_json else [])]
+    others += ["--set-measures"] if set_measures else []
     _require_fit(suite, own, others, processes)
     with showing(quiet, as_json):
         if suite is None:
-            return _evaluate(target, overrides, accept, out)
+            return _evaluate(target, overrides, accept, out, set_measures)
         from flowrl.apps.suites.running.options import Judging, Making, Options
         from flowrl.apps.suites.running.procedure import evaluate
 
@@ -89,11 +91,12 @@ def _require_fit(suite: str | None, own: dict[str, object], others: list[str], p
         )
 
 
-def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path | None) -> None:
+def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path | None, measures: str | None) -> None:
     """Mean scores with 95 % intervals on a configuration's prompts, and win rates against a run's base."""
     from flowrl.config.load import load_config, resolve
 
     given = load_config(target, overrides)  # its faults are told before the libraries are imported
+    from flowrl.apps import set_measures
     from flowrl.core.errors import no_exit
     from flowrl.core.files import out_folder
     from flowrl.data.contents import require_unedited
@@ -106,6 +109,7 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
     from flowrl.run.trainer import Trainer
 
     folder = Path(target)
+    set_measures.require(measures, folder)
     run = folder if (folder / "config.yaml").is_file() else None
     resolved = resolve(given)
     default = folder / "eval-extra" if run else Path("eval") / resolved.run.name
@@ -141,6 +145,8 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
         )
         noun = "video" if resolved.model.config.frames > 1 else "image"
         _against(base, result, parts, moved.sentence(found, moved.trained(resolved.tree())), noun)
+        if measures:
+            print("\n".join(set_measures.lines(saved.with_suffix(""), place / "eval" / result.tag, measures)))
     each_at_its_best("same")
 
 

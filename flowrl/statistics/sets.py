@@ -23,3 +23,41 @@ def log_det(grids: np.ndarray, bandwidth: float = 0.2) -> np.ndarray:
     known = np.isfinite(kernel).all((1, 2))
     spread = np.linalg.slogdet(np.where(known[:, None, None], kernel, 0.0) + np.eye(kernel.shape[1]))[1]
     return np.where(known, spread, np.nan)
+
+
+def kid(one: np.ndarray, other: np.ndarray) -> float:
+    """Kernel inception distance: unbiased squared MMD of [N, D] and [M, D] by (x.y / D + 1)^3; 0 on average if alike."""
+
+    def kernel(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return (a @ b.T / a.shape[1] + 1) ** 3
+
+    def inside(a: np.ndarray) -> float:
+        table = kernel(a, a)
+        return float((table.sum() - np.trace(table)) / (len(a) * (len(a) - 1)))
+
+    return inside(one) + inside(other) - 2 * float(kernel(one, other).mean())
+
+
+def vendi(features: np.ndarray) -> float:
+    """Effective number of different images among [N, D], by cosine: 1, all equal, to N, all orthogonal."""
+    unit = features / np.linalg.norm(features, axis=1, keepdims=True)
+    shares = np.linalg.eigvalsh(unit @ unit.T / len(unit))
+    shares = shares[shares > 1e-12]
+    return float(np.exp(-(shares * np.log(shares)).sum()))
+
+
+def precision_recall(made: np.ndarray, real: np.ndarray, k: int = 3) -> tuple[float, float]:
+    """Share of `made` [N, D] within reach of `real` [M, D], and of `real` within reach of `made`.
+
+    In reach: not farther from some image than its k-th neighbour of its own set. Equal sets have 1 and 1.
+    """
+
+    def apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        squared = (a**2).sum(1)[:, None] + (b**2).sum(1) - 2 * a @ b.T
+        return np.sqrt(np.maximum(squared, 0))
+
+    def covered(points: np.ndarray, by: np.ndarray) -> float:
+        reach = np.sort(apart(by, by), axis=1)[:, min(k, len(by) - 1)]
+        return float((apart(points, by) <= reach + 1e-9).any(axis=1).mean())
+
+    return covered(made, real), covered(real, made)

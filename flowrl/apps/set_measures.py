@@ -1,0 +1,68 @@
+"""KID, Vendi, precision and recall of the images that two evaluations saved: `flowrl eval RUN --set-measures`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from flowrl.core.errors import ConfigError
+from flowrl.core.registry import load
+from flowrl.evaluation import diversity
+from flowrl.media import media
+from flowrl.media.eight_bits import unit_floats
+from flowrl.statistics.sets import kid, precision_recall, vendi
+
+LEAST = 16
+"""Images of a set below which nothing is said."""
+
+
+def require(features: str | None, run: Path) -> None:
+    """Raise ConfigError for a measure in place of features, and where `run` has no base to compare with."""
+    if features is not None and not (run / "eval" / "base.json").is_file():
+        raise ConfigError(f"--set-measures {features}: {run} is no run folder with the images of its base (eval/base)")
+    if (features or "").lower() == "fid":
+        raise ConfigError(
+            "--set-measures fid: below 10,000 images its bias hides any effect (512 of one law have 38 where 0 is "
+            "right), and no evaluation saves so many; KID has no bias: name features, such as grids"
+        )
+
+
+def lines(base: Path, tuned: Path, features: str) -> list[str]:
+    """Sentences about the first seed of the tuned model's folder beside the base's, and two seeds of the base.
+
+    Args:
+        base: folder with the images of an evaluation.
+        tuned: the other one.
+        features: `grids`, 8 x 8 mean colours; else a folder or hub id of a CLIP or DINO.
+
+    Raises:
+        ConfigError: too few images, or one that was selected by a score.
+    """
+    seed = 1 if next(base.glob("*-1.png"), None) else 0
+    real, made, own = (_features(folder, k, features) for folder, k in ((base, seed), (tuned, 0), (base, 0)))
+    pairs = [("tuned", made)] + ([("base with another seed", own)] if seed else [])
+    result = [f"sets of {len(real)} saved images, features: {features}; compare at equal numbers of images alone"]
+    for name, each in pairs:
+        precision, recall = precision_recall(each, real)
+        result.append(
+            f"{name} beside base: KID {kid(each, real):+.3g}, precision {precision:.3f}, recall {recall:.3f}; "
+            f"Vendi {vendi(each):.3f} and {vendi(real):.3f}"
+        )
+    return result
+
+
+def _features(folder: Path, seed: int, name: str) -> np.ndarray:
+    """Features [N, D] of the images of a seed."""
+    files = sorted(folder.glob(f"*-{seed}.png"))
+    if len(files) < LEAST:
+        raise ConfigError(f"--set-measures: {folder} has {len(files)} images of seed {seed}, and {LEAST} are needed")
+    if chosen := next((file for file in files if media.selection(file)), None):
+        raise ConfigError(
+            f"--set-measures: {chosen} was selected ({media.selection(chosen)}): no set of a model has it"
+        )
+    images = [media.read_levels(file) for file in files]
+    if name == "grids":
+        return np.stack([diversity.grid(image).ravel() for image in images])
+    embed = load("rewards", "diversity").network(name, None, reward="--set-measures", instead="'grids', or ")
+    return embed([unit_floats(image) for image in images]).double().numpy()
