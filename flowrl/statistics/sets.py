@@ -26,7 +26,7 @@ def log_det(grids: np.ndarray, bandwidth: float = 0.2) -> np.ndarray:
 
 
 def kid(one: np.ndarray, other: np.ndarray) -> float:
-    """Kernel inception distance: unbiased squared MMD of [N, D] and [M, D] by (x.y / D + 1)^3; 0 on average if alike."""
+    """Kernel inception distance: unbiased squared MMD of [N, D] and [M, D] by (x.y / D + 1)^3; mean 0 if alike."""
 
     def kernel(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return (a @ b.T / a.shape[1] + 1) ** 3
