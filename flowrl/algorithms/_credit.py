@@ -18,6 +18,8 @@ class Rule:
     def __init__(self, config: RuleConfig) -> None:
         self.config = config
         self.history = None if config.history is None else RewardHistory(config.history)
+        self.past = 0
+        """Iterations before this one, from which the k of `best_of` follows."""
 
     def __call__(
         self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = (), *, clipped: bool = True
@@ -27,17 +29,23 @@ class Rule:
         `clipped` False gives it unclipped, with its bound.
         """
         past = None if self.history is None else self.history.add(prompts, aggregate(rewards, weights))
-        return (advantages if clipped else unclipped)(rewards, weights, self.config, past=past)
+        config, best = self.config, self.config.best_of
+        if best is not None:
+            config, self.past = replace(config, best_of=best.at(self.past)), self.past + 1
+        return (advantages if clipped else unclipped)(rewards, weights, config, past=past)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.history is None else {"history": self.history.state()}
+        own = {} if self.history is None else {"history": self.history.state()}
+        return own | ({} if self.config.best_of is None else {"best_of": self.past})
 
     def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
         """Take the memory out of a method's state; the rest of it."""
-        if self.history is None or "history" not in state:
-            return dict(state)
-        self.history.load_state(state["history"])
-        return {name: value for name, value in state.items() if name != "history"}
+        rest = dict(state)
+        if self.history is not None and "history" in rest:
+            self.history.load_state(rest.pop("history"))
+        if self.config.best_of is not None:
+            self.past = rest.pop("best_of", 0)
+        return rest
 
 
 def plain_rewards(rewards: Tensor, weights: Tensor) -> Advantages:

@@ -35,7 +35,7 @@ LEVEL = "tested"
 class SeparateConfig(AdvantageConfig):
     """An advantage rule, or one advantage for each reward, which no other method's loss takes."""
 
-    name: Literal["group", "per_reward", "gdpo", "separate", "median", "batch"] = "group"
+    name: Literal["group", "per_reward", "gdpo", "separate", "median", "batch", "best_of"] = "group"
 
 
 @dataclass(frozen=True, kw_only=True)

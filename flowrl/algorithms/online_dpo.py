@@ -40,8 +40,9 @@ LEVEL = "tested"
 
 @dataclass(frozen=True, kw_only=True)
 class RankConfig(RuleConfig):
-    """An advantage rule that ranks the samples of a prompt; nothing is clipped."""
+    """An advantage rule that ranks the samples of a prompt, of which `best_of` ties the lowest; nothing is clipped."""
 
+    name: Literal["group", "per_reward", "gdpo", "median", "batch"] = "group"
     clip: ClassVar[float | None] = 5.0  # no option: a class variable
 
 

@@ -11,10 +11,12 @@ rewards only is dead: its advantages are exactly 0 under every rule.
     separate    each reward normalised and clipped, one advantage per reward                 DanceGRPO
     median      sum of weighted raw rewards, then (r - median) / (median deviation + eps)    MC-GRPO
     batch       sum of weighted raw rewards, then (r - mean) / (std + eps) over the batch    DDPO
+    best_of     what a sample adds to the best of k, by the sum of weighted raw rewards      max@k, PKPO
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,6 +25,8 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.strict import require_positive
+from flowrl.core.tensors import ints
 from flowrl.credit.history import HistoryConfig, normalise_against
 from flowrl.credit.selection import SelectConfig, select
 
@@ -30,16 +34,40 @@ Std = Literal["global", "group", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class BestOfConfig:
+    """The number of samples of which the rule `best_of` rewards the best."""
+
+    k: int = 4
+    """Samples of a prompt whose best is to rise; 1: each for itself."""
+    end: int | None = None
+    """k at the end of `iterations`, on a line from `k`; null: it stays."""
+    iterations: int = 100
+    """Iterations after which k is `end`."""
+
+    def __post_init__(self) -> None:
+        require_positive(vars(self), "k", "end", "iterations")
+
+    def at(self, iteration: int) -> BestOfConfig:
+        """These options with the k of an iteration, counted from 0, that stays.
+
+        >>> [BestOfConfig(k=8, end=1, iterations=7).at(iteration).k for iteration in (0, 1, 6, 7, 50)]
+        [8, 7, 2, 1, 1]
+        """
+        end = self.k if self.end is None else self.end
+        return BestOfConfig(k=round(self.k + (end - self.k) * min(iteration / self.iterations, 1.0)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class RuleConfig:
     """An advantage rule; a method with one loss per reward adds `separate` to the names."""
 
-    name: Literal["group", "per_reward", "gdpo", "median", "batch"] = "group"
+    name: Literal["group", "per_reward", "gdpo", "median", "batch", "best_of"] = "group"
     """The rule; see `flowrl/credit/advantages.py`."""
     std: Std = "global"
     """Divide by the std of all samples of the iteration, of the prompt's group, or not at all (Dr. GRPO).
 
     `per_reward`, `gdpo` (`group` only) and `separate` do so reward by reward; `median` has its own scale; `batch` has
-    the std of what it compares with, or none.
+    the std of what it compares with, or none; `best_of` the global one, or none.
     """
     eps: float = 1e-4
     """Added to the std or the median deviation."""
@@ -54,6 +82,8 @@ class RuleConfig:
     history: HistoryConfig | None = None
     """Mean and std of the rule `batch` from the prompt's own rewards, of this and earlier iterations, once there are
     enough; null: always from the batch."""
+    best_of: BestOfConfig | None = None
+    """Options of the rule `best_of`; null: k = 4 of it."""
 
     def __post_init__(self) -> None:
         if not self.eps >= 0:
@@ -70,11 +100,18 @@ class RuleConfig:
             raise ValueError(f"min_deviation={self.min_deviation} must be in (0, 1]: a part of the group's std")
         if self.name == "median" and self.clip is None:
             raise OptionError("clip=null: its deviation can be next to 0", remedies=[Remedy({"clip": 5.0})])
-        if self.name in ("median", "batch") and self.trimmed_ratio:
+        if self.name in ("median", "batch", "best_of") and self.trimmed_ratio:
             words = f"trimmed_ratio={self.trimmed_ratio}: the rule {self.name!r} leaves no reward out"
             raise OptionError(words, remedies=[Remedy({"trimmed_ratio": 0.0})])
         if self.name == "batch" and self.std == "group":
             raise OptionError("std='group': of a batch there is one std", remedies=[Remedy({"std": "global"})])
+        if self.name == "best_of" and self.std == "group":
+            words = "std='group': a group's best of k rises with its spread, which this would divide out"
+            raise OptionError(words, remedies=[Remedy({"std": "global"}), Remedy({"std": "none"})])
+        if self.name != "best_of" and self.best_of is not None:
+            words = f"best_of: the rule is {self.name!r}"
+            best = Remedy({"name": "best_of"} | ({"std": "global"} if self.std == "group" else {}))
+            raise OptionError(words, remedies=[best, Remedy({"best_of": None})])
         if self.name != "batch" and self.history is not None:
             batch = Remedy({"name": "batch"} | ({"std": "global"} if self.std == "group" else {}))
             words = f"history: the rule {self.name!r} compares within a group"
@@ -95,6 +132,13 @@ class RuleConfig:
             raise OptionError(
                 f"advantages.name={self.name} compares the samples of a prompt, and rollout.group_size={group_size}",
                 remedies=[Remedy({"rollout.group_size": 2}), Remedy({"advantages.name": "batch"} | std)],
+            )
+        best = self.best_of or BestOfConfig()
+        k = max(best.k, best.end or 1) if self.name == "best_of" else 1
+        if k > group_size:
+            raise OptionError(
+                f"advantages.best_of: of {group_size} samples there is no best of {k}",
+                remedies=[Remedy({"advantages.best_of": {"k": group_size}}), Remedy({"rollout.group_size": k})],
             )
         selection = self.selection()
         if selection is not None:
@@ -248,17 +292,22 @@ def _normalised(total: Tensor, config: RuleConfig) -> tuple[Tensor, Tensor]:
     centred = torch.where(valid, filled - _masked_mean(filled, counted), 0.0)
     if config.std == "group":
         scale = _masked_mean(centred.square(), counted, config.ddof).sqrt() + config.eps
-    elif config.std == "global":
-        pooled, mask = filled.reshape(1, -1), counted.reshape(1, -1)
-        squares = (pooled - _masked_mean(pooled, mask)).square()
-        scale = _masked_mean(squares, mask, config.ddof).sqrt() + config.eps
-    elif config.std == "none":
-        scale = torch.ones(1, 1, dtype=torch.float64)
     else:
-        raise ValueError(f"std={config.std!r}; use 'global', 'group' or 'none'")
+        scale = _pooled(filled, counted, config)
     dead = _dead(filled, valid)
     # Exactly 0, not the rounding error of the mean, which a small std would magnify.
     return torch.where(dead[:, None], 0.0, _over(centred, scale)), dead
+
+
+def _pooled(filled: Tensor, counted: Tensor, config: RuleConfig) -> Tensor:
+    """The std of all samples of the iteration, or 1, [1, 1]."""
+    if config.std == "none":
+        return torch.ones(1, 1, dtype=torch.float64)
+    if config.std != "global":
+        raise ValueError(f"std={config.std!r}; use 'global', 'group' or 'none'")
+    pooled, mask = filled.reshape(1, -1), counted.reshape(1, -1)
+    squares = (pooled - _masked_mean(pooled, mask)).square()
+    return _masked_mean(squares, mask, config.ddof).sqrt() + config.eps
 
 
 def _each(rewards: Tensor, config: RuleConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -385,6 +434,41 @@ def batch(
     return Compared(values[:, :, None], total.isfinite(), dead)
 
 
+def best_of(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
+    """n times the unbiased gradient weight of E[max of k draws], from n samples, over (std + eps).
+
+    With the others of its k samples as baseline: n sum over x_j < x_a of C(j, k-2) (x_a - x_j) / C(n, k), j from 0 in
+    ascending order. Never negative for k > 1, and 0 for the k - 1 lowest; with k = 1 the reward less the mean of the
+    others, n / (n - 1) times `group`. A group of fewer than k valid samples has the best of all of them.
+
+    Source: arXiv 2510.23393 and 2505.15201.
+
+    >>> options = RuleConfig(name="best_of", std="none", best_of=BestOfConfig(k=2))
+    >>> best_of(torch.tensor([[[0.5, 0.0, 1.0, 0.0]]]), torch.ones(1), options).values.squeeze(2).tolist()[0]
+    [0.6666666666666666, 0.0, 1.6666666666666665, 0.0]
+    """
+    total = aggregate(rewards, weights)
+    valid = total.isfinite()
+    filled = torch.where(valid, total, 0.0)
+    order = torch.where(valid, filled, torch.inf).argsort(dim=1, stable=True)
+    ranked, size = filled.gather(1, order), total.shape[1]
+    k = (config.best_of or BestOfConfig()).k
+    shares = [_shares(n, min(k, n), size) for n in ints(valid.sum(dim=1))]
+    gaps = (ranked[:, :, None] - ranked[:, None, :]) * torch.tensor(shares, dtype=torch.float64)[:, None, :]
+    # The best of one compares with all others, the best of more with those below.
+    gaps = gaps.tril(-1) if k > 1 else gaps
+    added = _over(torch.zeros_like(filled).scatter(1, order, gaps.sum(dim=2)), _pooled(filled, valid, config))
+    dead = _dead(filled, valid)
+    return Compared(torch.where(valid & ~dead[:, None], added, 0.0)[:, :, None], valid, dead)
+
+
+def _shares(n: int, k: int, size: int) -> list[float]:
+    """Weight of a difference to the j-th of n samples in the best of k: n C(j, k-2) / C(n, k) for j < n, then 0."""
+    if k < 2:
+        return [1 / max(n - 1, 1)] * n + [0.0] * (size - n)
+    return [n * math.comb(j, k - 2) / math.comb(n, k) for j in range(n)] + [0.0] * (size - n)
+
+
 Rule = Callable[[Tensor, Tensor, RuleConfig], Compared]
 RULES: dict[str, Rule] = {
     "group": group,
@@ -393,4 +477,5 @@ RULES: dict[str, Rule] = {
     "separate": separate,
     "median": median,
     "batch": batch,
+    "best_of": best_of,
 }

@@ -24,6 +24,7 @@ CONFIGS = {
     "gdpo": AdvantageConfig(name="gdpo", std="group", ddof=1),
     "separate": SeparateConfig(name="separate", std="group"),
     "median": AdvantageConfig(name="median"),
+    "best_of": AdvantageConfig(name="best_of"),
 }
 WEIGHTS = torch.tensor([1.0, 0.5, 0.0])
 
