@@ -43,6 +43,7 @@ class RankConfig(RuleConfig):
     """An advantage rule that ranks the samples of a prompt, of which `best_of` ties the lowest; nothing is clipped."""
 
     name: Literal["group", "per_reward", "gdpo", "median", "batch"] = "group"
+    best_of: ClassVar[None] = None
     clip: ClassVar[float | None] = 5.0  # no option: a class variable
 
 
