@@ -16,7 +16,6 @@ rewards only is dead: its advantages are exactly 0 under every rule.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,36 +24,12 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import OptionError, Remedy
-from flowrl.core.strict import require_positive
-from flowrl.core.tensors import ints
+from flowrl.credit.best_of import BestOfConfig, added_to_best
+from flowrl.credit.groups import aggregate, dead_groups, live, masked_mean, over
 from flowrl.credit.history import HistoryConfig, normalise_against
 from flowrl.credit.selection import SelectConfig, select
 
 Std = Literal["global", "group", "none"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BestOfConfig:
-    """The number of samples of which the rule `best_of` rewards the best."""
-
-    k: int = 4
-    """Samples of a prompt whose best is to rise; 1: each for itself."""
-    end: int | None = None
-    """k at the end of `iterations`, on a line from `k`; null: it stays."""
-    iterations: int = 100
-    """Iterations after which k is `end`."""
-
-    def __post_init__(self) -> None:
-        require_positive(vars(self), "k", "end", "iterations")
-
-    def at(self, iteration: int) -> BestOfConfig:
-        """These options with the k of an iteration, counted from 0, that stays.
-
-        >>> [BestOfConfig(k=8, end=1, iterations=7).at(iteration).k for iteration in (0, 1, 6, 7, 50)]
-        [8, 7, 2, 1, 1]
-        """
-        end = self.k if self.end is None else self.end
-        return BestOfConfig(k=round(self.k + (end - self.k) * min(iteration / self.iterations, 1.0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,42 +212,7 @@ def _clipped(compared: Compared, config: RuleConfig) -> Advantages:
     return Advantages(values=values, valid=compared.valid, dead=compared.dead, kept=kept)
 
 
-# ---- from many rewards to one
-
-
-def aggregate(rewards: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum of raw rewards [R, P, G] with weights [R] -> [P, G] float64; zero weights are only logged."""
-    rewards, weights = _live(rewards, weights)
-    return (rewards * weights[:, None, None]).sum(dim=0)
-
-
-def _live(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewards [R', P, G] and weights [R'] of those whose weight is not 0, float64."""
-    live = weights != 0
-    if not bool(live.any()):
-        raise ValueError("every reward has weight 0: nothing to train on")
-    return rewards[live].double(), weights[live].double()
-
-
-# ---- centre and scale
-
-
-def _masked_mean(values: Tensor, mask: Tensor, ddof: int = 0) -> Tensor:
-    """Mean over the second axis, [P, 1]."""
-    count = (mask.sum(dim=1, keepdim=True) - ddof).clamp(min=1)
-    return torch.where(mask, values, 0.0).sum(dim=1, keepdim=True) / count
-
-
-def _over(centred: Tensor, scale: Tensor) -> Tensor:
-    """centred / scale; a scale of 0 (no spread, eps 0) divides by nothing."""
-    return centred / torch.where(scale == 0, 1.0, scale)
-
-
-def _dead(filled: Tensor, valid: Tensor) -> Tensor:
-    """[P] groups without two different rewards."""
-    low = torch.where(valid, filled, torch.inf).amin(dim=1)
-    high = torch.where(valid, filled, -torch.inf).amax(dim=1)
-    return ~(high > low)
+# ---- scale
 
 
 def _normalised(total: Tensor, config: RuleConfig) -> tuple[Tensor, Tensor]:
@@ -289,14 +229,14 @@ def _normalised(total: Tensor, config: RuleConfig) -> tuple[Tensor, Tensor]:
         order = torch.where(valid, filled, torch.inf).argsort(dim=1, stable=True)
         dropped = (valid.sum(dim=1, keepdim=True).double() * config.trimmed_ratio).floor()
         counted = valid & (order.argsort(dim=1) >= dropped)
-    centred = torch.where(valid, filled - _masked_mean(filled, counted), 0.0)
+    centred = torch.where(valid, filled - masked_mean(filled, counted), 0.0)
     if config.std == "group":
-        scale = _masked_mean(centred.square(), counted, config.ddof).sqrt() + config.eps
+        scale = masked_mean(centred.square(), counted, config.ddof).sqrt() + config.eps
     else:
         scale = _pooled(filled, counted, config)
-    dead = _dead(filled, valid)
+    dead = dead_groups(filled, valid)
     # Exactly 0, not the rounding error of the mean, which a small std would magnify.
-    return torch.where(dead[:, None], 0.0, _over(centred, scale)), dead
+    return torch.where(dead[:, None], 0.0, over(centred, scale)), dead
 
 
 def _pooled(filled: Tensor, counted: Tensor, config: RuleConfig) -> Tensor:
@@ -306,8 +246,8 @@ def _pooled(filled: Tensor, counted: Tensor, config: RuleConfig) -> Tensor:
     if config.std != "global":
         raise ValueError(f"std={config.std!r}; use 'global', 'group' or 'none'")
     pooled, mask = filled.reshape(1, -1), counted.reshape(1, -1)
-    squares = (pooled - _masked_mean(pooled, mask)).square()
-    return _masked_mean(squares, mask, config.ddof).sqrt() + config.eps
+    squares = (pooled - masked_mean(pooled, mask)).square()
+    return masked_mean(squares, mask, config.ddof).sqrt() + config.eps
 
 
 def _each(rewards: Tensor, config: RuleConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -362,7 +302,7 @@ def per_reward(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared
 
     Source: arXiv 2507.21802; Tencent-Hunyuan/MixGRPO, `advantage_aggr`.
     """
-    rewards, weights = _live(rewards, weights)
+    rewards, weights = live(rewards, weights)
     values, valid, dead = _each(rewards, config)
     return Compared((values * (weights / weights.abs().sum())).sum(dim=2, keepdim=True), valid, dead)
 
@@ -374,14 +314,14 @@ def gdpo(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
 
     Source: arXiv 2601.05242; NVlabs/GDPO (there ddof 1).
     """
-    rewards, weights = _live(rewards, weights)
+    rewards, weights = live(rewards, weights)
     if len(rewards) == 1:
         return group(rewards, weights, config)
     values, valid, dead = _each(rewards, config)
     pooled, mask = (values * weights).sum(dim=2).reshape(1, -1), valid.reshape(1, -1)
-    centred = pooled - _masked_mean(pooled, mask)
-    scale = _masked_mean(centred.square(), mask, config.ddof).sqrt() + config.eps
-    whitened = _over(centred, scale).reshape(valid.shape)
+    centred = pooled - masked_mean(pooled, mask)
+    scale = masked_mean(centred.square(), mask, config.ddof).sqrt() + config.eps
+    whitened = over(centred, scale).reshape(valid.shape)
     whitened = torch.where(valid & ~dead[:, None], whitened, 0.0)
     return Compared(whitened[:, :, None], valid, dead)
 
@@ -393,7 +333,7 @@ def separate(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
 
     Source: arXiv 2505.07818; XueZeyue/DanceGRPO, HunyuanVideo scripts.
     """
-    rewards, weights = _live(rewards, weights)
+    rewards, weights = live(rewards, weights)
     return Compared(*_each(rewards, config), weights=weights.float())
 
 
@@ -413,11 +353,11 @@ def median(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
     sample = last.argsort(dim=1, stable=True).gather(1, middle)
     centred = torch.where(valid, filled - filled.gather(1, sample), 0.0)
     deviation = torch.where(valid, centred.abs(), torch.inf).sort(dim=1).values.gather(1, middle)
-    mean = _masked_mean(filled, valid)
-    std = _masked_mean((filled - mean).square(), valid, config.ddof).sqrt()
-    dead = _dead(filled, valid)
+    mean = masked_mean(filled, valid)
+    std = masked_mean((filled - mean).square(), valid, config.ddof).sqrt()
+    dead = dead_groups(filled, valid)
     scale = torch.maximum(deviation, config.min_deviation * std) + config.eps
-    values = torch.where(dead[:, None], 0.0, _over(centred, scale))
+    values = torch.where(dead[:, None], 0.0, over(centred, scale))
     left_out = torch.zeros_like(valid).scatter(1, sample, True)
     return Compared(values[:, :, None], valid, dead, left_out)
 
@@ -437,36 +377,14 @@ def batch(
 def best_of(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
     """n times the unbiased gradient weight of E[max of k draws], from n samples, over (std + eps).
 
-    With the others of its k samples as baseline: n sum over x_j < x_a of C(j, k-2) (x_a - x_j) / C(n, k), j from 0 in
-    ascending order. Never negative for k > 1, and 0 for the k - 1 lowest; with k = 1 the reward less the mean of the
-    others, n / (n - 1) times `group`. A group of fewer than k valid samples has the best of all of them.
-
     Source: arXiv 2510.23393 and 2505.15201.
-
-    >>> options = RuleConfig(name="best_of", std="none", best_of=BestOfConfig(k=2))
-    >>> best_of(torch.tensor([[[0.5, 0.0, 1.0, 0.0]]]), torch.ones(1), options).values.squeeze(2).tolist()[0]
-    [0.6666666666666666, 0.0, 1.6666666666666665, 0.0]
     """
     total = aggregate(rewards, weights)
     valid = total.isfinite()
     filled = torch.where(valid, total, 0.0)
-    order = torch.where(valid, filled, torch.inf).argsort(dim=1, stable=True)
-    ranked, size = filled.gather(1, order), total.shape[1]
-    k = (config.best_of or BestOfConfig()).k
-    shares = [_shares(n, min(k, n), size) for n in ints(valid.sum(dim=1))]
-    gaps = (ranked[:, :, None] - ranked[:, None, :]) * torch.tensor(shares, dtype=torch.float64)[:, None, :]
-    # The best of one compares with all others, the best of more with those below.
-    gaps = gaps.tril(-1) if k > 1 else gaps
-    added = _over(torch.zeros_like(filled).scatter(1, order, gaps.sum(dim=2)), _pooled(filled, valid, config))
-    dead = _dead(filled, valid)
+    dead = dead_groups(filled, valid)
+    added = over(added_to_best(filled, valid, (config.best_of or BestOfConfig()).k), _pooled(filled, valid, config))
     return Compared(torch.where(valid & ~dead[:, None], added, 0.0)[:, :, None], valid, dead)
-
-
-def _shares(n: int, k: int, size: int) -> list[float]:
-    """Weight of a difference to the j-th of n samples in the best of k: n C(j, k-2) / C(n, k) for j < n, then 0."""
-    if k < 2:
-        return [1 / max(n - 1, 1)] * n + [0.0] * (size - n)
-    return [n * math.comb(j, k - 2) / math.comb(n, k) for j in range(n)] + [0.0] * (size - n)
 
 
 Rule = Callable[[Tensor, Tensor, RuleConfig], Compared]

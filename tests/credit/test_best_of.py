@@ -13,7 +13,8 @@ from torch.testing import assert_close
 from flowrl.algorithms._credit import Rule
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import validate
-from flowrl.credit.advantages import AdvantageConfig, BestOfConfig
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.credit.best_of import BestOfConfig
 from tests.credit import rules
 from tests.tables import table
 
