@@ -7,9 +7,11 @@ import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowrl.core import registry
+from flowrl.core.assets import table
 from flowrl.core.errors import ConfigError, OptionError, Remedy
 from flowrl.core.files import is_mapping
 from flowrl.core.strict import Options
@@ -42,19 +44,7 @@ class Kind:
     """Dotted attribute with the id that a started tracker has chosen."""
 
 
-KINDS = {
-    "tensorboard": Kind(
-        "torch.utils.tensorboard:SummaryWriter", project=False, images="batch", replaces=True, fills="log_dir"
-    ),
-    "wandb": Kind("wandb:init", digits=8),
-    "swanlab": Kind("swanlab:init", digits=21),
-    "trackio": Kind("trackio:init"),
-    "mlflow": Kind(images="file", learned="info.run_id"),
-    "comet_ml": Kind("comet_ml:start", fills="project_name", digits=32),
-    "aim": Kind("aim:Run", project=False, install="'aim<4'", images="single", fills="repo", learned="hash"),
-    "dvclive": Kind("dvclive:Live", project=False),
-    "clearml": Kind("clearml:Task.init", images="single", learned="id"),
-}
+KINDS = {name: Kind(**facts) for name, facts in table(Path(__file__).with_suffix(".yaml")).items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,49 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.core import registry
+from flowrl.core.assets import table
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.files import is_mapping
 from flowrl.core.strict import Options
 from flowrl.data.contents import ACCEPT
 
-# Other batches of the same samples, with the same noise: for a run that was short of memory.
-BATCHES = (
-    *("rollout.batch_size", "optim.batch_size", "eval.batch_size", "model.gradient_checkpointing"),
-    *("model.memory.vae_slicing", "model.memory.group_offload"),
-)
-# A resumed run may be longer, save more often, be in another folder or on other processes, have another guard
-# or other trackers, or accept more broken images; anything else would make it another run.
-MAY_CHANGE = (
-    *("iterations", "checkpoint", "guard", "name", "output", "model.shard", "data.text_cache"),
-    "data.pairs.records.max_broken",
-    *(
-        "eval.preview_prompts",
-        "eval.verdict",
-        "eval.diversity",
-    ),  # drawn and never scored; which of two numbers is the title
-    "trackers",
-    *BATCHES,
-)
-ACCEPTABLE = (
-    *("optim.learning_rate", "optim.schedule", "optim.warmup_updates", "optim.weight_decay", "optim.max_grad_norm"),
-    "model.vae_precision",  # of the decoder, which is not trained
-    *("algorithm.clip_range", "algorithm.kl.coef", "algorithm.advantages.clip"),
-    *("eval.every", "eval.save_images", "eval.samples_per_prompt", "eval.num_inference_steps", "eval.guidance_scale"),
-    *("eval.tie", "eval.best_guidance"),
-)
+_TABLES = table(Path(__file__).with_suffix(".yaml"))
+BATCHES: tuple[str, ...] = tuple(_TABLES["batches"])
+MAY_CHANGE: tuple[str, ...] = (*_TABLES["may_change"], *BATCHES)
+ACCEPTABLE: tuple[str, ...] = tuple(_TABLES["acceptable"])
 """Options that a resumed run may have another value of on purpose, from its next update or evaluation on."""
-_REASONS = {
-    "model": "the checkpoint holds weights of this very model",
-    "algorithm": "what the method has learned and remembers was made with it",
-    "optim": "the optimizer's moments and averages were made with it",
-    "rollout": "the samples that the run has learned from were drawn with it",
-    "data": "the checkpoint's place in the prompts belongs to it",
-    "seed": "the checkpoint's place in the random numbers belongs to it",
-    "deterministic": "the iterations before and after would not have the same rounding",
-    "rewards": "other rewards are another objective: start another run, from these weights with model.init_lora",
-    "eval": "evaluations before and after could not be compared",
-}
-"""First part of a key -> why no resumed run may have another value."""
 FILES = "files"
 """The word among the accepted that means other contents of the user's files."""
 
@@ -90,7 +58,7 @@ class Accepted:
                     f"{ACCEPT} {key}: there is no such option; {registry.suggest(key, list(known))}it takes "
                     f"{FILES} and {', '.join(ACCEPTABLE)}"
                 )
-            reason = _REASONS.get(key.partition(".")[0], "it makes another run")
+            reason = _TABLES["reasons"].get(key.partition(".")[0], "it makes another run")
             if any(name.startswith(f"{key}.") for name in ACCEPTABLE):
                 reason = "it holds several options; name one of them"
             raise ConfigError(f"{ACCEPT} {key}: {reason}. It takes {FILES} and {', '.join(ACCEPTABLE)}")

@@ -78,9 +78,10 @@ def _family(facts: dict[str, Any]) -> Family:
     return Family(**facts | tuples)
 
 
-FAMILIES: dict[str, Family] = {
-    kind: _family(facts) for kind, facts in table(Path(__file__).with_suffix(".yaml"))["families"].items()
-}
+_TABLES = table(Path(__file__).with_suffix(".yaml"))
+DECIDED: dict[str, str] = _TABLES["decided"]
+"""Arguments that flowrl decides -> the option that decides them."""
+FAMILIES: dict[str, Family] = {kind: _family(facts) for kind, facts in _TABLES["families"].items()}
 """Families by the class of their pipeline."""
 
 

@@ -15,7 +15,7 @@ from flowrl.core.registry import suggest
 from flowrl.media.media import FPS
 from flowrl.media.mp4 import require_rate
 from flowrl.models.base import check_size, network_config
-from flowrl.models.generic.families import Family, Guidance, family_of, guidance_of
+from flowrl.models.generic.families import DECIDED, Family, Guidance, family_of, guidance_of
 from flowrl.models.pipelines.distilled import Distilled
 from flowrl.models.pipelines.paths import lacks
 
@@ -24,17 +24,6 @@ Asked = tuple[int | None, int | None]
 RATES = ("frame_rate", "fps")
 """Arguments by which a call is told the frame rate of its videos."""
 _NETWORKS = ("transformer", "transformer_2", "unet")
-_OURS = {
-    "prompt": "data.prompts",
-    "height": "model.height",
-    "width": "model.width",
-    "num_inference_steps": "rollout.num_inference_steps",
-    "generator": "seed",
-    "max_area": "model.height and model.width",
-    **dict.fromkeys(("latents", "timesteps", "sigmas", "eta", "output_type", "return_dict"), "flowrl itself"),
-    **dict.fromkeys(("num_images_per_prompt", "num_videos_per_prompt"), "rollout.group_size"),
-}
-"""Arguments that flowrl decides -> the option that decides them."""
 
 
 def find_networks(pipeline: Any) -> dict[str, nn.Module]:
@@ -246,7 +235,7 @@ class Call:
     def _check(self, given: dict[str, Any], family: Family) -> None:
         kind = type(self.pipeline).__name__
         scale = {"cfg": "guidance_scale", "embedded": "guidance_scale", "true_cfg": "true_cfg_scale"}.get(self.guidance)
-        ours = _OURS | ({scale: "rollout.guidance_scale"} if scale else {})
+        ours = DECIDED | ({scale: "rollout.guidance_scale"} if scale else {})
         ours |= dict.fromkeys(family.images, "data.prompts")
         for name in given:
             if name in ours:

@@ -1,7 +1,7 @@
 """The families: where a module of diffusers lies in the original network (families.yaml), and other programs' names."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,43 +34,35 @@ class Family:
         name: of the family, in words.
         network: class of its denoiser in diffusers.
         module: kohya's name of its trainer for this family, for a file's header.
-        place: from diffusers' module name to its place; None where the original has no such module.
+        blocks: (pattern of diffusers' names with the module's own as `own`, original name of the block, its table).
+        own_in_kohya: kohya's files have diffusers' names.
         halves: suffixes of A and B in the dotted layout.
     """
 
     name: str
     network: str
     module: str
-    place: Callable[[str], Place | None]
-    halves: tuple[str, str] = ("lora_down", "lora_up")
+    blocks: Sequence[tuple[str, str, str]] = ()
+    own_in_kohya: bool = False
+    halves: Sequence[str] = ("lora_down", "lora_up")
+
+    def place(self, name: str) -> Place | None:
+        """The place of diffusers' module `name`; None where the original has no such module."""
+        if self.network == _UNET:
+            original = _in_unet(name)
+            return None if original is None else Place(name if self.own_in_kohya else original, original)
+        for pattern, block, kind in self.blocks:
+            if match := re.fullmatch(pattern, name):
+                names, block, own = _TABLES["blocks"][kind], match.expand(block), match["own"]
+                if own in names.get("fused", ()):
+                    module, slot, widths = names["fused"][own]
+                    return Place(block + module, block + module, slot, tuple(widths))
+                found = own if kind == "same" else names["plain"].get(own)
+                return None if found is None else Place(block + found, block + found)
+        return None
 
 
-_TABLES = table(Path(__file__).with_suffix(".yaml"))
-"""Kind of block -> the original names of its modules, whole or fused."""
-
-
-def same(name: str) -> Place:
-    """The place of a module whose original name is diffusers' own."""
-    return Place(name, name)
-
-
-def _in_block(kind: str, block: str, own: str) -> Place | None:
-    """The place of a module of a block: a whole matrix, or rows of one."""
-    names = _TABLES[kind]
-    if own in names.get("fused", ()):
-        module, slot, widths = names["fused"][own]
-        return Place(block + module, block + module, slot, tuple(widths))
-    return same(block + names["plain"][own]) if own in names["plain"] else None
-
-
-# ---- SD1.x, SD2.x and SDXL: kohya names SD1 and SD2 as diffusers does, SDXL as the original (sgm); ComfyUI reads both.
-# Source: kohya-ss/sd-scripts:networks/lora.py; diffusers:loaders/lora_conversion_utils.py for the blocks' numbers.
-
-_PER_LEVEL = 3
-"""Original blocks of a level: two of layers, one that changes the size."""
-
-
-def _original(name: str) -> str | None:
+def _in_unet(name: str) -> str | None:
     match = re.fullmatch(r"(?:(down|up)_blocks\.(\d+)|(mid)_block)\.attentions\.(\d+)\.(.+)", name)
     if match is None:
         return None
@@ -81,70 +73,12 @@ def _original(name: str) -> str | None:
     return f"input_blocks.{number + 1}.1.{tail}" if side == "down" else f"output_blocks.{number}.1.{tail}"
 
 
-def _sd(name: str) -> Place | None:
-    original = _original(name)
-    return None if original is None else Place(name, original)
-
-
-def _sdxl(name: str) -> Place | None:
-    original = _original(name)
-    return None if original is None else same(original)
-
-
-# ---- SD3 and SD3.5: the original MMDiT keeps query, key and value of an attention in one matrix.
-# Source: names as Comfy-Org/ComfyUI:comfy/lora.py and kohya-ss/sd-scripts:networks/lora_sd3.py expect them; the same
-# pairs of names as diffusers' SD3 converter.
-
-
-def _sd3(name: str) -> Place | None:
-    match = re.fullmatch(r"transformer_blocks\.(\d+)\.(.+)", name)
-    if match is None:
-        return _in_block("sd3_outside", "", name)
-    return _in_block("sd3", f"joint_blocks.{match[1]}.", match[2])
-
-
-# ---- FLUX.1: fused query, key and value in double blocks; with the first MLP matrix too in single blocks (`linear1`).
-# Source: kohya-ss/sd-scripts:networks/lora_flux.py; diffusers:loaders/lora_conversion_utils.py reads the same names.
-
-
-def _flux(name: str) -> Place | None:
-    match = re.fullmatch(r"(single_)?transformer_blocks\.(\d+)\.(.+)", name)
-    if match is None:
-        return None
-    if match[1]:
-        return _in_block("flux_single", f"single_blocks.{match[2]}.", match[3])
-    return _in_block("flux_double", f"double_blocks.{match[2]}.", match[3])
-
-
-# ---- Qwen-Image: the original names are diffusers'. Source: kohya-ss/musubi-tuner, networks/lora_qwen_image.py.
-
-
-def _qwen_image(name: str) -> Place | None:
-    return same(name) if name.startswith("transformer_blocks.") else None
-
-
-# ---- Wan 2.1 and 2.2: other names, nothing fused.
-# Source: diffusers:loaders/lora_conversion_utils.py:_convert_non_diffusers_wan_lora_to_diffusers.
-
-
-def _wan(name: str) -> Place | None:
-    match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
-    return None if match is None else _in_block("wan", f"blocks.{match[1]}.", match[2])
-
-
-# ---- all of them
-
-_UNET, _PEFT = "UNet2DConditionModel", ("lora_A", "lora_B")
-BY_PIPELINE = {
-    "StableDiffusionPipeline": Family("Stable Diffusion", _UNET, "networks.lora", _sd),
-    "StableDiffusionXLPipeline": Family("SDXL", _UNET, "networks.lora", _sdxl),
-    "StableDiffusion3Pipeline": Family("SD3", "SD3Transformer2DModel", "networks.lora_sd3", _sd3),
-    "FluxPipeline": Family("FLUX.1", "FluxTransformer2DModel", "networks.lora_flux", _flux),
-    "QwenImagePipeline": Family(
-        "Qwen-Image", "QwenImageTransformer2DModel", "networks.lora_qwen_image", _qwen_image, _PEFT
-    ),
-    "WanPipeline": Family("Wan", "WanTransformer3DModel", "networks.lora_wan", _wan, _PEFT),
-}
+_UNET = "UNet2DConditionModel"
+_PER_LEVEL = 3
+"""Original blocks of a UNet's level: two of layers, one that changes the size."""
+_TABLES = table(Path(__file__).with_suffix(".yaml"))
+BY_PIPELINE = {pipeline: Family(**facts) for pipeline, facts in _TABLES["families"].items()}
+"""Families by the class of their pipeline."""
 
 
 def family_of(network: Any) -> Family | None:

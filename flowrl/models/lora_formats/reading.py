@@ -25,6 +25,7 @@ from torch import Tensor
 
 from flowrl.core.errors import ModelError
 from flowrl.core.files import loads
+from flowrl.models.lora_formats.refused import KNOWN
 
 PEFT_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
@@ -42,12 +43,6 @@ _TOLERANCE = 1e-5
 
 # Settings of PEFT that do not change the function of the saved tensors, or that are read here.
 _READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias"}
-_NEUTRAL = {
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("target_modules", "exclude_modules", "lora_dropout", "layers_to_transform", "layers_pattern"),
-    *("megatron_config", "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-}
 _CHANGES_BASE = re.compile(r"pissa|olora|loftq|corda|lora_ga", re.IGNORECASE)
 """Ways to begin a LoRA that take its first product out of the frozen weights, so that the file is for other weights."""
 
@@ -255,7 +250,7 @@ def _of_config(settings: dict[str, Any], where: str, label: str, tensors: dict[s
     if settings.get("use_dora") and not any("lora_magnitude_vector" in key for key in tensors):
         raise ModelError(f"{label} is a DoRA by {where} (use_dora), and holds no magnitudes; merge it into the model")
     for key, value in settings.items():
-        if key in _READ or key in _NEUTRAL or key in ("peft_type", "init_lora_weights"):
+        if key in _READ or key in KNOWN["neutral"] or key in ("peft_type", "init_lora_weights"):
             continue
         if value and not (key == "bias" and value == "none"):
             raise ModelError(

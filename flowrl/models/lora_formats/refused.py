@@ -1,35 +1,26 @@
 """Kinds of LoRA files that are not read, each with its name and a remedy."""
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
-_UPDATES = (
-    (r"dora_scale|lora_magnitude_vector", "is a DoRA: merge it into the model"),
-    (r"\.lokr_", "is a LoKr: merge it into the model"),
-    (r"\.hada_", "is a LoHa: merge it into the model"),
-    (r"oft_|boft", "is an OFT or BOFT: merge it into the model"),
-    (r"\.(a1|a2|b1|b2)\.weight$", "is a GLoRA: merge it into the model"),
-    (r"lora_mid", "is a LoCon with lora_mid, of convolutions: merge it into the model"),
-)
-_KINDS = (
-    *_UPDATES,
-    (r"\.diff(_b)?$|\.w_norm$|\.b_norm$|\.set_weight$|\.reshape_weight$", "holds whole changes of weights: merge it"),
-    (r"\.lora_(B|up)\.bias$", "trains biases of a LoRA (lora_B.bias), which model.lora has not: merge it"),
-    (r"^(lora_te\d?_|text_encoder|lora_prior_te)", "adapts a text encoder, which is not trained here: remove its keys"),
-    (r"\.transformer_[12]\.", "holds both experts in one file: split it into NAME_high_noise and NAME_low_noise"),
-)
+from flowrl.core.assets import table
+
+KNOWN = table(Path(__file__).with_name("known.yaml"))
+"""What files of LoRAs are told by."""
 
 
 def refuse_keys(keys: list[str]) -> str | None:
     """Why a file with these tensors is not read; None where nothing speaks against it."""
-    return _first(_KINDS, keys)
+    return _first(KNOWN["updates"] + KNOWN["others"], keys)
 
 
 def other_update(keys: list[str]) -> str | None:
     """What a file is that is no product of two matrices; None for a LoRA."""
-    return _first(_UPDATES, keys)
+    return _first(KNOWN["updates"], keys)
 
 
-def _first(kinds: tuple[tuple[str, str], ...], keys: list[str]) -> str | None:
+def _first(kinds: Sequence[Sequence[str]], keys: list[str]) -> str | None:
     for pattern, reason in kinds:
         found = next((key for key in sorted(keys) if re.search(pattern, key)), None)
         if found is not None:

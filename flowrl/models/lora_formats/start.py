@@ -19,7 +19,7 @@ from flowrl.models.lora_formats.families import family_of
 from flowrl.models.lora_formats.files import PICKLES, lora_file, lora_places
 from flowrl.models.lora_formats.naming import Members, linear_layers, names_of
 from flowrl.models.lora_formats.reading import HALF, LoraContents, names_and_header, read_contents
-from flowrl.models.lora_formats.refused import refuse_header, refuse_keys
+from flowrl.models.lora_formats.refused import KNOWN, refuse_header, refuse_keys
 from flowrl.models.weights.precision import ADAPTER
 
 _EXPERTS = ("high_noise", "low_noise")
@@ -257,7 +257,7 @@ class _Reader:
                 f"adapts {key}, which lies outside the blocks, and no module of {self.family.name} has that name in "
                 "diffusers: remove its keys, or merge it into the model"
             )
-        for pattern, name in _SIGNS:
+        for pattern, name in KNOWN["signs"]:
             if re.match(pattern, bare) and (self.family is None or self.family.name not in name):
                 known = "another model" if self.family is None else self.family.name
                 return f"has the names of {name} ({key}), and this model is {known}; give the model it was made for"
@@ -278,10 +278,3 @@ _OLDER = re.compile(r"(?:\.processor)?\.to_(q|k|v|out)(?:_lora|\.lora)\.(down|up
 _PREFIX = re.compile(r"^(lora_unet_|lora_transformer_|diffusion_model\.|transformer\.|unet\.)")
 _OUTSIDE = r"(img_in|txt_in|time_in|vector_in|guidance_in|final_layer|x_embedder_proj)[._]"
 """Original names of modules outside the blocks; those of diffusers may be targets."""
-_SIGNS = (
-    (r"joint_blocks", "SD3"),
-    (r"(double|single)_blocks|single_transformer_blocks", "FLUX.1"),
-    (r"blocks[._]\d+[._](self_attn|cross_attn|attn1|attn2|ffn)", "Wan"),
-    (r"(input_blocks|middle_block|output_blocks|down_blocks|mid_block|up_blocks)", "Stable Diffusion or SDXL"),
-)
-"""How the original names of a family begin."""
