@@ -67,8 +67,7 @@ def values(trial: LatentTrial) -> str:
 @law("same twice", REPEATABLE)
 def same_twice(trial: LatentTrial) -> str:
     apart = trial.apart(trial.value(), trial.value())
-    require(apart <= ALONE / 100, f"differs by {apart:.2g}")
-    return f"differs by {apart:.2g}"
+    return require(apart <= ALONE / 100, f"differs by {apart:.2g}")
 
 
 @law("alone as in a batch", BY_ITSELF)
@@ -76,8 +75,7 @@ def alone(trial: LatentTrial) -> str:
     rows = torch.arange(COUNT).split(1)
     parts = [trial.judge.value(trial.x[row], trial.sigma[row], trial.cond.index(row)) for row in rows]
     apart = trial.apart(trial.value(), torch.cat(parts))
-    require(apart <= alone_tolerance(trial.card), f"differs by {apart:.2g}")
-    return f"differs by {apart:.2g}"
+    return require(apart <= alone_tolerance(trial.card), f"differs by {apart:.2g}")
 
 
 @law("noise level and prompt", "they are measured")

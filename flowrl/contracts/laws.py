@@ -24,10 +24,11 @@ class Broken(Exception):
         self.remedy = remedy
 
 
-def require(holds: bool, measured: str, remedy: str | None = None) -> None:
-    """Raise Broken unless the law holds."""
+def require(holds: bool, measured: str, remedy: str | None = None) -> str:
+    """What was measured. Raises Broken unless the law holds."""
     if not holds:
         raise Broken(measured, remedy)
+    return measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,7 @@ def rows(model: Model) -> str:
     together = predicted(model, x, nodes, prompts, scale)
     alone = torch.cat([predicted(model, x[k : k + 1], [nodes[k]], (prompts[k],), scale) for k in range(3)])
     apart = float((together - alone).abs().max())
-    require(torch.allclose(together, alone, atol=2e-5, rtol=1e-4), f"differs by {apart:.2g}")
-    return f"differs by {apart:.2g}"
+    return require(torch.allclose(together, alone, atol=2e-5, rtol=1e-4), f"differs by {apart:.2g}")
 
 
 @law("forwards", "guidance costs as many samples through the network as the adapter says")

@@ -131,8 +131,7 @@ def same_twice(trial: RewardTrial) -> str:
     measured = f"differs by {apart:.2g}"
     if not trial.card.repeatable:
         return f"{measured}, as declared"
-    require(apart <= AGAIN, measured)
-    return measured
+    return require(apart <= AGAIN, measured)
 
 
 @law("order", "return the scores in the order of the images, each of its own prompt and metadata")
@@ -140,8 +139,7 @@ def order(trial: RewardTrial) -> str:
     reverse = list(reversed(range(len(trial.samples))))
     apart = difference(rows(trial.base, reverse), trial.scores(trial.samples.pick(reverse)))
     measured = f"reversed samples differ by {apart:.2g}"
-    require(apart <= trial.tolerance, measured)
-    return measured
+    return require(apart <= trial.tolerance, measured)
 
 
 @law("alone as in a batch", BY_ITSELF)
@@ -150,8 +148,7 @@ def alone(trial: RewardTrial) -> str:
         return "not tried: a score depends on its group"
     parts = [trial.scores(trial.samples.pick([row])) for row in range(len(trial.samples))]
     apart = difference(trial.base, {name: torch.cat([part[name] for part in parts]) for name in trial.base})
-    require(apart <= trial.tolerance, f"differs by {apart:.2g}")
-    return f"differs by {apart:.2g}"
+    return require(apart <= trial.tolerance, f"differs by {apart:.2g}")
 
 
 @law("NaN image", "return NaN for an image that is not finite: a failed sample must never look like a scored one")
