@@ -7,11 +7,13 @@ folder does not have what it needs. `docs/troubleshooting.md` has a section for 
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from flowrl.apps.diagnosis import rewards, settings, updates
 from flowrl.apps.diagnosis.evidence import PAGE, Change, Evidence, Lacking, Number, Seen
 from flowrl.apps.gallery.runs import Run
+from flowrl.core.assets import table
 
 __all__ = [
     "CHECKS",
@@ -40,26 +42,9 @@ class Check:
     look: Callable[[Evidence], Seen | None]
 
 
-CHECKS = (
-    Check("dead groups", 1.0, updates.dead_groups),
-    Check("reward saturated", 0.95, rewards.reward_saturated),
-    Check("reward scale", 0.95, rewards.reward_scale),
-    Check("gradient vanishes", 0.9, updates.gradient_vanishes),
-    Check("weights hardly move", 0.85, updates.weights_hardly_move),
-    Check("reward is noise", 0.85, rewards.reward_noise),
-    Check("clip always acts", 0.8, updates.clip_always),
-    Check("clip never acts", 0.75, updates.clip_never),
-    Check("learning rate schedule ended", 0.75, updates.schedule_ended),
-    Check("gradient explodes", 0.7, updates.gradient_explodes),
-    Check("kl runs away", 0.65, updates.kl_runaway),
-    Check("ratio below one", 0.6, updates.ratio_below_one),
-    Check("text too long", 0.6, settings.text_cut),
-    Check("evaluation unlike training", 0.6, settings.evaluation_differs),
-    Check("scorers disagree", 0.55, rewards.scorers_disagree),
-    Check("one reward decides", 0.5, rewards.one_reward_dominates),
-    Check("blur", 0.45, settings.blur),
-    Check("too few samples", 0.4, rewards.too_few_samples),
-    Check("one slow phase", 0.1, settings.slow_phase),
+CHECKS = tuple(
+    Check(name, weight, resolve_name(f"{__name__}.{place}"))
+    for name, (weight, place) in table(Path(__file__).with_name("checks.yaml"))["checks"].items()
 )
 
 

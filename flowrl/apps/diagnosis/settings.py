@@ -1,11 +1,13 @@
 """Checks of the run's settings: evaluation unlike training, text that is cut, blur, a slow phase."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 
 from flowrl.apps.diagnosis.evidence import Change, Evidence, Lacking, Number, Seen, text
 from flowrl.apps.gallery.runs import number, value_at
+from flowrl.core.assets import table
 
 CUT_SHARE = 0.05
 """Share of the prompts that are cut: below it a prompt of an iteration of 8 is cut every third iteration."""
@@ -20,16 +22,7 @@ NETWORK_PHASE = 0.9
 """Share for sampling or for the update: these are the work itself, and 0.6 to 0.8 is usual."""
 _LEAST = 1e-3
 """A guidance scale may be 0, and has no logarithm then."""
-REMEDIES = {
-    "text": ("data.cache_text", "true: each prompt is embedded once"),
-    "rollout": ("rollout.batch_size", "larger; or fewer rollout.num_inference_steps, or model.compile=blocks"),
-    "explore": ("rollout.exploration.pool", "smaller"),
-    "decode": ("model.vae_precision", "bfloat16 on a GPU; and memory.vae_slicing=false"),
-    "images": ("data.pairs", "images on a local disk, of the size that is trained"),
-    "maps": ("algorithm.spatial", "null; or a smaller size of its maps"),
-    "reward": ("rewards", "score on another device or server (flowrl serve), with a cache, or a larger batch"),
-    "update": ("optim.batch_size", "larger; or model.gradient_checkpointing=false where the memory suffices"),
-}
+REMEDIES: dict[str, tuple[str, str]] = table(Path(__file__).with_name("checks.yaml"))["phases"]
 
 
 def evaluation_differs(seen: Evidence) -> Seen | None:

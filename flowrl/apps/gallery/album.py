@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.apps.gallery.images import Place
+from flowrl.core.assets import table
 
 PAGE_BYTES = 15_000_000
 """Largest size of a page in bytes."""
@@ -30,23 +31,7 @@ class Size:
     """Quality of WebP, 0 to 100."""
 
 
-SIZES = (
-    Size(384, 384, 82),
-    Size(384, 256, 80),
-    Size(384, 192, 76),
-    Size(352, 176, 74),
-    Size(320, 160, 72),
-    Size(320, 128, 70),
-    Size(288, 128, 68),
-    Size(256, 128, 66),
-    Size(256, 96, 64),
-    Size(224, 96, 62),
-    Size(224, 0, 62),
-    Size(192, 0, 60),
-    Size(160, 0, 58),
-    Size(128, 0, 56),
-    Size(96, 0, 50),
-)
+SIZES = tuple(Size(*row) for row in table(Path(__file__).with_name("tables.yaml"))["sizes"])
 """What is tried, the best first and never larger than the one before."""
 
 _SAMPLED = 12

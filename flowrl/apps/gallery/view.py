@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,10 @@ from flowrl.apps.gallery.results import Metric
 from flowrl.apps.gallery.runs import Run, nan_mean
 from flowrl.apps.gallery.tags import in_order
 from flowrl.apps.plain_text import Named
+from flowrl.core.assets import table
 from flowrl.media import media
 
-CURVES = {
-    "policy/clip_fraction": "Clip fraction",
-    "grad/norm": "Gradient norm",
-    "time/iteration_s": "Seconds an iteration",
-    "perf/tflops": "Network TFLOP a second",
-    "memory/peak_gib": "Peak memory, GiB",
-}
+CURVES: dict[str, str] = table(Path(__file__).with_name("tables.yaml"))["curves"]
 DURING_TREES = 3
 """Number of evaluations during training whose trees are drawn, the latest ones."""
 

@@ -2,23 +2,15 @@
 
 from collections.abc import Callable
 from itertools import accumulate
+from pathlib import Path
+
+from flowrl.core.assets import table
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds of the latency's buckets."""
 Labels = tuple[tuple[str, str], ...]
 
-_HELP = {
-    "flowrl_requests_total": ("counter", "Answers by endpoint and HTTP status."),
-    "flowrl_items_total": ("counter", "Samples scored, those without a score included."),
-    "flowrl_item_errors_total": ("counter", "Samples without a score, by kind of error."),
-    "flowrl_refusals_total": ("counter", "Requests refused, by kind."),
-    "flowrl_batches_total": ("counter", "Batches handed to a reward."),
-    "flowrl_worker_restarts_total": ("counter", "Workers started anew after they hung or died."),
-    "flowrl_waiting_items": ("gauge", "Samples that wait for a reward."),
-    "flowrl_live_workers": ("gauge", "Workers ready to score."),
-    "flowrl_held_bytes": ("gauge", "Bytes of request bodies being read."),
-    "flowrl_request_seconds": ("histogram", "Seconds from the first byte of a body to the answer of /score."),
-}
+_HELP: dict[str, tuple[str, str]] = table(Path(__file__).with_name("counters.yaml"))
 
 
 class Counters:

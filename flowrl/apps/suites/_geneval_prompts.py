@@ -15,17 +15,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from flowrl.apps.suites._reading import tables_of
+
 SEED, DRAWS = 43, 100
 
-CLASSES = tuple(
-    """person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light, fire hydrant, stop sign,
-    parking meter, bench, bird, cat, dog, horse, sheep, cow, elephant, bear, zebra, giraffe, backpack, umbrella,
-    handbag, tie, suitcase, frisbee, skis, snowboard, sports ball, kite, baseball bat, baseball glove, skateboard,
-    surfboard, tennis racket, bottle, wine glass, cup, fork, knife, spoon, bowl, banana, apple, sandwich, orange,
-    broccoli, carrot, hot dog, pizza, donut, cake, chair, couch, potted plant, bed, dining table, toilet, tv, laptop,
-    computer mouse, tv remote, computer keyboard, cell phone, microwave, oven, toaster, sink, refrigerator, book,
-    clock, vase, scissors, teddy bear, hair drier, toothbrush""".replace("\n   ", "").split(", ")
-)
+CLASSES: list[str] = tables_of("geneval")
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 RELATIONS = ("left of", "right of", "above", "below")
 NUMBERS = {2: "two", 3: "three", 4: "four"}

@@ -19,6 +19,11 @@ def facts_of(name: str, level: Level) -> Facts:
     return Facts(**facts | {"reward": facts["reward"] and tuple(facts["reward"])}, level=level)
 
 
+def tables_of(name: str) -> Any:
+    """The tables of a benchmark, from tables.yaml."""
+    return table(Path(__file__).with_name("tables.yaml"))[name]
+
+
 def records_of(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, record) of each line of a .jsonl, item of a .json, or row of a .csv, .tsv or .parquet.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.apps.suites._points import known
-from flowrl.apps.suites._reading import facts_of, keep_once
+from flowrl.apps.suites._reading import facts_of, keep_once, tables_of
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.strict import read_text
 from flowrl.evaluation.suite import Item, Row, Table, by_tag, chosen_output, line, require_path, score
@@ -25,20 +25,10 @@ from flowrl.evaluation.suite import Item, Row, Table, by_tag, chosen_output, lin
 LEVEL = "experimental"
 FACTS = facts_of("t2i_compbench", LEVEL)
 OUTPUT, OFFICIAL = "vlm_yes_product", "t2i_compbench"
-_BLIP = "annotation_blip/vqa_result.json"
-RESULTS = {
-    "color": _BLIP,
-    "shape": _BLIP,
-    "texture": _BLIP,
-    "spatial": "labels/annotation_obj_detection_2d/vqa_result.json",
-    "3d_spatial": "labels/annotation_obj_detection_3d/vqa_result.json",
-    "numeracy": "annotation_num/vqa_result.json",
-    "non_spatial": "annotation_clip/vqa_result.json",
-    "complex": "annotation_3_in_1/vqa_result.json",
-}
+RESULTS: dict[str, str] = tables_of("t2i_compbench")
 """Category -> the file of its official tool, in its folder."""
 _PHRASES = ("color", "shape", "texture")
-_RANKED = (_BLIP, RESULTS["non_spatial"], RESULTS["complex"])
+_RANKED = (RESULTS["color"], RESULTS["non_spatial"], RESULTS["complex"])
 """Tools that number the images from 0 in the order of their file names' digits, whatever those are."""
 _IMAGES = 10
 _FORMS = "the folder with the eight CATEGORY_val.txt, or one of them"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.apps.suites._points import mean_of_parts
-from flowrl.apps.suites._reading import facts_of, id_of, keep_once, last_of, text_of
+from flowrl.apps.suites._reading import facts_of, id_of, keep_once, last_of, tables_of, text_of
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import read_text
 from flowrl.display.console import log
@@ -32,28 +32,9 @@ from flowrl.evaluation.suite_intervals import Part
 
 LEVEL = "experimental"
 FACTS = facts_of("vbench", LEVEL)
-# Vchitect/VBench:scripts/constant.py (NORMALIZE_DIC, DIM_WEIGHT, QUALITY_LIST, SEMANTIC_LIST): Min, Max, w.
-QUALITY = {
-    "subject_consistency": (0.1462, 1.0, 1.0),
-    "background_consistency": (0.2615, 1.0, 1.0),
-    "temporal_flickering": (0.6293, 1.0, 1.0),
-    "motion_smoothness": (0.706, 0.9975, 1.0),
-    "dynamic_degree": (0.0, 1.0, 0.5),
-    "aesthetic_quality": (0.0, 1.0, 1.0),
-    "imaging_quality": (0.0, 1.0, 1.0),
-}
-SEMANTIC = {
-    "object_class": (0.0, 1.0, 1.0),
-    "multiple_objects": (0.0, 1.0, 1.0),
-    "human_action": (0.0, 1.0, 1.0),
-    "color": (0.0, 1.0, 1.0),
-    "spatial_relationship": (0.0, 1.0, 1.0),
-    "scene": (0.0, 0.8222, 1.0),
-    "appearance_style": (0.0009, 0.2855, 1.0),
-    "temporal_style": (0.0, 0.364, 1.0),
-    "overall_consistency": (0.0, 0.364, 1.0),
-}
-DIMENSIONS = QUALITY | SEMANTIC
+QUALITY, SEMANTIC = (tables_of("vbench")[part] for part in ("quality", "semantic"))
+DIMENSIONS: dict[str, tuple[float, float, float]] = QUALITY | SEMANTIC
+"""Dimension -> Min, Max, w."""
 QUALITY_WEIGHT, SEMANTIC_WEIGHT = 4.0, 1.0
 OFFICIAL = "vbench_"
 """Before a dimension's name in the scores of a video: rewards have outputs of the same names (motion_smoothness)."""
