@@ -24,20 +24,20 @@ def over_training(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """(one chart for each quantity, sentences on what is missing); means over `places`, those of `curve_places`."""
     found = {i: _trajectory(shared, i, of.metric, places) for i in of.members}
-    spent = {i: spent(shared.runs[i]) for i in of.members}
-    last = {name: max((spent[i][name][-1] for i in of.members if name in spent[i]), default=0.0) for name in QUANTITIES}
+    used = {i: spent(shared.runs[i]) for i in of.members}
+    last = {name: max((used[i][name][-1] for i in of.members if name in used[i]), default=0.0) for name in QUANTITIES}
     drawn, missing = [], []
     texts = _texts(shared, places)
     other = [label_of(shared.runs, i) for i in of.members if not all(_has(e, texts) for e in shared.runs[i].during)]
     if other:
         missing.append(f"evaluations during training with other prompts are left out: {', '.join(other)}.")
     for name, words in QUANTITIES.items():
-        without = [label_of(shared.runs, i) for i in of.members if name not in spent[i]]
+        without = [label_of(shared.runs, i) for i in of.members if name not in used[i]]
         lines = []
         for i in of.members:
-            if name in spent[i]:
+            if name in used[i]:
                 iterations, values = found[i]
-                x = np.interp(iterations, np.arange(len(spent[i][name])), spent[i][name])
+                x = np.interp(iterations, np.arange(len(used[i][name])), used[i][name])
                 known = np.isfinite(values)
                 lines.append(Series(label_of(shared.runs, i), x[known], values[known], markers=True, style=styles[i]))
         axis = _axis(words, last[name]) if name == "seconds" else Axis(words)
