@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowrl.core.assets import table
 from flowrl.core.errors import ModelError
 from flowrl.models.pipelines.paths import require_folder, resolve_path
 
@@ -63,23 +64,10 @@ def _hub_fault(name: str, revision: str | None, error: BaseException) -> str | N
     """Meaning of the hub's answer, with the remedy; None if there was no answer."""
     from huggingface_hub import errors
 
-    if isinstance(error, errors.GatedRepoError):
-        return f"{name} is gated, and you have no access: accept its licence on its hub page, then run 'hf auth login'"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return f"{name}: the hub has no such repository, or it is private: check the spelling, or run 'hf auth login'"
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"{name} has no revision {revision!r}: name a branch, tag or commit of it in model.revision"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return None  # a subclass of EntryNotFoundError that means no answer
-    if isinstance(error, errors.EntryNotFoundError):
-        return f"{name}: the repository has no {_INDEX}, so it is not a diffusers pipeline; name one that is"
-    if isinstance(error, errors.HFValidationError):
-        return f"{name} is not a hub id ({_short(error)}); one looks like 'owner/name'"
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    if status == 401:
-        return f"{name}: the hub refuses your token (401): run 'hf auth login' with a valid one"
-    if status == 403:
-        return f"{name}: the hub forbids access to your token (403): give the token the right to read it"
+    for kind, meaning in table(Path(__file__).with_name("hub.yaml")).items():
+        if kind == status or (isinstance(kind, str) and isinstance(error, vars(errors)[kind])):
+            return meaning and meaning.format(name=name, revision=revision, index=_INDEX, error=_short(error))
     return None
 
 

@@ -44,7 +44,8 @@ def option_texts(cls: type, default: Any = None, prefix: str = "") -> Iterator[O
     """
     texts, hints = field_texts(cls), typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
-        value = _default(item) if default is None else operator.attrgetter(item.name)(default)
+        made = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+        value = made if default is None else operator.attrgetter(item.name)(default)
         hint, inner = hints.get(item.name, item.type), _nested(hints.get(item.name))
         shown = REQUIRED if value is dataclasses.MISSING else _yaml(value, nested=inner is not None)
         depth = prefix.count(".")
@@ -52,10 +53,6 @@ def option_texts(cls: type, default: Any = None, prefix: str = "") -> Iterator[O
         if inner is not None:
             made = value if dataclasses.is_dataclass(value) and not isinstance(value, type) else None
             yield from option_texts(inner if made is None else type(made), made, f"{prefix}{item.name}.")
-
-
-def _default(item: dataclasses.Field[Any]) -> Any:
-    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
 def _yaml(value: Any, *, nested: bool) -> str:

@@ -77,7 +77,13 @@ class Draft:
         self.known, self.folder, self.why = known, folder.resolve(), dict[str, str]()
         self.device, self.memory = here() if known.memory is None else ("", int(known.memory * 2**30))
         for reward in known.rewards:
-            _require_sound(reward)
+            if not reward.endswith(".py"):
+                registry.require_known("rewards", reward)
+                continue
+            try:
+                flowrl.check(reward)
+            except Fault as error:
+                raise ConfigError.about(error, f"--reward {reward} is refused, and no recipe is written: ") from None
         chosen = self._chosen() | {"name": name}
         self._plan({key: chosen[key] for key in (*ORDER, *sorted(chosen.keys() - {*ORDER}))}, adapt=True)
         self._fit()
@@ -252,13 +258,3 @@ class Draft:
             flow = None if isinstance(value, dict) else False
             lines += yaml.safe_dump({key: value}, sort_keys=False, width=110, default_flow_style=flow).splitlines()
         return "\n".join(lines) + "\n"
-
-
-def _require_sound(reward: str) -> None:
-    """Refuse a reward that there is not, or that breaks a law of rewards."""
-    if not reward.endswith(".py"):
-        return registry.require_known("rewards", reward)
-    try:
-        flowrl.check(reward)
-    except Fault as error:
-        raise ConfigError.about(error, f"--reward {reward} is refused, and no recipe is written: ") from None

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from flowrl.apps.migration.engine import Draft
 
 
 def command(
@@ -14,9 +10,11 @@ def command(
 ) -> None:
     """Make a recipe of another tool's file. Keys without a counterpart go to the error stream."""
     import sys
+    import tempfile
 
     from flowrl.apps.migration.engine import convert, recipe_text, shown
     from flowrl.apps.migration.tools import TOOLS, tool_of
+    from flowrl.config.load import load_config, resolve
     from flowrl.core.errors import ConfigError, Remedy
     from flowrl.core.files import write_atomically
 
@@ -43,26 +41,16 @@ def command(
             remedies=[Remedy(without="--strict")],
         )
     text = recipe_text(draft)
-    _check(text, draft)
+    with tempfile.TemporaryDirectory() as folder:  # read as a run in the recipe's folder would
+        recipe = Path(folder) / "recipe.yaml"
+        recipe.write_text(text, encoding="utf-8")
+        try:
+            resolve(load_config(recipe, folder=draft.folder), offline=True)
+        except ConfigError as error:
+            told = str(error).replace(f"{recipe}", "the recipe")
+            raise ConfigError(f"{draft.source.file}: the recipe made of it is not valid: {told}") from None
     if out is None:
         print(text, end="")
     else:
         write_atomically(out, text)
         print(out)
-
-
-def _check(text: str, draft: Draft) -> None:
-    """Read the recipe as a run in its folder would. Raises ConfigError: not valid, with the key; none is written."""
-    import tempfile
-
-    from flowrl.config.load import load_config, resolve
-    from flowrl.core.errors import ConfigError
-
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "recipe.yaml"
-        file.write_text(text, encoding="utf-8")
-        try:
-            resolve(load_config(file, folder=draft.folder), offline=True)
-        except ConfigError as error:
-            told = str(error).replace(f"{file}", "the recipe")
-            raise ConfigError(f"{draft.source.file}: the recipe made of it is not valid: {told}") from None

@@ -32,7 +32,16 @@ def command(
         )
     words = [word for word in (config, *(overrides or ())) if word]
     if check is not None:
-        raise SystemExit(0 if _laws(check, words) else 1)
+        from flowrl.contracts import checking
+        from flowrl.contracts.laws import ContractError
+        from flowrl.core.strict import overridden
+
+        try:
+            findings, good = checking.check(check, **overridden({}, words)), True
+        except ContractError as error:
+            findings, good = error.findings, False
+        print(*findings, sep="\n")
+        raise SystemExit(0 if good else 1)
     if model is not None:
         raise SystemExit(0 if _pipeline(model, words, guidance) else 1)
     if config is not None:
@@ -52,20 +61,6 @@ def command(
             failed |= not _report(f"reward {plan.name}", lambda plan=plan: _probe(plan, resolved))
         failed |= not _report(f"model {resolved.model.config.path}", lambda: _model(resolved))
     raise SystemExit(1 if failed else 0)
-
-
-def _laws(component: str, words: list[str]) -> bool:
-    """Test a component's laws and print the findings; True if they hold."""
-    from flowrl.contracts.checking import check
-    from flowrl.contracts.laws import ContractError
-    from flowrl.core.strict import overridden
-
-    try:
-        result, good = check(component, **overridden({}, words)), True
-    except ContractError as error:
-        result, good = error.findings, False
-    print(*result, sep="\n")
-    return good
 
 
 def _model(resolved: Resolved) -> str:

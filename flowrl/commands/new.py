@@ -41,6 +41,7 @@ def write(kind: str, name: str, folder: Path, *, short: bool = False, known: Seq
     from keyword import iskeyword
     from string import Template
 
+    from flowrl.core.assets import table
     from flowrl.core.errors import ConfigError
     from flowrl.core.files import writing
 
@@ -62,25 +63,15 @@ def write(kind: str, name: str, folder: Path, *, short: bool = False, known: Seq
         title = f"My{title}"
     plain = re.fullmatch(r"[\w./~-]+", str(file))
     place = str(file) if plain else json.dumps(str(file), ensure_ascii=False)  # as YAML reads it
-    options = {
-        "reward": f"rewards=[{{path: {place}}}]",
-        "method": f"algorithm={{path: {place}}}",
-        "sampler": f"rollout.sampler={{path: {place}}}",
-    }
+    choices = table(STARTING / "choices.yaml")
+    option = Template(choices["options"].get(kind, "")).substitute(place=place)
     checks = f'import flowrl; print(*flowrl.check({json.dumps(str(file), ensure_ascii=False)}), sep="\\n")'
     words = {"name": name, "title": title, "file": shlex.quote(str(file)), "check": shlex.quote(checks)}
-    words["option"] = shlex.quote(options.get(kind, ""))
+    words["option"] = shlex.quote(option)
     with writing(file):
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(text.substitute(words), encoding="utf-8")
-    tries = {
-        "reward": ("flowrl score --check $file", "flowrl train quickstart name=$name $option"),
-        "method": ("flowrl train lab/flow_grpo name=$name $option",),
-        "sampler": ("flowrl train lab/flow_grpo name=$name $option",),
-        "suite": ("flowrl doctor --check $file", "flowrl eval tiny-sd3 --suite $file --steps 6 --guidance 1"),
-        "config": ("flowrl plan $file", "flowrl train $file"),
-    }
-    lines = [Template(line).substitute(words) for line in tries[kind]]
+    lines = [Template(line).substitute(words) for line in choices["tries"][kind]]
     return "\n".join([f"{file} is written. Try it:", *(f"    {line}" for line in lines)])
 
 

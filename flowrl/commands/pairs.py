@@ -39,6 +39,8 @@ def command(
         from flowrl.apps.pairs.drawing import make
         from flowrl.apps.pairs.plan import Wanted
         from flowrl.apps.pairs.plan import check as refuse
+        from flowrl.data.preferences import load_preferences
+        from flowrl.data.stored_videos import Frames
 
         resolved = resolve(run)
         wanted = Wanted(resolved.run.rollout.group_size if per_prompt is None else per_prompt, margin, count)
@@ -48,18 +50,11 @@ def command(
         done = make(resolved, wanted, out)
         if os.environ.get("RANK", "0") == "0":
             print(f"{out}: {done}")
-            _read_back(out, done.pairs, resolved.model.config.frames)
+            if done.pairs:  # as a training would load it
+                frames = resolved.model.config.frames
+                load_preferences(str(out), "data.pairs.path", videos=Frames(frames) if frames > 1 else None)
         if not done.pairs or (count is not None and done.pairs < count):
             raise SystemExit(_short(done.pairs, count, margin))
-
-
-def _read_back(out: Path, pairs: int, frames: int) -> None:
-    """The set as a training would load it; `frames` of the model's videos, 1: images."""
-    from flowrl.data.preferences import load_preferences
-    from flowrl.data.stored_videos import Frames
-
-    if pairs:
-        load_preferences(str(out), "data.pairs.path", videos=Frames(frames) if frames > 1 else None)
 
 
 def _short(pairs: int, count: int | None, margin: float) -> int:

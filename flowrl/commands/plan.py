@@ -89,7 +89,10 @@ def _memory(console: Console, resolved: Resolved, result: Estimate, data: Data) 
     folder = text_folder(run.data, run.output, result.embeddings, images=data.images)
     held = "host, in every process" if folder is None else f"files in {folder}"
     console.print(_memory_table(resolved, result, texts, held if result.embeddings else "made when needed"))
-    console.print(_phase_table(result))
+    phases = _table("phase", "resident", "transient", "peak on the device")
+    for phase in result.phases:
+        phases.add_row(phase.name, *(size(value) for value in (phase.resident, phase.transient, phase.peak)))
+    console.print(phases)
     if climbed_at_once(resolved):
         console.print(_climbed(resolved), markup=False)
     largest = "largest: not known"
@@ -255,23 +258,18 @@ def _samples_text(resolved: Resolved, plan: StepPlan, share: float, trained: int
         f"{resolved.group_size}"
     )
     if plan.tree is not None:
-        return f"{text} = {_trees_text(resolved, plan)}; {updates} updates of {count // plan.leaves // updates} trees"
+        from flowrl.planning.tree_work import tree_work
+
+        work = tree_work(resolved, plan)
+        return (
+            f"{text} = {count // work.leaves} trees of {work.leaves} leaves, each {sum(work.nodes)} evaluations in the "
+            f"rollout (chains: {plan.tree.chain_forwards}) and, for {sum(work.edges):g} trained edges, "
+            f"{sum(work.parents):g} in the updates; {updates} updates of {count // plan.leaves // updates} trees"
+        )
     what = resolved.training.rows_are + (f" in {method.passes} passes" if method.passes > 1 else "")
     each = "" if resolved.training.frozen else f" x {trained} {what}"
     selected = "" if share == 1 else f", {share:.0%} of them trained"
     return f"{text}; {updates} updates of {count // updates} samples{each}{selected}"
-
-
-def _trees_text(resolved: Resolved, plan: StepPlan) -> str:
-    from flowrl.planning.tree_work import tree_work
-
-    work, tree = tree_work(resolved, plan), plan.tree
-    assert tree is not None
-    return (
-        f"{resolved.slots * resolved.group_size // work.leaves} trees of {work.leaves} leaves, each {sum(work.nodes)} "
-        f"evaluations in the rollout (chains: {tree.chain_forwards}) and, for {sum(work.edges):g} trained edges, "
-        f"{sum(work.parents):g} in the updates"
-    )
 
 
 def _trained_steps(resolved: Resolved, plan: StepPlan) -> int:
@@ -367,13 +365,6 @@ def _memory_table(resolved: Resolved, result: Estimate, texts: int, cached: str)
     table.add_row(f"embeddings of {texts} texts, {size(result.prompt)} each", "", size(result.embeddings), cached)
     table.add_row("latents of a rollout", "", size(result.latents), "host")
     table.add_row("images of a rollout", "", size(result.images), "host")
-    return table
-
-
-def _phase_table(result: Estimate) -> Table:
-    table = _table("phase", "resident", "transient", "peak on the device")
-    for phase in result.phases:
-        table.add_row(phase.name, *(size(value) for value in (phase.resident, phase.transient, phase.peak)))
     return table
 
 

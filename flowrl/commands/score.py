@@ -127,7 +127,14 @@ def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> 
         raise ConfigError(
             f"IMAGES={str(images)!r}: {what}; give one with images or videos ({', '.join(sorted(_SUFFIXES))})"
         )
-    _name_left_out(files, [file for file in result if file not in set(files)])
+    # Notes and captions next to a file go with it.
+    stems, others = {file.stem for file in files}, [file for file in result if file not in set(files)]
+    folders = [file.name for file in others if file.is_dir()]
+    foreign = [file.name for file in others if not file.is_dir() and file.stem not in stems]
+    for names, what in ((folders, "sub-folders"), (foreign, "files that are no images or videos")):
+        if names:
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            _warn(f"left out: {len(names)} {what} ({shown})")
     held = [str(media.read_note(file).get("prompt", "")) for file in files]
     if prompts is None:
         samples = [(file, text, {}) for file, text in zip(files, held, strict=True)]
@@ -149,17 +156,6 @@ def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> 
                     "it in the records of a .jsonl with --prompts"
                 )
     return samples
-
-
-def _name_left_out(files: Sequence[Path], others: Sequence[Path]) -> None:
-    """Say which entries of the folder are not scored; notes and captions next to a file go with it."""
-    stems = {file.stem for file in files}
-    folders = [file.name for file in others if file.is_dir()]
-    foreign = [file.name for file in others if not file.is_dir() and file.stem not in stems]
-    for names, what in ((folders, "sub-folders"), (foreign, "files that are no images or videos")):
-        if names:
-            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-            _warn(f"left out: {len(names)} {what} ({shown})")
 
 
 def _with_rate(file: Path, prompt: str, record: dict) -> _Sample:

@@ -31,7 +31,10 @@ def read_command(file: Path, keys: Mapping[str, Key], *, bare_flags: bool) -> So
     """
     commands, variables, inside = [], dict[str, str](), 0
     for line in re.sub(r"\\\r?\n", " ", read_text(file, str(file))).splitlines():
-        words = _words(file, line)
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ConfigError(f"{file}: {line.strip()[:60]!r} cannot be read ({error}); correct its quotes") from None
         if not words:
             continue
         ends = {words[0].rstrip(";"), words[-1].rstrip(";")}
@@ -58,13 +61,6 @@ def read_command(file: Path, keys: Mapping[str, Key], *, bare_flags: bool) -> So
     if rest := sorted(launcher.keys() - {*_COUNTS, "nnodes"}):
         notes = (*notes, f"Options of the launcher are not read: {', '.join(rest)}; flowrl runs under torchrun.")
     return Source(file, Path(words[start]).name, values, {}, _processes(file, launcher), notes)
-
-
-def _words(file: Path, line: str) -> list[str]:
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError as error:
-        raise ConfigError(f"{file}: {line.strip()[:60]!r} cannot be read ({error}); correct its quotes") from None
 
 
 def _filled(file: Path, word: str, variables: dict[str, str]) -> str:

@@ -7,31 +7,15 @@ from typing import Any
 
 from flowrl.apps.migration import flow_factory_trainers as trainers
 from flowrl.apps.migration.engine import DTYPES, UNKNOWN_STEPS, Draft, is_number
-from flowrl.apps.migration.table import Source, Tool, read_keys, read_rewards
+from flowrl.apps.migration.table import Source, Tool, read_keys, read_rewards, read_table
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import parse_yaml, read_text
 
 KEYS = read_keys("flow_factory")
-_OF_ONE: dict[str, dict[str, Any]] = {
-    **{kind: {"train.kl_type": "v-based"} for kind in ("nft", "awm")},
-    "crd": {"train.kl_beta": 0.1, "train.kl_cfg": 4.5, "train.timestep_range": 0.99, "train.kl_type": "v-based"},
-    "dpo": {"train.num_train_timesteps": 1, "train.time_shift": 1.0, "train.timestep_range": 0.99},
-    "dgpo": {"train.timestep_range": 0.6},
-}
-"""Trainer -> key -> its default where that differs from the one of `KEYS`."""
 _SECTIONS = ("data", "model", "log", "train", "scheduler", "eval")
-_OPTIMIZER = {
-    "learning_rate": "learning_rate",
-    "weight_decay": "adam_weight_decay",
-    "betas": "adam_betas",
-    "eps": "adam_epsilon",
-    "max_grad_norm": "max_grad_norm",
-}
-
-_FAMILIES = {
-    **{"sd3-5": "sd3", "sd3": "sd3", "flux1": "flux", "wan2_t2v": "wan"},
-    **dict.fromkeys(("qwen-image", "qwenimage"), "qwen_image"),
-}
+_FAMILIES, _OF_ONE, _OPTIMIZER = (
+    read_table("tables", "flow_factory")[name] for name in ("families", "of_one", "optimizer")
+)
 _NONE = ("ltx2", "wan2_v2v")
 _REWARDS = read_rewards("flow_factory")
 _OF_MEMORY = ("name", "reward_model", "weight", "batch_size", "device", "dtype", "async_reward", "num_workers")

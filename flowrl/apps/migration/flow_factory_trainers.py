@@ -1,9 +1,9 @@
 """Flow-Factory's trainers: what becomes of the options of each (its commit a0b2bc5)."""
 
 from contextlib import suppress
-from typing import Any
 
 from flowrl.apps.migration.engine import Draft, is_number
+from flowrl.apps.migration.table import read_table
 
 _ON_EDGES = {"grpo": "flow_grpo", "grpo-guard": "grpo_guard"}
 _ON_SAMPLES = {"nft": "diffusion_nft", "awm": "awm", "dgpo": "dgpo", "crd": "crd", "dpo": "online_dpo"}
@@ -14,16 +14,7 @@ _SHIFTS = {"sd3": 3.0}
 _TRAINING_STEPS = 1000
 _RULES = ("discrete", "discrete_with_init", "discrete_wo_init", "logit_normal", "uniform")
 _WEIGHTINGS = {"Uniform": "uniform", "t": "sigma", "t**2": "sigma2", "huber": "huber", "ghuber": "ghuber"}
-# Released paces of CRD's networks by number and name: first optimizer steps, d there, slope, limit.
-_PACES: dict[Any, tuple[float, ...]] = {
-    **dict.fromkeys((0, "none"), (0, 0.0, 0.0, 0.0)),
-    **dict.fromkeys((1, "slow"), (0, 0.0, 0.001, 0.5)),
-    **dict.fromkeys((2, "medium"), (75, 0.0, 0.0075, 0.999)),
-    **dict.fromkeys((3, "offline"), (0, 1.0, 0.0, 1.0)),
-    **dict.fromkeys((4, "fast"), (0, 0.0, 0.02, 0.99)),
-    **dict.fromkeys((5, "moderate"), (0, 0.0, 0.01, 0.5)),
-    6: (0, 0.0, 0.0075, 0.999),
-}
+_PACES = read_table("tables", "flow_factory")["paces"]
 _LEAST_PULL = 1e-4
 """Least coefficient of CRD's pull, in their code."""
 

@@ -4,13 +4,9 @@ from typing import Any
 
 from flowrl.apps.migration.engine import DTYPES, UNKNOWN_STEPS, Draft
 from flowrl.apps.migration.flow_grpo_file import BY_HAND, KEYS, read
-from flowrl.apps.migration.table import Tool, read_rewards
+from flowrl.apps.migration.table import Tool, read_rewards, read_table
 
-_FAMILIES = {
-    **{"stable-diffusion-3": "sd3", "sd3": "sd3", "kontext": "generic", "qwen-image-edit": "generic", "flux": "flux"},
-    **{"qwen-image": "qwen_image", "wan2": "wan", "stable-diffusion-v1": "sd"},
-}
-"""Part of a model's path -> adapter; the first that fits."""
+_FAMILIES = read_table("tables", "flow_grpo")["families"]
 _REWARDS, _REWARDS_OF_NFT = read_rewards("flow_grpo"), read_rewards("diffusion_nft")
 _SOLVERS = {"dpm2": "dpm2_midpoint", "dpm1": "dpm1", **dict.fromkeys(("flow", "dance", "ddim"), "ode")}
 _OLD = {0: "none", 1: "ramp", 2: "late"}

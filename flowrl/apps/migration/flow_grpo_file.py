@@ -4,7 +4,7 @@ from pathlib import Path
 
 from flowrl.apps.migration.python_config import Reader
 from flowrl.apps.migration.python_values import Node, flat, untouched
-from flowrl.apps.migration.table import Source, read_keys
+from flowrl.apps.migration.table import Source, read_keys, read_table
 from flowrl.core.errors import ConfigError
 from flowrl.core.registry import suggest
 from flowrl.core.strict import read_text
@@ -12,15 +12,7 @@ from flowrl.core.strict import read_text
 BY_HAND = 100_000
 """Published `num_epochs`: training is stopped by hand."""
 KEYS = read_keys("flow_grpo")
-_NFT_DEFAULTS = {
-    "save_freq": 30,
-    "eval_freq": 10,
-    "resume_from": "",
-    "sample.noise_level": 1.0,
-    "train.beta": 1e-4,
-    "train.ema": True,
-    "train.timestep_fraction": 0.99,
-}
+_NFT_DEFAULTS = read_table("tables", "flow_grpo")["nft_defaults"]
 """Defaults of DiffusionNFT's base.py that are not those of `KEYS`."""
 _BASE = "get_config"
 _GPUS = ("gpu_number", "n_gpus")

@@ -32,16 +32,7 @@ OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Not: lambda value, _: not value,
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool": bool,
-    "round": round,
-    "max": max,
-    "min": min,
-    "len": len,
-    "dict": dict,
-    "tuple": tuple,
+    **{each.__name__: each for each in (int, float, str, bool, round, max, min, len, dict, tuple)},
     "copy.deepcopy": copy.deepcopy,
     "os.path.join": posixpath.join,
     "os.getcwd": lambda: "",  # paths stay relative to the folder that the tool was started in

@@ -78,5 +78,9 @@ def read_keys(tool: str) -> dict[str, Key]:
 
 def read_rewards(tool: str) -> dict[str, tuple[dict[str, Any], str]]:
     """Name of a tool's reward -> our entry of it and a remark, from keys/rewards.yaml."""
-    found = table(Path(__file__).parent / "keys" / "rewards.yaml")[tool]
-    return {name: (entry, remark) for name, (entry, remark) in found.items()}
+    return {name: (entry, remark) for name, (entry, remark) in read_table("rewards", tool).items()}
+
+
+def read_table(file: str, tool: str) -> dict[str, Any]:
+    """The part of a tool of a file of keys/ that has one for each."""
+    return table(Path(__file__).parent / "keys" / f"{file}.yaml")[tool]
