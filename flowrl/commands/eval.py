@@ -171,8 +171,9 @@ def _against(base: Evaluation, tuned: Evaluation, parts: Parts, change: str, nou
             print(f"paired difference{on} {format_estimate(difference(base, tuned)[name], signed=True)}")
             print(format_win_rate(name, found, on, noun))
     chosen = best_of.facts(base, tuned, parts.scorers.trained) if alike and not tuned.unlike(base) else None
-    for name, value in ({} if chosen is None else chosen["judges"]).items():
-        print(best_of.sentence(chosen["by"], name, value))
+    if chosen is not None:
+        for name, value in chosen["judges"].items():
+            print(best_of.sentence(chosen["by"], name, value))
     if alike:
         print(change)
     if not tuned.unlike(base, "") and (found := sharpness.facts(base, tuned)) is not None:

@@ -35,7 +35,7 @@ def facts(base: Evaluation, tuned: Evaluation, trained: Scorer | None) -> dict[s
 
     def values(of: Evaluation) -> np.ndarray:
         raw = {name: torch.from_numpy(table) for name, table in of.scores.items()}
-        return sum(entry.weight * entry.training_value(raw) for entry in entries).numpy()
+        return torch.stack([entry.weight * entry.training_value(raw) for entry in entries]).sum(dim=0).numpy()
 
     own = dict.fromkeys(name for entry in entries for name in entry.shares())
     both = {"base": base, "tuned": tuned}

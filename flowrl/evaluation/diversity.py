@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch.nn.functional as F
-from torch import Tensor
 
 from flowrl.core.types import SampleId
 from flowrl.statistics import paired
 from flowrl.statistics.sets import log_det
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flowrl.evaluation.results import Evaluation
 
 SAMPLES, PROMPTS = 4, 128
@@ -22,6 +22,8 @@ SAMPLES, PROMPTS = 4, 128
 
 def grid(levels: Tensor, finite: bool = True) -> np.ndarray:
     """Mean colours [F, 192] in [0, 1] of an image [3, H, W] or a video [F, 3, H, W] in 8 bits; NaN if not finite."""
+    import torch.nn.functional as F  # a report reads what is measured without torch
+
     frames = levels if levels.ndim == 4 else levels[None]
     colours = F.adaptive_avg_pool2d(frames.float() / 255, 8).flatten(1).double().numpy()
     return colours if finite else np.full_like(colours, np.nan)

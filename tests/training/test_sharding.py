@@ -161,7 +161,7 @@ def test_all_processes_evaluate_in_as_many_rounds_of_as_many_forwards(prompts, s
     for rank in range(size):
         world = OneOf(rank, size, test_evaluate.CPU)
         options = {"samples_per_prompt": seeds, "batch_size": batch, "sharded": True}
-        rounds = test_evaluate.evaluator(Path(), ToyAdapter(), world=world, **options)._rounds(prompts)
+        rounds = test_evaluate.evaluator(Path(), ToyAdapter(), world=world, **options)._rounds(prompts, seeds)
         counted += [slot for slots, counts in rounds if counts for slot in slots]
         lengths.add(tuple(-(-len(slots) * seeds // batch) for slots, _ in rounds))
     assert counted == list(range(prompts))
