@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flowrl.core.types import SampleId
 from flowrl.statistics import paired
 from flowrl.statistics.sets import log_det
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flowrl.core.types import SampleId
     from flowrl.evaluation.results import Evaluation
 
 SAMPLES, PROMPTS = 4, 128
@@ -31,6 +31,8 @@ def grid(levels: Tensor, finite: bool = True) -> np.ndarray:
 
 def of(grids: Mapping[SampleId, np.ndarray], prompts: int) -> np.ndarray | None:
     """Diversity of the first prompts, [prompts]; NaN for one of which a sample is missing, None for no prompts."""
+    from flowrl.core.types import SampleId
+
     if not prompts or not grids:
         return None
     none = np.full_like(next(iter(grids.values())), np.nan)
