@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowrl.models.weights.roles import Weights
 from flowrl.training import optimizers
-from flowrl.training.options import OptimConfig
+from flowrl.training.options import ClipConfig, OptimConfig
 from flowrl.training.world import ALONE, World
 
 
@@ -19,6 +19,43 @@ class StepReport:
     grad_norm: float
     learning_rate: float
     skipped: bool
+
+
+class Spikes:
+    """Running mean and variance of the gradient norm, by which norms that stand out are clipped.
+
+    A norm of 0, of an iteration whose groups are all dead, does not enter.
+
+    Source: arXiv 2504.02507; bluorion-com/ZClip.
+    """
+
+    def __init__(self, config: ClipConfig) -> None:
+        self.config = config
+        self.count, self.mean, self.variance = 0, 0.0, 0.0
+
+    def clipped(self, norm: float) -> float:
+        """The norm to which an update is clipped, which is remembered.
+
+        >>> spikes = Spikes(ClipConfig(name="mean", warmup=2))
+        >>> [round(spikes.clipped(norm), 3) for norm in (1.0, 3.0, 4.0, 9.0)]
+        [1.0, 3.0, 4.0, 2.06]
+        """
+        if self.config.name == "norm" or norm == 0:
+            return norm
+        limit, decay = self.config.limit, self.config.decay
+        self.count += 1
+        if self.count <= self.config.warmup:
+            apart, decay = norm - self.mean, 1 - 1 / self.count
+            self.mean += apart / self.count
+            self.variance = decay * (self.variance + apart**2 / self.count)
+            return norm
+        std = self.variance**0.5
+        score = (norm - self.mean) / (std + 1e-6 * self.mean)  # equal norms differ by rounding alone
+        if score > limit:
+            norm = self.mean + (limit**2 * std / score if self.config.name == "zscore" else 0.0)
+        self.mean = decay * self.mean + (1 - decay) * norm
+        self.variance = decay * self.variance + (1 - decay) * (norm - self.mean) ** 2
+        return norm
 
 
 class Optimizer:
@@ -48,6 +85,7 @@ class Optimizer:
         self.scale = 2.0**16 if loss_scaling else 1.0
         self.dynamic_scale = loss_scaling
         self._good_steps = 0
+        self.spikes = Spikes(config.clip)
         self.parameters = list(weights.values.values())
         self.adam = optimizers.make(config.name, self.parameters, config.settings)
         if config.ema is not None and "ema" not in weights.copies:
@@ -89,16 +127,11 @@ class Optimizer:
             self._grow(False)
             self.zero_grad()
             return StepReport(grad_norm=norm, learning_rate=rate, skipped=True)
-        if self.config.max_grad_norm is not None and norm > self.config.max_grad_norm:
-            torch.ops.aten._foreach_mul_.Scalar(gradients, self.config.max_grad_norm / norm)
-        # Sparse weights whose gradient is 0 get none, so that AdamW leaves them alone.
-        moved = [True] * len(gradients)
-        if self.weights.sparse:
-            moved = torch.stack([gradient.any() for gradient in gradients]).tolist()
-        for p, gradient, moves in zip(self.parameters, gradients, moved, strict=True):
-            p.grad = _like(gradient, p) if moves else None
-        self.adam.param_groups[0]["lr"] = rate
-        self.adam.step()
+        if norm >= self.config.floor:
+            most = self.spikes.clipped(norm)
+            if self.config.max_grad_norm is not None:
+                most = min(most, self.config.max_grad_norm)
+            self._move(gradients, rate, most / norm if norm > most else 1.0)
         self.zero_grad()
         self.updates += 1
         self._grow(True)
@@ -106,6 +139,20 @@ class Optimizer:
         if ema is not None and (weight := ema.weight(self.updates)) < 1:
             self.weights.follow("ema", weight)
         return StepReport(grad_norm=norm, learning_rate=rate, skipped=False)
+
+    def _move(self, gradients: list[Tensor], rate: float, factor: float) -> None:
+        """Move the weights by the gradients times a factor."""
+        if factor < 1:
+            torch.ops.aten._foreach_mul_.Scalar(gradients, factor)
+        # Sparse weights whose gradient is 0 get none, so that AdamW leaves them alone.
+        moved = [True] * len(gradients)
+        if self.weights.sparse:
+            moved = torch.stack([gradient.any() for gradient in gradients]).tolist()
+        for p, gradient, moves in zip(self.parameters, gradients, moved, strict=True):
+            p.grad = _like(gradient, p) if moves else None
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self.adam.step()
 
     def _grow(self, finite: bool) -> None:
         """Dynamic loss scale: halve on overflow, double after 2000 good steps."""
@@ -129,7 +176,10 @@ class Optimizer:
                 value = value.clone() if value.untyped_storage().data_ptr() in kept else value
                 kept.add(value.untyped_storage().data_ptr())
                 tensors[f"{name}/{key}"] = value
-        counters = {"updates": self.updates, "skipped": self.skipped, "scale": self.scale, "good": self._good_steps}
+        counters: dict = {"updates": self.updates, "skipped": self.skipped}
+        counters |= {"scale": self.scale, "good": self._good_steps}
+        if self.spikes.count:
+            counters["norms"] = [self.spikes.count, self.spikes.mean, self.spikes.variance]
         return tensors, counters
 
     def load_state(self, tensors: dict[str, Tensor], counters: dict) -> None:
@@ -139,13 +189,14 @@ class Optimizer:
             name, _, key = flat.rpartition("/")
             p = self.weights.values.get(name)
             if p is not None:
-                if self.config.name != optimizers.PLAIN:
+                if self.config.name not in optimizers.OF_TORCH:
                     self.adam.state[p][key] = optimizers.restored(key, value, p)
                     continue
                 # The fused step keeps its counter next to the moments.
                 self.adam.state[p][key] = value.to(p.device).clone() if key == "step" else _like(value, p, copy=True)
         self.updates, self.skipped = counters["updates"], counters["skipped"]
         self.scale, self._good_steps = counters["scale"], counters["good"]
+        self.spikes.count, self.spikes.mean, self.spikes.variance = counters.get("norms", [0, 0.0, 0.0])
 
 
 def _like(values: Tensor, parameter: Tensor, *, copy: bool = False) -> Tensor:

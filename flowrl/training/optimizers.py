@@ -7,6 +7,8 @@ paged_adamw_8bit    both
 adafactor           second moments of rows and columns, no first one (arXiv 1804.04235): transformers' class
                     without relative steps, so that `learning_rate` has AdamW's unit; the second moment decays by
                     1 - t^-0.8, and an update whose root mean square exceeds 1 is scaled down to it
+muon                torch's: momentum 0.95, made orthogonal by 5 Newton-Schulz steps, times 0.2 sqrt(longest side), so
+                    that `learning_rate` has AdamW's unit (arXiv 2502.16982); weights that are no matrix have AdamW
 """
 
 import importlib
@@ -22,6 +24,7 @@ from flowrl.core.errors import ConfigError, Remedy
 from flowrl.training.options import Name, Settings
 
 PLAIN = "adamw"
+OF_TORCH = (PLAIN, "muon")
 _CLASSES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
 """Name -> class of bitsandbytes."""
 _FLOAT, _BLOCK, _LEAST_8BIT, _LEAST_PAGED = 4, 256, 4096, 100_000
@@ -60,14 +63,42 @@ def make(name: Name, parameters: Sequence[Tensor], settings: Settings) -> Any:
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
     }
+    if name == "muon":
+        return _Muon(parameters, options)
     if name == PLAIN:
         return torch.optim.AdamW(parameters, **options, fused=True)
     require(name, parameters[0].device)
     return getattr(importlib.import_module("bitsandbytes.optim"), _CLASSES[name])(parameters, **options)
 
 
+class _Muon:
+    """Muon over the matrices among the parameters and AdamW over the others, with one table of states."""
+
+    def __init__(self, parameters: Sequence[Tensor], options: dict[str, Any]) -> None:
+        matrices = [p for p in parameters if p.ndim == 2]
+        if not matrices:
+            raise ConfigError(
+                f"optim.name=muon makes matrices orthogonal, and none of the {len(parameters)} trained weights is one: "
+                f"their dimensions are {sorted({p.ndim for p in parameters})} (a convolution has 4)",
+                remedies=[Remedy({"optim.name": PLAIN})],
+            )
+        lr, decay, others = options["lr"], options["weight_decay"], [p for p in parameters if p.ndim != 2]
+        muon = torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        self.parts: list[torch.optim.Optimizer] = [muon]
+        if others:
+            self.parts.append(torch.optim.AdamW(others, **options, fused=True))
+        self.state = muon.state
+        for part in self.parts:
+            part.state = self.state
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
 def restored(key: str, value: Tensor, parameter: Tensor) -> Any:
-    """An entry of a parameter's state as the optimizer keeps it; not for adamw.
+    """An entry of a parameter's state as the optimizer keeps it; not for those `OF_TORCH`.
 
     The libraries count steps in Python integers.
     """
@@ -84,6 +115,9 @@ def state_bytes(name: Name, shapes: Iterable[Sequence[int]]) -> tuple[int, int]:
             if len(shape) > 1:
                 columns = count // max(shape[-2], 1)
             resident += _FLOAT * (rows + columns if len(shape) > 1 else count)
+            continue
+        if name == "muon":
+            resident += _FLOAT * count * (1 if len(shape) == 2 else 2)
             continue
         small = not name.endswith("8bit") or count < _LEAST_8BIT
         values = 2 * count * (_FLOAT if small else 1)

@@ -9,7 +9,7 @@ from flowrl.core.strict import require_not_negative, require_positive
 
 WEIGHT_DECAY = 1e-4
 """Of a network's weights, where none is given."""
-Name = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor"]
+Name = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "adafactor", "muon"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,29 @@ class EmaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClipConfig:
+    name: Literal["norm", "zscore", "mean"] = "norm"
+    """`norm`: `max_grad_norm` alone. `zscore`, `mean`: that bound, and a norm whose z-score (its distance from the
+    running mean M over the running std S) is above `limit` is clipped to M + limit S / (z / limit), or to M."""
+    decay: float = 0.97
+    """Weight of the old averages M and S^2 at each update, which the clipped norm enters; in [0, 1)."""
+    limit: float = 2.5
+    """Largest z-score."""
+    warmup: int = 25
+    """Updates of which M and S^2 are the plain mean and variance at first, and none is clipped by them."""
+
+    def __post_init__(self) -> None:
+        require_positive(vars(self), "limit")
+        if not 0 <= self.decay < 1 or self.warmup < 2:
+            raise ValueError(f"clip: decay={self.decay} must be in [0, 1), warmup={self.warmup} at least 2")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     name: Name = "adamw"
     """`adamw`; `adamw_8bit`, `paged_adamw`, `paged_adamw_8bit` (bitsandbytes: 8-bit moments, moments
-    that leave a full GPU, both); `adafactor`, second moments of rows and columns alone (docs/configuration.md)."""
+    that leave a full GPU, both); `adafactor`, second moments of rows and columns alone; `muon`, steps of one length for
+    matrices and AdamW for other weights (docs/configuration.md)."""
     learning_rate: float = 3e-4
     """Largest learning rate, the one after the warm-up."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
@@ -84,6 +103,11 @@ class OptimConfig:
     """Learning rate after the warm-up; linear and cosine would be 0 at the update after the last one."""
     max_grad_norm: float | None = 1.0
     """Largest gradient norm, to which larger ones are clipped; null: no clipping."""
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    """Clipping of gradients whose norm stands out from those of earlier updates (ZClip)."""
+    least_grad_norm: float | None = None
+    """Gradient norm below which an update moves nothing; null: 1e-6 for muon, whose step is as long for the rounding
+    errors of nearly dead groups as for any gradient, else 0."""
     updates_per_iteration: int = 2
     """Optimizer steps per rollout; each uses an equal share of its samples."""
     batch_size: int = 8
@@ -97,13 +121,18 @@ class OptimConfig:
             raise ValueError(f"eps={self.eps} must be at most 1: next to it a gradient would count for nothing")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={self.betas} must be two numbers in [0, 1)")
-        require_not_negative(vars(self), "weight_decay", "warmup_updates")
+        require_not_negative(vars(self), "weight_decay", "warmup_updates", "least_grad_norm")
         if self.name == "adafactor" and (list(self.betas) != [0.9, 0.999] or self.eps != 1e-8):
             raise OptionError(
                 f"name=adafactor takes neither betas={self.betas} nor eps={self.eps:g}: its decay and its addend are "
                 "fixed (docs/configuration.md)",
                 remedies=[Remedy({"name": "adamw"})],
             )
+
+    @property
+    def floor(self) -> float:
+        """Gradient norm below which an update moves nothing."""
+        return self.least_grad_norm if self.least_grad_norm is not None else 1e-6 * (self.name == "muon")
 
     def rate(self, updates: int, total: int) -> float:
         """Learning rate of the update after so many of `total` ones."""

@@ -182,6 +182,13 @@ def optimizer(remedy: Remedy, name: str, device: str) -> None:
         require(get(remedy, "optim.name", name), torch.device(device))
 
 
+def of_a_convolution(remedy: Remedy) -> None:
+    from flowrl.training.optimizers import make
+    from flowrl.training.options import OptimConfig
+
+    make(get(remedy, "optim.name", "muon"), [nn.Parameter(torch.ones(2, 2, 3, 3))], OptimConfig().settings)
+
+
 def quantized_optimizer(remedy: Remedy) -> None:
     from flowrl.training.optimizers import require
 
@@ -509,6 +516,7 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("training/noise_batches.py:NoiseTraining.check_prompts", evaluated),
     ("training/optimizers.py:require 1", lambda remedy: optimizer(remedy, "paged_adamw", "cpu")),
     ("training/optimizers.py:require 4", quantized_optimizer),
+    ("training/optimizers.py:_Muon.__init__", of_a_convolution),
     ("training/optimizers.py:require 2 3", lambda remedy: optimizer(remedy, "adamw_8bit", "mps")),
     ("training/replay_gate.py:pass_gate", gate),
     ("training/sharding.py:_blocks", split),

@@ -1,7 +1,9 @@
 """The optimizer step: schedules, clipping, skipping, averaging, state."""
 
 import copy
+import json
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from flowrl.models.weights.roles import Weights
-from flowrl.training.optim import Optimizer, StepReport
-from flowrl.training.options import EmaConfig, OptimConfig
+from flowrl.training.optim import Optimizer, Spikes, StepReport
+from flowrl.training.options import ClipConfig, EmaConfig, OptimConfig
+from flowrl.training.world import World
 
 
 def network() -> nn.Sequential:
@@ -235,3 +238,84 @@ def test_a_state_before_the_first_update_is_empty_and_a_loaded_one_shares_no_mem
     optimizer.load_state(empty, start)
     assert optimizer.updates == 0
     assert optimizer.state()[0] == {}
+
+
+# ---- norms that stand out
+
+
+def spikes_after(norms: list[float], **options: Any) -> Spikes:
+    known: dict[str, Any] = {"name": "zscore"} | options
+    spikes = Spikes(ClipConfig(**known))
+    for norm in norms:
+        spikes.clipped(norm)
+    return spikes
+
+
+def test_equal_norms_are_never_clipped_and_dead_iterations_do_not_enter():
+    spikes = Spikes(ClipConfig(name="zscore", warmup=2))
+    assert [spikes.clipped(norm) for norm in [0.03, 0.0] * 200] == [0.03, 0.0] * 200
+    assert spikes.mean == pytest.approx(0.03)
+
+
+def test_a_spike_is_clipped_to_the_golden_norm_and_enters_clipped():
+    norms = [float(x) for x in 0.03 + 0.003 * draw(25, 3)]
+    mean = sum(norms) / 25
+    variance = sum((x - mean) ** 2 for x in norms) / 25
+    for name in ("zscore", "mean"):
+        spikes = spikes_after(norms, name=name)
+        assert (spikes.mean, spikes.variance) == pytest.approx((mean, variance))
+        score = (0.3 - mean) / (variance**0.5 + 1e-6 * mean)
+        golden = mean + (2.5**2 * variance**0.5 / score if name == "zscore" else 0.0)
+        assert spikes.clipped(0.3) == pytest.approx(golden)
+        after = 0.97 * mean + 0.03 * golden
+        assert spikes.mean == pytest.approx(after)
+        assert spikes.variance == pytest.approx(0.97 * variance + 0.03 * (golden - after) ** 2)
+
+
+def test_a_spike_moves_the_weights_as_its_clipped_gradient_and_is_reported_as_it_was():
+    options: dict[str, Any] = {"weight_decay": 0.0, "betas": [0.0, 0.999]}
+    clip = ClipConfig(name="mean", warmup=2)
+    (one, _, first), (other, _, second) = make(clip=clip, **options), make(max_grad_norm=None, **options)
+    unit = draw(SIZE) / draw(SIZE).norm()
+    for size, kept in ((0.4, 0.4), (0.6, 0.6), (9.0, 0.5)):
+        assert step(first, size * unit).grad_norm == pytest.approx(size)
+        step(second, kept * unit)
+        assert_close(flat(one), flat(other))
+
+
+def test_the_statistics_of_norms_are_in_the_counters_and_older_checkpoints_have_none():
+    norms = [float(x) for x in 0.5 + 0.1 * draw(9, 3)]
+    _, _, optimizer = make(clip=ClipConfig(name="zscore", warmup=4))
+    for norm in norms:
+        step(optimizer, norm * draw(SIZE) / draw(SIZE).norm())
+    tensors, counters = optimizer.state()
+    _, _, again = make(clip=ClipConfig(name="zscore", warmup=4))
+    again.load_state(tensors, json.loads(json.dumps(counters)))
+    assert vars(again.spikes) == vars(optimizer.spikes)
+    assert "norms" not in make()[2].state()[1]
+    again.load_state(tensors, {"updates": 9, "skipped": 0, "scale": 1.0, "good": 9})
+    assert again.spikes.count == 0
+
+
+@pytest.mark.parametrize("options", [{"decay": 1.0}, {"limit": 0.0}, {"warmup": 1}])
+def test_a_clip_without_a_meaning_is_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        ClipConfig(**options)
+
+
+@dataclass(frozen=True)
+class OfFour(World):
+    """One of four processes whose parts are alike."""
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        return 4 * tensor
+
+
+def test_split_weights_are_clipped_by_the_norm_of_the_whole_gradient():
+    module = network()
+    weights = Weights(module, None, (), 0)
+    weights.split = True
+    config = OptimConfig(clip=ClipConfig(name="mean", warmup=2), max_grad_norm=None)
+    optimizer = Optimizer(weights, config, 10, world=OfFour(0, 4, torch.device("cpu")))
+    assert step(optimizer, draw(SIZE) / draw(SIZE).norm()).grad_norm == pytest.approx(2.0)
+    assert optimizer.spikes.mean == pytest.approx(2.0)
