@@ -113,7 +113,8 @@ def call_of(
 
 def _settings(pipeline: Any, words: Sequence[str]) -> dict[str, Any]:
     result, kind = overridden({}, list(words)), type(pipeline)
-    known = [name for name in inspect.signature(kind.__call__).parameters if name not in _OURS]
+    parameters = inspect.signature(kind.__call__).parameters
+    known = [name for name in parameters if name not in _OURS]
     for name in result:
         if name in _OURS:
             raise ConfigError(f"--set {name}: {_OURS[name]}")
@@ -122,16 +123,8 @@ def _settings(pipeline: Any, words: Sequence[str]) -> dict[str, Any]:
                 f"--set {name}: {kind.__name__} takes no such argument; {suggest(name, known)}"
                 f"there are: {', '.join(known)}"
             )
-    _require_numbers(kind, result)
-    _require_frames(pipeline, result.get("num_frames"))
-    return result
-
-
-def _require_numbers(kind: type, settings: Mapping[str, Any]) -> None:
-    """Refuse counts, sides, lengths and guidance scales that are no such numbers: the call would fail inside."""
-    known = inspect.signature(kind.__call__).parameters
-    for name, value in settings.items():
-        if value is None and known[name].default is None:
+    for name, value in result.items():  # with a number that is none such the call would fail inside
+        if value is None and parameters[name].default is None:
             continue
         shown = f"--set {name}={str(value).lower() if isinstance(value, bool) else value}"  # as YAML has it
         number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
@@ -139,6 +132,8 @@ def _require_numbers(kind: type, settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"{shown}: must be a whole number, at least 1")
         if name in _SCALES and not math.isfinite(number):
             raise ConfigError(f"{shown}: must be a finite number")
+    _require_frames(pipeline, result.get("num_frames"))
+    return result
 
 
 def _require_positions(pipeline: Any, call: Mapping[str, Any]) -> None:

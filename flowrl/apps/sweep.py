@@ -70,7 +70,15 @@ def cells(recipes: Sequence[str], methods: Sequence[str], seeds: Sequence[int], 
     from flowrl.config.load import load_config, resolve
     from flowrl.core.strict import overridden
 
-    _refuse_set(words, methods)
+    for word in words:
+        key = word.partition("=")[0]
+        if key in _SET:
+            raise ConfigError(f"{word}: the sweep sets {key} itself; {_SET[key]}")
+        if methods and key.partition(".")[0] == "algorithm":
+            raise ConfigError(
+                f"{word}: --methods sets the method, and its options are not those of another; write a recipe with it "
+                "(extends: ...) and name both recipes"
+            )
     result: list[Cell] = []
     for recipe in recipes:
         plain = load_config(recipe, list(words))
@@ -93,18 +101,6 @@ def cells(recipes: Sequence[str], methods: Sequence[str], seeds: Sequence[int], 
             "names (`name` in their files)"
         )
     return result
-
-
-def _refuse_set(words: Sequence[str], methods: Sequence[str]) -> None:
-    for word in words:
-        key = word.partition("=")[0]
-        if key in _SET:
-            raise ConfigError(f"{word}: the sweep sets {key} itself; {_SET[key]}")
-        if methods and key.partition(".")[0] == "algorithm":
-            raise ConfigError(
-                f"{word}: --methods sets the method, and its options are not those of another; write a recipe with it "
-                "(extends: ...) and name both recipes"
-            )
 
 
 def recorded(folder: Path, asked: Sequence[Cell]) -> list[Cell]:

@@ -22,10 +22,18 @@ def command(
     grace_s: float = 30,
 ) -> None:
     """Serve rewards over HTTP until a signal. A run reads them by `remote`."""
+    from importlib.util import find_spec
+
     from flowrl.apps.command_line import reward_entries
     from flowrl.apps.serving.messages import Limits
+    from flowrl.core.errors import ConfigError, Remedy
 
-    _require_extra()
+    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"flowrl serve needs a package that is not installed ({missing[0]})",
+            remedies=[Remedy(command="pip install 'flowrl[serve]'")],
+        )
     token = _token(host, token_file, token_env)
     least, size = Limits(), round(max_body_mb * 1e6)
     limits = Limits(
@@ -82,19 +90,6 @@ def _serve(
         asyncio.run(run(Service(batchers, limits, counters, token), sock, grace_s=grace_s, ready=ready))
     except WorkerFailed as error:
         raise ConfigError.about(error) from None
-
-
-def _require_extra() -> None:
-    from importlib.util import find_spec
-
-    from flowrl.core.errors import ConfigError, Remedy
-
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"flowrl serve needs a package that is not installed ({missing[0]})",
-            remedies=[Remedy(command="pip install 'flowrl[serve]'")],
-        )
 
 
 def _token(host: str, file: Path | None, variable: str | None) -> str | None:

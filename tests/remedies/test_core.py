@@ -102,7 +102,7 @@ def test_the_extra_of_videos_has_their_package(monkeypatch):
     each_ends(act, "media/mp4.py:library")
 
 
-@follows("flowrl/commands/serve.py:_require_extra")
+@follows("flowrl/commands/serve.py:command")
 def test_the_extra_of_the_server_has_its_packages(monkeypatch):
     def act(remedy: Remedy) -> None:
         if remedy.command:
@@ -112,7 +112,7 @@ def test_the_extra_of_the_server_has_its_packages(monkeypatch):
             patch.setattr(importlib.util, "find_spec", lambda name: None)
             command_fault(["serve", "--reward", "jpeg"])
 
-    each_ends(act, "commands/serve.py:_require_extra")
+    each_ends(act, "commands/serve.py:command")
 
 
 class Pictures:

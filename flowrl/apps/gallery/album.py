@@ -5,7 +5,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +118,8 @@ def fill(main: Sequence[Files], further: Sequence[Files], room: int, prefix: str
             if sum(len(image["src"]) for image in found) <= room:
                 held = len(shown) - len(main)
                 return Album(prefix, size, images, held, len(further) - held)
-        return _cut(main, images, room, Album(prefix, SIZES[-1], {}, 0, len(further)))
-
-
-def _cut(main: Sequence[Files], images: dict[Path, dict[str, Any]], room: int, empty: Album) -> Album:
-    """`empty` with as many of the first pairs, at the smallest size, as there is room for."""
-    ends = list(itertools.accumulate(sum(len(images[file]["src"]) for file in pair) for pair in main))
-    count = bisect.bisect_right(ends, room)
-    kept = {file: images[file] for pair in main[:count] for file in pair}
-    return replace(empty, images=kept, main_left_out=len(main) - count)
+        # As many of the first pairs, at the smallest size, as there is room for.
+        ends = list(itertools.accumulate(sum(len(images[file]["src"]) for file in pair) for pair in main))
+        count = bisect.bisect_right(ends, room)
+        kept = {file: images[file] for pair in main[:count] for file in pair}
+        return Album(prefix, SIZES[-1], kept, 0, len(further), len(main) - count)

@@ -51,7 +51,18 @@ def build(run_folders: Sequence[Path], out: Path | None = None, accept_changes: 
     runs = [load_run(Path(folder)) for folder in run_folders]
     changed = require_comparable([run.folder for run in runs], accept=accept_changes)
     output = page_folder([run.folder for run in runs], out) / PAGE
-    _write(output, render(runs, OnDisk(output.parent), alike=not changed))
+    page = render(runs, OnDisk(output.parent), alike=not changed)
+    # Under a temporary name first, so that no reader sees an incomplete page.
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    with writing(output, "the run itself is safe, and flowrl gallery RUN builds its report"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # "replace": a lone surrogate in a prompt cannot be encoded.
+            temporary.write_bytes(page.encode("utf-8", "replace"))
+            fsync(temporary)
+            os.replace(temporary, output)
+        finally:
+            temporary.unlink(missing_ok=True)
     return output
 
 
@@ -106,17 +117,3 @@ def _environment() -> jinja2.Environment:
     environment.globals["source"] = source
     environment.filters["csp_hash"] = csp_hash
     return environment
-
-
-def _write(output: Path, page: str) -> None:
-    """Write under a temporary name and rename, so that no reader sees an incomplete page."""
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    with writing(output, "the run itself is safe, and flowrl gallery RUN builds its report"):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # "replace": a lone surrogate in a prompt cannot be encoded.
-            temporary.write_bytes(page.encode("utf-8", "replace"))
-            fsync(temporary)
-            os.replace(temporary, output)
-        finally:
-            temporary.unlink(missing_ok=True)

@@ -27,7 +27,18 @@ def method(draft: Draft, kind: str, family: str) -> int:
         option = "eta" if name == "dance_sde" else "noise_level"
         draft.put(f"rollout.sampler.{option}", draft.real("scheduler.noise_level"), "scheduler.noise_level")
         trained = _grpo(draft, _ON_EDGES[kind])
-        _ratio(draft)
+        draft.put("algorithm.clip_range", _bounds(draft, "train.clip_range"), "train.clip_range")
+        coef, form = draft.real("train.kl_beta", least=0), draft.get("train.kl_type")
+        if coef and form != "x-based":
+            draft.leave("train.kl_beta", "a KL of velocities has no counterpart here; none is written", changes=True)
+            draft.put("algorithm.kl.coef", 0.0, "train.kl_type")
+        else:
+            draft.put("algorithm.kl.coef", coef, "train.kl_beta")
+            if coef:
+                draft.put("algorithm.kl.divisor", "none", "train.kl_type")
+            else:
+                draft.unread("there is no KL", "train.kl_type")
+        _advantages(draft, clip=True)
         return _updates(draft, trained)
     updates = _updates(draft, _terms(draft)) * draft.whole("train.num_inner_epochs")
     _on_samples(draft, kind, family, updates)
@@ -91,21 +102,6 @@ def _grpo(draft: Draft, method: str) -> int:
     if method == "grpo_guard":
         draft.put("algorithm.reweight", "none", "train.trainer_type", note="as their grpo-guard")
     return min(count, len(kept))
-
-
-def _ratio(draft: Draft) -> None:
-    draft.put("algorithm.clip_range", _bounds(draft, "train.clip_range"), "train.clip_range")
-    coef, form = draft.real("train.kl_beta", least=0), draft.get("train.kl_type")
-    if coef and form != "x-based":
-        draft.leave("train.kl_beta", "a KL of velocities has no counterpart here; none is written", changes=True)
-        draft.put("algorithm.kl.coef", 0.0, "train.kl_type")
-    else:
-        draft.put("algorithm.kl.coef", coef, "train.kl_beta")
-        if coef:
-            draft.put("algorithm.kl.divisor", "none", "train.kl_type")
-        else:
-            draft.unread("there is no KL", "train.kl_type")
-    _advantages(draft, clip=True)
 
 
 def _bounds(draft: Draft, key: str) -> float | list[float]:

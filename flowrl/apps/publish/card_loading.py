@@ -131,7 +131,10 @@ def snippet(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
         lines.append(f'pipe = DiffusionPipeline.from_pretrained("."{options})')
     else:
         imports.append(f"from diffusers import {base.loads}")
-        parts = [] if lora_file(folder).is_file() else _networks(folder)
+        # Denoisers that the folder holds with all their weights.
+        whole = () if lora_file(folder).is_file() else ("transformer", "transformer_2", "unet")
+        files = [(name, file) for name in whole if (file := folder / name / "config.json").is_file()]
+        parts = [(name, json.loads(file.read_text(encoding="utf-8"))["_class_name"]) for name, file in files]
         for name, kind in parts:
             imports.append(f"from diffusers import {kind}")
             lines.append(f'{name} = {kind}.from_pretrained("{name}"{options})')
@@ -162,14 +165,6 @@ def _lora(base: Base, folder: Path, is_lokr: bool) -> list[str]:
     if lora_file(folder / "transformer_2").is_file():
         lines.append('pipe.load_lora_weights("transformer_2", load_into_transformer_2=True)')
     return lines
-
-
-def _networks(folder: Path) -> list[tuple[str, str]]:
-    """(component, class) of the denoisers that a folder holds with all their weights."""
-    found = [(name, folder / name / "config.json") for name in ("transformer", "transformer_2", "unet")]
-    return [
-        (name, json.loads(file.read_text(encoding="utf-8"))["_class_name"]) for name, file in found if file.is_file()
-    ]
 
 
 def _is_read_here(base: Base, layout: Layout) -> bool:

@@ -72,7 +72,8 @@ def export(run: Path, layout: Format, out: Path) -> Path:
     second = lora_file(saved / "transformer_2")
     experts = {"_high_noise": file, "_low_noise": second} if second.is_file() else {"": file}
     with reading(file):
-        loras = {name: read_lora(each, _component(family)) for name, each in experts.items()}
+        component = "unet" if family is not None and "UNet" in family.network else "transformer"
+        loras = {name: read_lora(each, component) for name, each in experts.items()}
     if layout == "diffusers":
         with _whole(out) as part:
             for each in experts.values():
@@ -138,10 +139,6 @@ def _in_float32(values: dict[str, Any]) -> dict[str, Any]:
     result = {key: _in_float32(value) if isinstance(value, dict) else value for key, value in values.items()}
     named = {key for key in ("dtype", "torch_dtype") if result.get(key) in ("bfloat16", "float16")}
     return result | dict.fromkeys(named, "float32")
-
-
-def _component(family: Family | None) -> str:
-    return "unet" if family is not None and "UNet" in family.network else "transformer"
 
 
 def _family(run: Path, model: Component, layout: Layout) -> Family:

@@ -128,7 +128,28 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
     for name in dict.fromkeys(item.tags[0] for item in items):
         file = path / name / RESULTS[name]
         ids = [item.id for item in items if item.tags[0] == name]
-        answers = _answers(file, name, ids[0])
+        if not file.is_file():
+            raise ConfigError(
+                f"--results: there is no {file}: samples of {name} have no result, the first is prompt {ids[0]!r}; run "
+                f"the official tool of the category {name} on its folder, and give the exported folder"
+            )
+        content = read_text(file, f"--results {file}")
+        try:
+            records: Any = json.loads(content)
+            answers = [(int(record["question_id"]), float(record["answer"])) for record in records]
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(
+                f"{file}: must be a list of objects with question_id and answer; run the tool again"
+            ) from None
+        below = next((number for number, _ in answers if number < 0), None)
+        if below is not None:
+            raise ConfigError(f"{file}: question_id={below} must be a number from 0; run the tool again")
+        times = Counter(number for number, _ in answers)
+        twice = next((number for number, count in times.items() if count > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                f"{file}: question_id {twice} is there twice; run the tool again on a folder without doubles"
+            )
         own = sorted(int(each.rsplit("-", 1)[1]) for each in ids)
         samples, rest = divmod(len(answers), len(own))
         ranked = RESULTS[name] in _RANKED
@@ -142,28 +163,3 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
                 place = own[place] if place < len(own) else -1
             keep_once(result, (f"{name}-{place:03d}", k), {OFFICIAL: answer}, str(file))
     return result
-
-
-def _answers(file: Path, name: str, first: str) -> list[tuple[int, float]]:
-    """(question_id, answer) of a tool's file."""
-    if not file.is_file():
-        raise ConfigError(
-            f"--results: there is no {file}: samples of {name} have no result, the first is prompt {first!r}; run the "
-            f"official tool of the category {name} on its folder, and give the exported folder"
-        )
-    content = read_text(file, f"--results {file}")
-    try:
-        records: Any = json.loads(content)
-        answers = [(int(record["question_id"]), float(record["answer"])) for record in records]
-    except (ValueError, TypeError, KeyError):
-        raise ConfigError(
-            f"{file}: must be a list of objects with question_id and answer; run the tool again"
-        ) from None
-    below = next((number for number, _ in answers if number < 0), None)
-    if below is not None:
-        raise ConfigError(f"{file}: question_id={below} must be a number from 0; run the tool again")
-    times = Counter(number for number, _ in answers)
-    twice = next((number for number, count in times.items() if count > 1), None)
-    if twice is not None:
-        raise ConfigError(f"{file}: question_id {twice} is there twice; run the tool again on a folder without doubles")
-    return answers

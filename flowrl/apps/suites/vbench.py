@@ -217,10 +217,20 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
                     f"{file}: {dimension} has a result of {last_of(place)!r}, which is no video of this run in that "
                     "dimension; give the results of the folder that --export wrote, unchanged"
                 )
-            _require_in_range(file, dimension, place, value)
-            value = value / 100 if dimension == _OUT_OF_100 else value
+            # A score that no tool writes is refused before it moves the means. Similarities can be negative.
+            low, unit = -1.0 if dimension in _NOT_SHARES else 0.0, 100.0 if dimension == _OUT_OF_100 else 1.0
+            if not low - _ROUNDING <= value / unit <= 1.0 + _ROUNDING:
+                raise ConfigError(
+                    f"{file}: {dimension} of {Path(place).name!r} is {value:g}, and must be a number from "
+                    f"{low * unit:g} to {unit:g}; run the tool of {dimension} again"
+                )
+            value = value / unit
             keep_once(own, (item.id, int(match[2])), {OFFICIAL + dimension: value}, f"{file}, {dimension}")
-        _compare(file, dimension, mean, [float(one[OFFICIAL + dimension] or 0.0) for one in own.values()])
+        values = [float(one[OFFICIAL + dimension] or 0.0) for one in own.values()]
+        ours = math.fsum(values) / len(values)
+        if not abs(ours - mean) <= _NEAR * max(1.0, abs(mean)):  # as of videos of different lengths
+            told = "%s: %s says %.4f, and its videos have a mean of %.4f, which is used here"
+            log.warning(told, file, dimension, mean, ours)
     return _joined(path, items, found)
 
 
@@ -273,26 +283,3 @@ def _dimensions(path: Path) -> Iterator[tuple[Path, str, float, list[tuple[str, 
             if name not in DIMENSIONS:
                 raise ConfigError(f"{file}: {name!r} is no dimension of VBench 1; there are {', '.join(DIMENSIONS)}")
             yield file, name, mean, videos
-
-
-def _require_in_range(file: Path, dimension: str, place: str, value: float) -> None:
-    """Refuse a score that no tool writes, before it moves the means. Similarities can be negative.
-
-    Raises ConfigError: a score that is no number, or out of the range of its dimension.
-    """
-    low, high = -1.0 if dimension in _NOT_SHARES else 0.0, 1.0
-    unit = 100.0 if dimension == _OUT_OF_100 else 1.0
-    if not low - _ROUNDING <= value / unit <= high + _ROUNDING:
-        raise ConfigError(
-            f"{file}: {dimension} of {Path(place).name!r} is {value:g}, and must be a number from {low * unit:g} to "
-            f"{high * unit:g}; run the tool of {dimension} again"
-        )
-
-
-def _compare(file: Path, dimension: str, official: float, values: Sequence[float]) -> None:
-    """Warn where the tool's own mean is not that of its videos, as of videos of different lengths."""
-    mean = math.fsum(values) / len(values)
-    if not abs(mean - official) <= _NEAR * max(1.0, abs(official)):
-        log.warning(
-            "%s: %s says %.4f, and its videos have a mean of %.4f, which is used here", file, dimension, official, mean
-        )

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from flowrl.apps.gallery.compare.scores import Standing
 from flowrl.apps.gallery.compare.shared import Shared, SharedMetric, label_of
 from flowrl.apps.gallery.results import Metric
 from flowrl.apps.gallery.runs import Evaluation, Run, nan_mean, number, value_at
+from flowrl.core.assets import table
 from flowrl.statistics.paired import prompt_means
 
 LAST_ROWS = 10
@@ -48,13 +50,7 @@ def over_training(
     return [chart for chart in drawn if chart["svg"]], missing
 
 
-QUANTITIES = {
-    "iterations": "iterations",
-    "samples": "training samples",
-    "evaluations": "network evaluations in training",
-    "seconds": "time of training",
-}
-_SHORT = {"iterations": "training", "samples": "samples", "evaluations": "network evaluations", "seconds": "time"}
+QUANTITIES, _SHORT = (table(Path(__file__).parents[1] / "tables.yaml")[part] for part in ("quantities", "short"))
 
 
 def over_costs(

@@ -29,9 +29,16 @@ def comparison(runs: Sequence[Run], place: Place, *, alike: bool) -> dict[str, A
 
     Raises ConfigError: runs that share no prompt, seed or metric.
     """
-    recipes = _recipes(runs)
+    found: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        found.setdefault(recipe_of(run), []).append(i)
+    recipes = [tuple(members) for members in found.values()]
     styles = {i: Style(number) for number, members in enumerate(recipes) for i in members}
-    names = _recipe_names(runs, recipes)
+    own = [_recipe_name(runs, members) for members in recipes]
+    names = [
+        name if own.count(name) == 1 else ", ".join(label_of(runs, i) for i in members)
+        for name, members in zip(own, recipes, strict=True)
+    ]
     links = [f"#run-{i}" if len(runs) <= WHOLE else place.own_page(run, i) for i, run in enumerate(runs)]
     shared = share(runs) if alike else None
     subjects = {run.subject.short for run in runs}
@@ -95,23 +102,6 @@ def _plain(runs: Sequence[Run], subject: str, *, alike: bool) -> dict[str, Any]:
         row["plot"] = _bar(row["change"] if same_metric else Estimate(), domain)
     curve = charts.line_chart([s for _, s in drawn], percent=drawn[0][0].percent) if same_metric else ""
     return {"rows": rows, "curve": curve, "title": f"{subject}{drawn[0][0].label} over training" if same_metric else ""}
-
-
-def _recipes(runs: Sequence[Run]) -> list[tuple[int, ...]]:
-    """Numbers of the runs of each recipe, in the order of the first."""
-    found: dict[str, list[int]] = {}
-    for i, run in enumerate(runs):
-        found.setdefault(recipe_of(run), []).append(i)
-    return [tuple(members) for members in found.values()]
-
-
-def _recipe_names(runs: Sequence[Run], recipes: Sequence[tuple[int, ...]]) -> list[str]:
-    """The run's name, or the common beginning of the names of its seeds; all names where that is another's too."""
-    names = [_recipe_name(runs, members) for members in recipes]
-    return [
-        name if names.count(name) == 1 else ", ".join(label_of(runs, i) for i in members)
-        for name, members in zip(names, recipes, strict=True)
-    ]
 
 
 def _recipe_name(runs: Sequence[Run], members: tuple[int, ...]) -> str:

@@ -46,22 +46,17 @@ def export(task: Task, folder: ResultsFolder, out: Path) -> int:
             target = out / place
             target.parent.mkdir(parents=True, exist_ok=True)
             if len(samples) == 1:
-                _copy(folder, samples[0], target)
+                file = folder.image(*samples[0])
+                if folder.videos and file.suffix != target.suffix:  # the same frame rate
+                    media.encode_video(target, *media.decode_video(file))
+                else:
+                    shutil.copyfile(file, target)
             else:
                 _grid(folder, samples, target)
         for place, text in (suite.extras(task.items) if suite.extras else {}).items():
             (out / place).parent.mkdir(parents=True, exist_ok=True)
             (out / place).write_text(text, encoding="utf-8")
     return len(files)
-
-
-def _copy(folder: ResultsFolder, sample: Sample, target: Path) -> None:
-    """Copy an image as it is, or a video in the form of the target's suffix at the same frame rate."""
-    file = folder.image(*sample)
-    if folder.videos and file.suffix != target.suffix:
-        media.encode_video(target, *media.decode_video(file))
-    else:
-        shutil.copyfile(file, target)
 
 
 def _grid(folder: ResultsFolder, samples: list[Sample], target: Path) -> None:

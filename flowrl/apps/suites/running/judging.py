@@ -96,7 +96,8 @@ class RewardJudge:
             else:
                 batch = Batch(stacked, [item.text for item in items], [item.metadata for item in items])
                 raw = self.scorer.raw(entry, batch, self._errors)
-                own = [{name: _number(values[place]) for name, values in raw.items()} for place in range(len(items))]
+                rows = zip(*(values.tolist() for values in raw.values()), strict=True)
+                own = [{n: v if math.isfinite(v) else None for n, v in zip(raw, row, strict=True)} for row in rows]
             reason = self._errors[-1] if self._errors else ""
             said = any(value is not None for found in own for value in found.values()) or bool(heard)
             # A reward may fail on all of these images, but among several not for `PATIENCE`.
@@ -125,11 +126,6 @@ class RewardJudge:
             finally:
                 REASONS.reset(token)
         return [[math.nan] * len(record.get("questions", (None,))) for record in metadata]
-
-
-def _number(value: Tensor) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
 
 
 # ---- --judge

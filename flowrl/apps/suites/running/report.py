@@ -29,7 +29,10 @@ def report(
     folders: Mapping[str, ResultsFolder],
     pairs: tuple[dict[str, Any] | None, str],
 ) -> None:
-    """Write table.md and result.json, and print the table; `listed` is the number of prompts before --limit."""
+    """Write table.md and result.json, and print the table; `listed` is the number of prompts before --limit.
+
+    Exits with code 1 if no sample of a model is scored, with the judge's own reason.
+    """
     suite = task.suite
     aggregate = suite.compat if options.judging.compat and suite.compat is not None else suite.aggregate
     tables: dict[str, Table] = {name: aggregate(rows_of(task, folder), task.items) for name, folder in folders.items()}
@@ -58,15 +61,11 @@ def report(
     write_atomically(options.folder / RESULT, json.dumps(json_ready(result), indent=1) + "\n")
     print(text)
     print(f"{options.folder / TABLE}, {options.folder / RESULT}")
-    _require_scores(tables, {name: rows_of(task, folder) for name, folder in folders.items()})
-
-
-def _require_scores(tables: dict[str, Table], rows: dict[str, list[Row]]) -> None:
-    """Exit with code 1 if no sample of a model is scored, with the judge's own reason."""
     empty = [name for name, table in tables.items() if not any(line.n_scored for line in table.lines)]
     for name in empty:
-        reason = next((row.error for row in rows[name] if row.error), "the judge gave NaN, which means: not scored")
-        print(f"{name}: none of {len(rows[name])} samples is scored: {reason}", file=sys.stderr)
+        rows = rows_of(task, folders[name])
+        reason = next((row.error for row in rows if row.error), "the judge gave NaN, which means: not scored")
+        print(f"{name}: none of {len(rows)} samples is scored: {reason}", file=sys.stderr)
     if empty:
         raise SystemExit(1)
 
