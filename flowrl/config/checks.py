@@ -70,7 +70,12 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     run, scales = resolved.run, _scales(resolved)
     if is_cfg(adapter):
         reference = ("algorithm.reference_guidance", resolved.method.reference_guidance)
-        _check_below([*scales, reference], adapter.unguided, adapter.kind)
+        for key, scale in (*scales, reference):
+            if scale is not None and scale < adapter.unguided:
+                raise ConfigError(
+                    f"{key}={scale:g} changes nothing: {adapter.kind} guides above {adapter.unguided:g} only",
+                    remedies=[Remedy({key: adapter.unguided})],
+                )
     for key, scale in scales:
         if scale is not None and scale < 0:
             raise ConfigError(f"{key}={scale:g} must not be negative: {adapter.kind} was trained with none below 0")
@@ -165,15 +170,6 @@ def _check_gradient(resolved: Resolved, adapter: ModelAdapter) -> None:
         )
 
 
-def _check_below(scales: list[tuple[str, float | None]], none: float, kind: str) -> None:
-    """Refuse guidance scales below `none`, at which a pipeline of class `kind` does not guide."""
-    for key, scale in scales:
-        if scale is not None and scale < none:
-            raise ConfigError(
-                f"{key}={scale:g} changes nothing: {kind} guides above {none:g} only", remedies=[Remedy({key: none})]
-            )
-
-
 def check_trained(resolved: Resolved, plan: StepPlan, adapter: ModelAdapter) -> None:
     """Check the steps of an iteration, which the model's grid decides: the number of trained ones, and those of a model
     that is distilled on its own.
@@ -239,7 +235,14 @@ def _check_rewards(resolved: Resolved) -> None:
                 raise ConfigError(f"{key} repeats {earlier} ({plan.name}): name each value once; {why}")
     check_plans(plans, latents=True)
     _check_renewal(resolved, plans)
-    _check_step_values(resolved)
+    wanted = vars(resolved.algorithm.config).get("step_values")
+    offered = [name for plan in resolved.rewards if plan.on_latents for name in plan.outputs]
+    if wanted is not None and wanted.output not in offered:
+        raise ConfigError(
+            f"algorithm.step_values.output={wanted.output}: it is no output of an entry of `rewards` that judges "
+            f"latents; there are {', '.join(offered) or 'none'}",
+            remedies=[Remedy({"algorithm.step_values": None})],
+        )
     if resolved.training.climbs:
         # Options may change what a card declares: without `card_of` that is known when the reward is built.
         late = [{"build", "card_of"} & vars(plan.module).keys() == {"build"} for plan in resolved.rewards]
@@ -265,18 +268,6 @@ def _check_renewal(resolved: Resolved, plans: Sequence[tuple[str, RewardPlan]]) 
                 f"labelled; there are {', '.join(scored) or 'none'}; weight 0 looks at one without training on it",
                 remedies=[Remedy({f"{key}.renew.by": name}) for name in scored[:1]],
             )
-
-
-def _check_step_values(resolved: Resolved) -> None:
-    """Refuse credit by step from an output that no judge of latents in `rewards` has."""
-    wanted = vars(resolved.algorithm.config).get("step_values")
-    known = [name for plan in resolved.rewards if plan.on_latents for name in plan.outputs]
-    if wanted is not None and wanted.output not in known:
-        raise ConfigError(
-            f"algorithm.step_values.output={wanted.output}: it is no output of an entry of `rewards` that judges "
-            f"latents; there are {', '.join(known) or 'none'}",
-            remedies=[Remedy({"algorithm.step_values": None})],
-        )
 
 
 def _check_people(resolved: Resolved) -> None:

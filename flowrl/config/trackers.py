@@ -105,7 +105,13 @@ def require(trackers: Sequence[Any]) -> list[Entry]:
                 f"{entry.key} = {entry.name!r}: {entry.name} is not installed here",
                 remedies=[Remedy(command=f"pip install {entry.kind.install or entry.name}"), Remedy(without=entry.key)],
             )
-        _check_options(entry)
+        valid = _options(entry)
+        for name, value in entry.options.items():
+            if valid is not None and name not in valid:
+                raise ConfigError(
+                    f"{entry.key}.{name} = {value!r}: {entry.name} has no such option; {registry.suggest(name, valid)}"
+                    f"there are: {', '.join(valid)}"
+                )
     return result
 
 
@@ -133,17 +139,6 @@ def _classes() -> dict[str, type[GeneralTracker]]:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     return LOGGER_TYPE_TO_CLASS
-
-
-def _check_options(entry: Entry) -> None:
-    """Refuse an option that the tracker's init does not take; one that takes any keyword is not asked."""
-    valid = _options(entry)
-    for name, value in entry.options.items():
-        if valid is not None and name not in valid:
-            raise ConfigError(
-                f"{entry.key}.{name} = {value!r}: {entry.name} has no such option; {registry.suggest(name, valid)}"
-                f"there are: {', '.join(valid)}"
-            )
 
 
 def _options(entry: Entry) -> list[str] | None:

@@ -131,7 +131,7 @@ def split(prompts: Sequence[Prompt], share: float, seed: int) -> tuple[list[Prom
         same = groups.setdefault(identity(prompt), [])
         if prompt not in same:  # one text may have records that differ
             same.append(prompt)
-    order = sorted(groups, key=lambda one: derive(seed, "held-out prompts", _key(*one)))
+    order = sorted(groups, key=lambda one: derive(seed, "held-out prompts", key_of(*one)))
     count = min(max(round(share * len(order)), 1), len(order) - 1)
     chosen = order[:count]
     held_out, left = [prompt for one in chosen for prompt in groups[one]], set(order[count:])
@@ -144,7 +144,7 @@ def guards_half(prompts: Sequence[Prompt], seed: int) -> np.ndarray:
     Prompts of one identity are in the same half. The choice depends on the seed and the set of identities, not on their
     order; of an odd number the guard has the smaller half.
     """
-    order = sorted({identity(p) for p in prompts}, key=lambda one: derive(seed, "guard", _key(*one)))
+    order = sorted({identity(p) for p in prompts}, key=lambda one: derive(seed, "guard", key_of(*one)))
     chosen = set(order[: len(order) // 2])
     return np.asarray([identity(p) in chosen for p in prompts], dtype=bool)
 
@@ -154,8 +154,8 @@ def _describe_share(key: str, source: str) -> str:
     return f"{key}={Path(source).name if Path(source).is_absolute() else source}"
 
 
-def _key(text: str, images: Sequence[str]) -> int:
-    """A number of a prompt identity, the same for any folder of its images."""
+def key_of(text: str, images: Sequence[str]) -> int:
+    """A number of 256 bits of a prompt identity, the same for any folder of its images."""
     text = json.dumps([text, [Path(image).name for image in images]])
     return int(hashlib.sha256(text.encode()).hexdigest(), 16)
 

@@ -7,7 +7,6 @@ size, number of processes and order of the list. In the run folder:
     previews/TAG.json            tag, iteration, guidance_scale, num_inference_steps, prompts
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +22,7 @@ from flowrl.data.text_cache import Texts
 from flowrl.display.console import log
 from flowrl.display.display import Progress
 from flowrl.evaluation.evaluator import Evaluator, Setting
+from flowrl.evaluation.held_out import key_of
 from flowrl.models.base import ModelAdapter, ModelConfig
 from flowrl.rollout.learned_noise import LearnedNoise
 from flowrl.training.signals import NEVER, Stop
@@ -169,7 +169,7 @@ class Previews:
             options=replace(self.evaluator.options, samples_per_prompt=1, save_images=None, diversity=0),
             seed=derive(seed, "preview"),
             place=place,
-            names=tuple(map(_name, prompts)),
+            names=tuple(key_of(*identity(prompt)) >> 193 for prompt in prompts),  # 63 bits
         )
         world = self.evaluator.world
         bar = Progress(-(-len(prompts) // world.size), f"drawing the preview prompts of {setting.tag}", show=world.main)
@@ -186,12 +186,6 @@ class Previews:
             "num_inference_steps": setting.num_inference_steps,
             "prompts": [prompt.text for prompt in self.prompts],
         }
-
-
-def _name(prompt: Prompt) -> int:
-    """A number of a prompt, by its text and the names of its images."""
-    text = json.dumps([prompt.text, [Path(image).name for image in prompt.images]])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def forget_after(run: Path, iteration: int) -> None:

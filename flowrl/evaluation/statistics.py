@@ -7,16 +7,17 @@ import numpy as np
 from flowrl.evaluation.results import Agreement, Evaluation
 from flowrl.media import digests
 from flowrl.statistics import paired
-from flowrl.statistics.intervals import Bounds, interval
+from flowrl.statistics.intervals import interval
 
 
 def summary(evaluation: Evaluation) -> dict[str, dict[str, float]]:
     """Metric -> mean with interval over distinct prompts."""
-    groups = evaluation.groups
-    return {
-        name: paired.over_prompts(paired.prompt_means(table), groups, bounds=_bounds(table))
-        for name, table in evaluation.scores.items()
-    }
+    result = {}
+    for name, table in evaluation.scores.items():
+        counts = np.isin(table[~np.isnan(table)], (0.0, 1.0)).all()  # then the mean is in [0, 1]
+        means, bounds = paired.prompt_means(table), (0.0, 1.0) if counts else None
+        result[name] = paired.over_prompts(means, evaluation.groups, bounds=bounds)
+    return result
 
 
 def accuracy(agreement: Agreement) -> dict[str, float]:
@@ -80,8 +81,3 @@ def _tables(base: Evaluation, tuned: Evaluation, metric: str) -> tuple[np.ndarra
             f"{after.shape[1]} per prompt"
         )
     return before, after
-
-
-def _bounds(table: np.ndarray) -> Bounds | None:
-    """[0, 1] for scores that are all 0 or 1; None: not known."""
-    return (0.0, 1.0) if np.isin(table[~np.isnan(table)], (0.0, 1.0)).all() else None

@@ -55,11 +55,6 @@ def on_euler(part: Part) -> bool:
     return part("scheduler").get("_class_name") == "FlowMatchEulerDiscreteScheduler"
 
 
-def whole(config: Any) -> dict[str, Any]:
-    """The default of `Family.left_out`: the whole pipeline is loaded."""
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
     """How a native family is recognised and loaded; its module takes `build`, `skeleton` and `takes` from here."""
@@ -76,7 +71,7 @@ class Family:
     """Channels of the denoiser and of its VAE that their configurations leave out: diffusers' defaults."""
     patch: int = 1
     """Latent pixels a side of one packed token."""
-    left_out: Callable[[Any], dict[str, Any]] = whole
+    left_out: Callable[[Any], dict[str, Any]] = lambda config: {}
     """Config -> arguments of `from_pretrained` that load less than the whole pipeline."""
     fits: Callable[[Part], bool] = on_euler
     """A further condition on a checkpoint, such as its scheduler."""

@@ -21,7 +21,7 @@ from flowrl.diffusion.schedules import Schedule
 from flowrl.media.media import FPS
 from flowrl.media.mp4 import require_rate
 from flowrl.models._guidance import guided
-from flowrl.models._native import Family, FlowConfig, Native, Part, decoded_frames, encoded_frames
+from flowrl.models._native import Family, FlowConfig, Native, decoded_frames, encoded_frames
 from flowrl.models._schedulers import path_of, schedule_of
 from flowrl.models.base import autocast, require_image_size
 from flowrl.models.weights.roles import component_names
@@ -235,10 +235,7 @@ class Wan(Native):
         return latents
 
 
-def _any_grid(part: Part) -> bool:
-    """Any scheduler of a flow gives the grid."""
-    return True
-
-
-FAMILY = Family(adapter=Wan, pipeline="WanPipeline", vae="AutoencoderKLWan", channels=(16, 16), fits=_any_grid)
+FAMILY = Family(
+    adapter=Wan, pipeline="WanPipeline", vae="AutoencoderKLWan", channels=(16, 16), fits=lambda part: True
+)  # any scheduler of a flow gives the grid
 PIPELINE, build, skeleton, takes = FAMILY.pipeline, FAMILY.build, FAMILY.skeleton, FAMILY.takes

@@ -23,16 +23,8 @@ from flowrl.planning.memory import Estimate, estimate, skeleton
 from flowrl.training.world import World
 
 # Phase of a run -> phase of the estimate.
-_ESTIMATED = {
-    "text": "encode",
-    "loading": "encode",
-    "explore": "rollout",
-    "rollout": "rollout",
-    "decode": "decode",
-    "images": "images",
-    "update": "update",
-    "evaluation": "evaluation",
-}
+_ESTIMATED = {"text": "encode", "loading": "encode", "explore": "rollout"}
+_ESTIMATED |= {name: name for name in ("rollout", "decode", "images", "update", "evaluation")}
 
 _RESUMED = (
     "Other batches, gradient_checkpointing, vae_slicing and group_offload go on with --resume; other options need a "

@@ -129,7 +129,13 @@ def take(run: Path, name: str) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     found = known_object(file)
-    request = {key: str(found.get(key, ""))[:200] for key in ("word", "by", "at")} | {"options": _options(found)}
+    options = found.get("options")
+    try:
+        json.dumps(options, indent=1)
+    except RecursionError:
+        options = None
+    request: dict[str, Any] = {key: str(found.get(key, ""))[:200] for key in ("word", "by", "at")}
+    request["options"] = options if is_mapping(options) else {}
     _write(run, name, request | {"state": "under way"})
     file.unlink(missing_ok=True)
     _remove_if_empty(run)
@@ -140,15 +146,6 @@ def answer(run: Path, name: str, state: State, text: str, **facts: Any) -> None:
     """Write the answer to a request that was taken up: a sentence, and facts such as paths."""
     known = answer_to(run, name) or {}
     _write(run, name, known | {"state": state, "text": text, "answered": time.strftime("%Y-%m-%dT%H:%M:%S%z")} | facts)
-
-
-def _options(found: dict[str, Any]) -> dict[str, Any]:
-    options = found.get("options")
-    try:
-        json.dumps(options, indent=1)
-    except RecursionError:
-        return {}
-    return options if is_mapping(options) else {}
 
 
 def _write(run: Path, name: str, record: dict[str, Any]) -> None:

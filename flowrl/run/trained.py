@@ -74,8 +74,12 @@ def frame_rate(model: str, pipeline: Any, call: Mapping[str, Any]) -> float:
 def learned_noise(run: Path) -> LearnedNoise | None:
     """The noise distributions of a run that learned its initial noise; None for any other run or model."""
     file = run / "adapter" / FILE
-    if not file.is_file() and (outdated(run) is None or not _trains_noise(run)):
-        return None
+    if not file.is_file():
+        if outdated(run) is None:
+            return None
+        method = component("algorithms", run_tree(run, "algorithm")["algorithm"], "algorithm").build()
+        if not isinstance(method, NoiseMethod):
+            return None
     if outdated(run) is not None:
         raise ConfigError(
             f"{file} is not that of the newest checkpoint, and a resumed run writes it again",
@@ -83,12 +87,6 @@ def learned_noise(run: Path) -> LearnedNoise | None:
         )
     with reading(file):
         return LearnedNoise.load(file)
-
-
-def _trains_noise(run: Path) -> bool:
-    """Whether the run's method learns the initial noise."""
-    method = component("algorithms", run_tree(run, "algorithm")["algorithm"], "algorithm").build()
-    return isinstance(method, NoiseMethod)
 
 
 def model_of(run: Path) -> Component:

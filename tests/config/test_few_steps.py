@@ -149,7 +149,7 @@ def test_kinds_without_listed_steps_take_any_number(read, kind, fixed):
 
 CASES = [
     ("models/pipelines/distilled.py:_remedy 2", "awm", (*PLAIN, "rollout.num_inference_steps=7")),
-    ("config/checks.py:check_model", "awm", (*PLAIN, "eval.best_guidance=[1.0,2.0]")),
+    ("config/checks.py:check_model 2", "awm", (*PLAIN, "eval.best_guidance=[1.0,2.0]")),
     ("config/few_steps.py:check_plan 1", "mix_grpo_flash", FEW[:2]),
     ("config/few_steps.py:check_plan 3", "g2rpo", FEW[:2]),
 ]

@@ -124,8 +124,15 @@ def read_contents(file: Path, label: str, component: str) -> LoraContents:
     config = file.parent / PEFT_CONFIG
     settings: dict[str, dict[str, Any]] = {}
     if is_peft or (config.is_file() and file.stem.startswith("adapter_model")):
-        settings = {"": _json(_config_text(config, label), label, f"its {PEFT_CONFIG}")}
         where = f"its {PEFT_CONFIG}"
+        try:
+            text = config.read_text(encoding="utf-8")
+        except (OSError, ValueError):
+            raise ModelError(
+                f"{label} has PEFT's names, whose alpha is in {PEFT_CONFIG}, and there is none that can be read in "
+                f"{config.parent}: copy the whole folder that PEFT wrote"
+            ) from None
+        settings = {"": _json(text, label, where)}
     else:
         settings = _by_component(_json(about.get("lora_adapter_metadata", "{}"), label, "lora_adapter_metadata"))
         where = "the header's lora_adapter_metadata"
@@ -212,16 +219,6 @@ def _json(text: str, label: str, where: str) -> dict[str, Any]:
     if not isinstance(result, dict):
         raise ModelError(f"{label}: {where} is no mapping: {text[:60]!r}")
     return result
-
-
-def _config_text(config: Path, label: str) -> str:
-    try:
-        return config.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        raise ModelError(
-            f"{label} has PEFT's names, whose alpha is in {PEFT_CONFIG}, and there is none that can be read in "
-            f"{config.parent}: copy the whole folder that PEFT wrote"
-        ) from None
 
 
 def _by_component(packed: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -26,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from flowrl.core.assets import table
 from flowrl.core.errors import ModelError, Remedy
 
 Kind = Literal["nodes", "flow_map", "consistency", "adversarial"]
@@ -34,20 +35,8 @@ Said = Literal["none", "nodes", "flow_map", "consistency", "adversarial"]
 FLAG, SIGMAS, KIND = "is_distilled", "distilled_sigmas", "distilled_kind"
 """Entries of a checkpoint's index; the first two are Cosmos3's."""
 INDICES = ("modular_model_index.json", "model_index.json")
-WORDS: dict[Kind, str] = {
-    "nodes": "on fixed noise levels",
-    "flow_map": "as a flow map",
-    "consistency": "as a consistency model",
-    "adversarial": "adversarially (SD-Turbo, SDXL-Turbo)",
-}
-_SCHEDULERS: dict[str, Kind] = {
-    "FlowMapEulerDiscreteScheduler": "flow_map",
-    "TCDScheduler": "flow_map",
-    "LCMScheduler": "consistency",
-    "FlowMatchLCMScheduler": "consistency",
-    "SCMScheduler": "consistency",
-    "PiflowScheduler": "nodes",
-}
+_TABLES = table(Path(__file__).with_suffix(".yaml"))
+_WORDS, _SCHEDULERS = _TABLES["words"], _TABLES["schedulers"]
 _EULER = ("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler")
 
 
@@ -72,7 +61,7 @@ class Distilled:
 
     def __str__(self) -> str:
         levels = "" if self.nodes is None else f" {', '.join(f'{sigma:g}' for sigma in self.nodes)}"
-        return f"{WORDS[self.kind]}{levels} ({self.evidence})"
+        return f"{_TABLES['words'][self.kind]}{levels} ({self.evidence})"
 
     @property
     def entries(self) -> dict[str, Any]:
