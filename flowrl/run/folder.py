@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,6 @@ class MetricsFile:
 
 
 NOTHING = Accepted()
-
-
-def _present(descriptor: int) -> Path | None:
-    """The folder of an open lock now; None: it is deleted, or the system does not say."""
-    try:
-        file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-    except OSError:  # not Linux
-        return None
-    return file.parent if file.is_file() else None
 
 
 def _locked(descriptor: int) -> bool:
@@ -126,18 +118,17 @@ class RunFolder:
         self.require_own()
         return True
 
-    def _is_lock(self, descriptor: int) -> bool:
-        """Whether a descriptor is that of this folder's lock."""
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self.path / LOCK))
-        except OSError:
-            return False
-
     def require_own(self) -> None:
         """Look whether the locked folder is still at this path. Raises Moved: it was moved, deleted or replaced."""
-        if self._lock is None or self._is_lock(self._lock):
+        if self._lock is None:
             return
-        now = _present(self._lock)
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK)):
+                return
+        now = None
+        with suppress(OSError):  # not Linux
+            file = Path(os.readlink(f"/proc/self/fd/{self._lock}"))
+            now = file.parent if file.is_file() else None
         gone = "replaced by another" if (self.path / LOCK).exists() else "deleted"
         where = gone if now is None else f"moved to {now}"
         resumes = now is not None and self.key == "output"

@@ -143,7 +143,14 @@ def _part(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device | st
     if SchedulerMixin in classes or BaseGuidance in classes:
         return kind.from_pretrained(folder)
     if ModelMixin in classes and torch.device(device).type != "meta":
-        return _made(kind, folder, dtype, device)
+        # With all its buffers, as `from_pretrained` makes it before it reads the weights.
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                return kind.from_config(kind.load_config(folder))
+        finally:
+            torch.set_default_dtype(before)
     with torch.device("meta"):
         if ModelMixin in classes:
             network = kind.from_config(kind.load_config(folder))
@@ -153,14 +160,3 @@ def _part(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device | st
             return None
     # Past ModelMixin.to, which warns of parts that stay in float32.
     return nn.Module.to(network, dtype)
-
-
-def _made(kind: Any, folder: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """A network on a device with all its buffers, as `from_pretrained` makes it before it reads the weights."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            return kind.from_config(kind.load_config(folder))
-    finally:
-        torch.set_default_dtype(before)
