@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._credit import plain_rewards
-from flowrl.algorithms._options import StepOptions
+from flowrl.algorithms._options import ClipRange, StepOptions, clip_bounds
 from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
-from flowrl.algorithms.flow_grpo import ClipRangeOptions, ratio_metrics, single_advantage
+from flowrl.algorithms.flow_grpo import ratio_metrics, single_advantage
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.core.types import Identity
@@ -31,6 +31,7 @@ from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.losses.ratio import clamped_ratio_loss, clipped_ratio_loss
 from flowrl.rollout.transitions import Transitions
+from flowrl.samplers.base import Sampler
 
 LEVEL = "experimental"
 
@@ -58,9 +59,12 @@ class AnchorKL:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ClipRangeOptions, StepOptions):
+class Config(StepOptions):
     default_sampler: ClassVar[str] = "ddim"
 
+    clip_range: ClipRange | None = None
+    """Bound on |ratio - 1|, in the units of the sampler's log-prob form; two numbers: its largest fall and rise; null:
+    the published value of the sampler."""
     sde_steps: list[int] | None = None
     """Steps that are stochastic and trained, counted from 0 (noisiest); null: all that leave noise."""
     guidance_scale: float | None = None
@@ -84,10 +88,19 @@ class Config(ClipRangeOptions, StepOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(vars(self), "buffer", "batch", "policy_steps", "reward_weight")
+        if self.clip_range is not None:
+            clip_bounds(self.clip_range)
 
     @property
     def roles(self) -> tuple[str, ...]:
         return ("reference",) if self.kl.coef > 0 else ()
+
+    def clip(self, sampler: Sampler) -> tuple[float, float]:
+        return clip_bounds(sampler.clip_range("plain") if self.clip_range is None else self.clip_range)
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        self.clip(sampler)
+        super().check(sampler, num_steps)
 
     def stochastic_steps(self, schedule: Schedule, iteration: int, seed: int) -> Sequence[int]:
         return noisy_steps(schedule) if self.sde_steps is None else self.sde_steps

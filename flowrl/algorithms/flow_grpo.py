@@ -45,17 +45,35 @@ LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipRangeOptions(Options):
-    """The bound of a ratio."""
+class ClipOptions(Options):
+    """The loss of a ratio, and its bound."""
 
     clip_range: ClipRange | None = None
     """Bound on |ratio - 1|, in the units of the sampler's log-prob form (means over 4096 dims and more; small latents
     need more); two numbers: its largest fall and rise; null: the published value for sampler and ratio."""
+    surrogate: SurrogateName = "clip"
+    """Loss of a ratio: `clip`, PPO's; `none`, and CISPO, SAPO and PSPO are the same here; `preserve`, with CE-GPPO's
+    gradient outside the band; `quadratic`, with a pull to ratio 1 on every term (docs/concepts/clip_and_kl.md)."""
+    preserved: list[float] | None = None
+    """Share of the gradient that `preserve` leaves beyond the largest fall, and beyond the largest rise; null: 0.5 and
+    1, as published."""
+    eta: float | None = None
+    """Log ratio at which the pull of `quadratic` cancels an advantage of 1; null: the clip range."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.clip_range is not None:
             clip_bounds(self.clip_range)
+        require_positive(vars(self), "eta")
+        shares = self.preserved
+        if shares is not None and (len(shares) != 2 or not all(share >= 0 for share in shares)):
+            raise ValueError(f"preserved={shares} must be two numbers from 0 on: below the band, above it")
+        for key, value, name in (("eta", self.eta, "quadratic"), ("preserved", shares, "preserve")):
+            if value is not None and self.surrogate != name:
+                raise OptionError(
+                    f"{key}={value} belongs to surrogate={name}, not {self.surrogate}",
+                    remedies=[Remedy({"surrogate": name}), Remedy({key: None})],
+                )
 
     @property
     def ratio(self) -> Ratio:
@@ -63,6 +81,8 @@ class ClipRangeOptions(Options):
         return "plain"
 
     def clip(self, sampler: Sampler) -> tuple[float, float]:
+        if self.surrogate == "none":
+            return float("inf"), float("inf")
         if self.clip_range is not None:
             return clip_bounds(self.clip_range)
         if self.by_position:
@@ -85,36 +105,6 @@ class ClipRangeOptions(Options):
         self.clip(sampler)
         self.tree(num_steps, 1, 0)
         super().check(sampler, num_steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClipOptions(ClipRangeOptions):
-    """The loss of a ratio."""
-
-    surrogate: SurrogateName = "clip"
-    """Loss of a ratio: `clip`, PPO's; `none`, and CISPO, SAPO and PSPO are the same here; `preserve`, with CE-GPPO's
-    gradient outside the band; `quadratic`, with a pull to ratio 1 on every term (docs/concepts/clip_and_kl.md)."""
-    preserved: list[float] | None = None
-    """Share of the gradient that `preserve` leaves beyond the largest fall, and beyond the largest rise; null: 0.5 and
-    1, as published."""
-    eta: float | None = None
-    """Log ratio at which the pull of `quadratic` cancels an advantage of 1; null: the clip range."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive(vars(self), "eta")
-        shares = self.preserved
-        if shares is not None and (len(shares) != 2 or not all(share >= 0 for share in shares)):
-            raise ValueError(f"preserved={shares} must be two numbers from 0 on: below the band, above it")
-        for key, value, name in (("eta", self.eta, "quadratic"), ("preserved", shares, "preserve")):
-            if value is not None and self.surrogate != name:
-                raise OptionError(
-                    f"{key}={value} belongs to surrogate={name}, not {self.surrogate}",
-                    remedies=[Remedy({"surrogate": name}), Remedy({key: None})],
-                )
-
-    def clip(self, sampler: Sampler) -> tuple[float, float]:
-        return (float("inf"), float("inf")) if self.surrogate == "none" else super().clip(sampler)
 
     def rule(self, sampler: Sampler) -> Surrogate:
         """The loss of a ratio in use."""

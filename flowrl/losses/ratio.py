@@ -157,7 +157,7 @@ def projected(
     Source: arXiv 2101.09207, the mean projection; arXiv 2510.03817 projects the distributions of tokens.
 
     >>> policy = StepDistribution(mean=torch.full((1, 2), 4.0), std=torch.ones(1))
-    >>> projected(policy, torch.zeros(1, 2), 2.0, "variance")[0].mean.tolist()
+    >>> projected(policy, torch.zeros(1, 2), 2.0, "variance")[0].mean.round(decimals=4).tolist()
     [[2.0, 2.0]]
     """
     kl = policy.kl(StepDistribution(mean_old, policy.std), divisor=divisor)

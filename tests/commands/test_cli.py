@@ -70,7 +70,7 @@ def test_a_failure_shows_its_traceback_on_debug_alone(monkeypatch, capsys, tmp_p
 
 
 SCREEN = 40
-LONG = {"": 35, "new": 26, "sample": 30, "eval": 40}
+LONG = {"": 35, "new": 26, "sample": 33, "eval": 40}
 """Help texts of more than 24 lines, with their number of lines."""
 
 
