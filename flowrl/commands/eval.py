@@ -47,7 +47,7 @@ def command(
     quiet: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Evaluate a run, or with --suite any model on a benchmark."""
+    """Evaluate a run, or any model on a benchmark."""
     own = {"--base": base, "--lora": lora, "--prompts": prompts, "--judge": judge, "--judge-set": judge_set}
     own |= {"--samples": samples, "--steps": steps, "--guidance": guidance, "--set": settings, "--limit": limit}
     own |= {"--export": export, "--results": results, "--rejudge": rejudge, "--compat": compat}
