@@ -11,7 +11,6 @@ curve: every evaluation of the run, on all held-out captions and the same seeds.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from flowrl.evaluation.statistics import interval
 from scripts.lab import runs
 from scripts.lab.cells import Cells, Job, load, run_missing
 from scripts.lab.page import commit_name, percent, row, table
+from scripts.lab.proxy import arguments
 from scripts.lab.recipes import ROOT, read_recipe
 from scripts.lab.videos import SEEDS
 
@@ -184,16 +184,7 @@ def page(cells: Cells) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="recipes; default: all")
-    parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS), help="default: all")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--write", action="store_true", help="only write picture and page")
-    what.add_argument("--again", action="store_true", help="run the named recipes anew")
-    args = parser.parse_args()
-    unknown = sorted(set(args.names) - recipes().keys())
-    if unknown:
-        parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(recipes())}")
+    args = arguments(__doc__, recipes())
     good = args.write or run_missing(jobs(args.names or list(recipes()), args.seeds), NUMBERS, again=args.again)
     cells = load(NUMBERS)
     if cells:

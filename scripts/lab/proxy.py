@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -237,19 +237,25 @@ def page(cells: Cells, facts: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(text: str | None, recipes: Collection[str]) -> argparse.Namespace:
+    """The words of a study of some recipes, `text` in front: names, seeds, write or again."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="recipes; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS), help="default: all")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--write", action="store_true", help="only write picture and page")
     what.add_argument("--again", action="store_true", help="run the named recipes anew")
     args = parser.parse_args()
-    unknown = sorted(set(args.names) - recipes().keys())
+    unknown = sorted(set(args.names) - set(recipes))
     if unknown:
-        parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(recipes())}")
+        parser.error(f"no recipe {unknown[0]!r}; there are {', '.join(recipes)}")
     if args.again and not args.names:
         parser.error("--again wants the names of recipes")
+    return args
+
+
+def main() -> int:
+    args = arguments(__doc__, recipes())
     good = args.write or run_missing(jobs(args.names or list(recipes()), args.seeds), NUMBERS, again=args.again)
     cells = load(NUMBERS)
     PAGES.mkdir(parents=True, exist_ok=True)
