@@ -89,22 +89,9 @@ def watch() -> None:
 
     own_process()
     with imports():  # as the command has them
-        from flowrl.config import components, load
-        from flowrl.run import report, trainer
-        from flowrl.run.assembly import data, parts
-
-    assert trainer.Trainer  # imported with the others, whose time is that of its imports
-
+        places = watched()
     seconds: dict[str, float] = defaultdict(float, {PARTS[0]: time.process_time()})
-    for owner, attribute, name in (
-        (load, "load_config", "configuration"),
-        (load, "resolve", "configuration"),
-        (data, "run_prompts", "prompts"),
-        (parts, "build_scorers", "rewards"),
-        (components.Component, "build", "model"),  # those of sampler and method take no time
-        (parts, "probe", "probes of rewards"),
-        (data, "embedded", "texts"),
-    ):
+    for owner, attribute, name in places:
         setattr(owner, attribute, _timed(seconds, name, getattr(owner, attribute)))
 
     def leave(*_: Any, **__: Any) -> NoReturn:
@@ -112,7 +99,27 @@ def watch() -> None:
         Path(os.environ[PLACE]).write_text(json.dumps(seconds), encoding="utf-8")
         os._exit(0)
 
+    from flowrl.run import report
+
     setattr(report.Report, "before", leave)  # noqa: B010, a method is no attribute to assign
+
+
+def watched() -> list[tuple[Any, str, str]]:
+    """Owner, attribute and part of each function whose seconds are counted; imports what the command imports."""
+    from flowrl.config import components, load
+    from flowrl.run import report, trainer
+    from flowrl.run.assembly import data, rewards
+
+    assert trainer.Trainer and report.Report  # imported with the others, whose time is that of the command's imports
+    return [
+        (load, "load_config", "configuration"),
+        (load, "resolve", "configuration"),
+        (data, "run_prompts", "prompts"),
+        (rewards, "build_scorers", "rewards"),
+        (components.Component, "build", "model"),  # those of sampler and method take no time
+        (rewards, "probe", "probes of rewards"),
+        (data, "embedded", "texts"),
+    ]
 
 
 def _timed(seconds: dict[str, float], name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,11 @@
 
 import pytest
 
-from scripts.bench.start import PARTS, report
+from scripts.bench.start import PARTS, report, watched
+
+
+def test_each_function_whose_seconds_are_counted_is_where_the_bench_looks():
+    assert {name for owner, attribute, name in watched() if callable(getattr(owner, attribute))} == set(PARTS[1:])
 
 
 @pytest.mark.slow
