@@ -110,7 +110,7 @@ def watched() -> list[tuple[Any, str, str]]:
     from flowrl.run import report, trainer
     from flowrl.run.assembly import data, rewards
 
-    assert trainer.Trainer and report.Report  # imported with the others, whose time is that of the command's imports
+    assert trainer.Trainer  # imported with the others, whose time is that of its imports
     return [
         (load, "load_config", "configuration"),
         (load, "resolve", "configuration"),
