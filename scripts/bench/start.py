@@ -107,7 +107,7 @@ def watch() -> None:
 def watched() -> list[tuple[Any, str, str]]:
     """Owner, attribute and part of each function whose seconds are counted; imports what the command imports."""
     from flowrl.config import components, load
-    from flowrl.run import report, trainer
+    from flowrl.run import trainer
     from flowrl.run.assembly import data, rewards
 
     assert trainer.Trainer  # imported with the others, whose time is that of its imports
