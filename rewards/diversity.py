@@ -55,7 +55,7 @@ CARD = Card(
 @dataclass(frozen=True, kw_only=True)
 class Config:
     backbone: Annotated[str, NAME_OR_PATH] = "fixed"
-    """`fixed`: grids of 8 x 8 mean colours, compared by a Gaussian; else a CLIP or DINOv2, a folder or a hub id."""
+    """`fixed`: 8 x 8 mean colours, compared by a Gaussian; else a CLIP or DINOv2: folder, hub id or tiny-clip."""
     bandwidth: float = 0.2
     """Scale of `fixed`: root mean square difference of two grids at which their similarity has fallen to exp(-1/2)."""
     device: str | None = None

@@ -34,14 +34,15 @@ def lines(base: Path, tuned: Path, features: str) -> list[str]:
     Args:
         base: folder with the images of an evaluation.
         tuned: the other one.
-        features: `grids`, 8 x 8 mean colours; else a folder or hub id of a CLIP or DINO.
+        features: `grids`, 8 x 8 mean colours; else a CLIP or DINO: a folder, a hub id, or tiny-clip.
 
     Raises:
         ConfigError: too few images, or one that was selected by a score.
     """
-    seed = 1 if next(base.glob("*-1.png"), None) else 0
-    real, made, own = (_features(folder, k, features) for folder, k in ((base, seed), (tuned, 0), (base, 0)))
-    pairs = [("tuned", made)] + ([("base with another seed", own)] if seed else [])
+    before, after = _features(base, features), _features(tuned, features)
+    seed = min(1, len(before) - 1)
+    real, made = before[seed], after[0]
+    pairs = [("tuned", made)] + ([("base with another seed", before[0])] if seed else [])
     result = [f"sets of {len(real)} saved images, features: {features}; compare at equal numbers of images alone"]
     for name, each in pairs:
         precision, recall = precision_recall(each, real)
@@ -49,20 +50,27 @@ def lines(base: Path, tuned: Path, features: str) -> list[str]:
             f"{name} beside base: KID {kid(each, real):+.3g}, precision {precision:.3f}, recall {recall:.3f}; "
             f"Vendi {vendi(each):.3f} and {vendi(real):.3f}"
         )
+    if (seeds := min(len(before), len(after))) > 1:
+        own = [np.mean([vendi(of_prompt) for of_prompt in each[:seeds].swapaxes(0, 1)]) for each in (after, before)]
+        result.append(f"{seeds} images of one prompt, tuned beside base: mean Vendi {own[0]:.3f} and {own[1]:.3f}")
     return result
 
 
-def _features(folder: Path, seed: int, name: str) -> np.ndarray:
-    """Features [N, D] of the images of a seed."""
-    files = sorted(folder.glob(f"*-{seed}.png"))
-    if len(files) < LEAST:
-        raise ConfigError(f"--set-measures: {folder} has {len(files)} images of seed {seed}, and {LEAST} are needed")
+def _features(folder: Path, name: str) -> np.ndarray:
+    """Features [S, N, D] of the images of the seeds that each of N prompts has, one seed at least."""
+    by_seed = [sorted(folder.glob(f"*-{seed}.png")) for seed in range(len(list(folder.glob("00000-*.png"))) or 1)]
+    full = [row for row in by_seed if len(row) == len(by_seed[0])]
+    if len(full[0]) < LEAST:
+        raise ConfigError(f"--set-measures: {folder} has {len(full[0])} images of seed 0, and {LEAST} are needed")
+    files = [file for row in full for file in row]
     if chosen := next((file for file in files if media.selection(file)), None):
         raise ConfigError(
             f"--set-measures: {chosen} was selected ({media.selection(chosen)}): no set of a model has it"
         )
     images = [media.read_levels(file) for file in files]
     if name == "grids":
-        return np.stack([diversity.grid(image).ravel() for image in images])
-    embed = load("rewards", "diversity").network(name, None, reward="--set-measures", instead="'grids', or ")
-    return embed([unit_floats(image) for image in images]).double().numpy()
+        found = np.stack([diversity.grid(image).ravel() for image in images])
+    else:
+        embed = load("rewards", "diversity").network(name, None, reward="--set-measures", instead="'grids', or ")
+        found = embed([unit_floats(image) for image in images]).double().numpy()
+    return found.reshape(len(full), len(full[0]), -1)

@@ -1,11 +1,11 @@
-"""Image embeddings of any CLIP or DINO of transformers, for rewards that compare images. A helper, not a reward."""
+"""Image embeddings of any CLIP or DINO, for rewards that compare images. A helper, not a reward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
-from flowrl.rewards._vision import checkpoints
+from flowrl.rewards._vision import checkpoints, open_clips
 from flowrl.rewards._vision.arrays import to_uint8
 from flowrl.rewards._vision.clips import projected
 from torch import Tensor
@@ -24,7 +24,7 @@ def network(name: str, device: str | None, *, reward: str, instead: str = "", wh
     The network is float32 and frozen, after its own preprocessing.
 
     Args:
-        name: a folder or a hub id.
+        name: a folder or a hub id, or of open_clip an embedded CLIP such as tiny-clip, a folder or an `hf-hub:`.
         device: where it runs; none takes the GPU if there is one.
         reward: whose it is, for the error.
         instead: what else the user may give, for the error.
@@ -34,6 +34,9 @@ def network(name: str, device: str | None, *, reward: str, instead: str = "", wh
     Raises:
         RewardError: the weights can neither be found nor downloaded.
     """
+    if open_clips.is_source(name):
+        clip = open_clips.load(name, None, quick_gelu=None, device=device, preprocess="exact", reward=reward)
+        return _in_chunks(lambda images: clip.embed_images(images).cpu())
     from transformers import AutoImageProcessor, AutoModel
 
     try:
@@ -58,4 +61,8 @@ def network(name: str, device: str | None, *, reward: str, instead: str = "", wh
                 return projected(model.get_image_features(pixel_values=pixels)).cpu()
             return model(pixel_values=pixels, **position).last_hidden_state[:, 0].cpu()
 
+    return _in_chunks(part)
+
+
+def _in_chunks(part: Embed) -> Embed:
     return lambda images: torch.cat([part(images[i : i + _CHUNK]) for i in range(0, len(images), _CHUNK)])

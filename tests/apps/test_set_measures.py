@@ -18,11 +18,17 @@ def test_equal_sets_cover_each_other_the_base_has_its_own_row_and_selected_image
                 image = torch.rand(3, 8, 8, generator=random) * (1.0 if name == "base" else 0.2)
                 media.write(image, tmp_path / name / f"{number:05d}-{seed}")
     base, tuned = tmp_path / "base", tmp_path / "tuned"
-    head, first, second = set_measures.lines(base, tuned, "grids")
+    head, first, second, inside = set_measures.lines(base, tuned, "grids")
     assert "20 saved images, features: grids" in head
     kids = [float(re.findall(r"KID (\S+),", line)[0]) for line in (first, second)]
     assert kids[0] > 20 * abs(kids[1])
     assert "precision 0.000" in first
+    spread = [float(number) for number in re.findall(r"[0-9]\.[0-9]+", inside)]
+    assert inside.startswith("2 images of one prompt, tuned beside base: mean Vendi ")
+    assert all(1 < number < 2 for number in spread), spread  # two images, neither equal nor orthogonal
+    learned = set_measures.lines(base, tuned, "tiny-clip")
+    assert "20 saved images, features: tiny-clip" in learned[0]
+    assert learned[1] != first
     with pytest.raises(ConfigError, match="has 0 images of seed 0, and 16 are needed"):
         set_measures.lines(tmp_path, tuned, "grids")
     media.write(torch.zeros(3, 8, 8), tuned / "00003-0", {"selected": {"how": "best of 4 by jpeg"}})
