@@ -10,13 +10,14 @@ from torch import Tensor
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, RuleConfig, advantages, aggregate, unclipped
 from flowrl.credit.history import RewardHistory
+from flowrl.credit.selection import FilterConfig
 
 
 class Rule:
-    """A configured advantage rule. What it remembers belongs into the checkpoint."""
+    """A configured advantage rule, and the groups that are trained. What it remembers belongs into the checkpoint."""
 
-    def __init__(self, config: RuleConfig) -> None:
-        self.config = config
+    def __init__(self, config: RuleConfig, groups: FilterConfig | None = None) -> None:
+        self.config, self.groups = config, groups
         self.history = None if config.history is None else RewardHistory(config.history)
         self.past = 0
         """Iterations before this one, from which the k of `best_of` follows."""
@@ -32,7 +33,16 @@ class Rule:
         config, best = self.config, self.config.best_of
         if best is not None:
             config, self.past = replace(config, best_of=best.at(self.past)), self.past + 1
-        return (advantages if clipped else unclipped)(rewards, weights, config, past=past)
+        credit = (advantages if clipped else unclipped)(rewards, weights, config, past=past)
+        if self.groups is None:
+            return credit
+        return replace(credit, kept=credit.kept & self.groups.useful(aggregate(rewards, weights))[:, None])
+
+    def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
+        """Prompts of an iteration that are not drawn again, [P] bool."""
+        if self.groups is None:
+            return torch.zeros(rewards.shape[1], dtype=torch.bool)
+        return self.groups.retired(aggregate(rewards, weights))
 
     def state_dict(self) -> dict[str, Any]:
         own = {} if self.history is None else {"history": self.history.state()}
@@ -94,9 +104,9 @@ def by_steps(
 ) -> Advantages:
     """Credit of the leaves with that of their edges, `steps` [P, G, K] within +-clip.
 
-    NaN, edges `left_out` [P, G, K] and those of dead groups are not trained.
+    NaN, edges `left_out` [P, G, K] and those of groups without a sample that is kept are not trained.
     """
     if clip is not None:
         steps = steps.clamp(-clip, clip)
-    pruned = steps.isnan() | credit.dead[:, None, None]
+    pruned = steps.isnan() | ~credit.kept.any(dim=1)[:, None, None]
     return replace(credit, steps=steps.float(), pruned=pruned if left_out is None else pruned | left_out)

@@ -13,6 +13,7 @@ from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.credit.advantages import AdvantageConfig, RuleConfig
 from flowrl.credit.saliency import SpatialConfig
+from flowrl.credit.selection import FilterConfig
 from flowrl.diffusion.process import Process, VPProcess
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.solvers import SOLVERS, SolverName
@@ -121,6 +122,10 @@ class Options:
         rule = self.credit_rule()
         if rule is not None:
             rule.check_group(group_size)
+        if group_size < 2 and vars(self).get("filter") is not None:
+            raise OptionError(
+                "filter compares the samples of a prompt, and rollout.group_size=1", remedies=[Remedy({"filter": None})]
+            )
 
     def check_geometry(self, samples: int, num_steps: int, updates: int) -> None:
         """Refuse numbers of samples, denoising steps and optimizer steps of an iteration that do not go together."""
@@ -158,6 +163,8 @@ class RatioOptions(Options):
 
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     """Rule that makes advantages of rewards."""
+    filter: FilterConfig | None = None
+    """Groups that are trained (Edit-R1); null: all that are not dead."""
     kl: KLConfig = field(default_factory=KLConfig)
     """KL to the reference: the network without LoRA, or a frozen copy of full weights."""
     guidance_scale: float | None = None
@@ -319,6 +326,8 @@ class CreditOptions(Options):
 
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     """Rule that makes advantages of rewards."""
+    filter: FilterConfig | None = None
+    """Groups that are trained (Edit-R1); null: all that are not dead."""
 
     def credit_rule(self) -> RuleConfig:
         return self.advantages.rule()

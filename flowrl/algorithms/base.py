@@ -107,7 +107,7 @@ class Method(Generic[C]):
     """Attributes with plain data for the checkpoint."""
 
     def __init__(self, config: C) -> None:
-        self.config, self.rule = config, Rule(config.credit_rule() or RuleConfig())
+        self.config, self.rule = config, Rule(config.credit_rule() or RuleConfig(), vars(config).get("filter"))
         vars(self).update({name: value for name, value in vars(config).items() if name in self.options})
 
     @property
@@ -148,7 +148,7 @@ class Method(Generic[C]):
 
     def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
         """Prompts of the iteration that are no longer sampled, [P] bool."""
-        return torch.zeros(rewards.shape[1], dtype=torch.bool)
+        return self.rule.retired(rewards, weights)
 
     def loss(self, batch: Any, networks: Networks) -> LossOutput:
         """Sum over the microbatch; the trainer divides by the global number of edges or terms."""

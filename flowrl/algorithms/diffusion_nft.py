@@ -7,9 +7,7 @@
     5. after the iteration: old <- d old + (1 - d) policy; d grows with the optimizer steps
 
 At v = v_old the loss does not depend on r, only its gradient does: a flat loss curve is not a fault.
-`filter` (Edit-R1) leaves out groups of small std or nearly solved, and can retire prompts that are both.
-
-Source: arXiv 2509.16117; NVlabs/DiffusionNFT:scripts/train_nft_sd3.py. arXiv 2510.16888; PKU-YuanGroup/UniWorld-V2.
+Source: arXiv 2509.16117; NVlabs/DiffusionNFT:scripts/train_nft_sd3.py.
 """
 
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
-from flowrl.credit.advantages import Advantages, aggregate
+from flowrl.credit.advantages import Advantages
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import negative_aware_loss, optimality
@@ -42,18 +40,6 @@ OLD_SCHEDULES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilterConfig:
-    """Groups that are trained, by mean and std of their weighted raw rewards."""
-
-    least_std: float = 0.05
-    """Groups with less are left out."""
-    most_mean: float = 0.9
-    """Groups with more are left out."""
-    retire: bool = False
-    """Prompts of groups with less std and more mean are not drawn again."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config(CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="permutation", count=None, fraction=0.99))
     mix: float = 1.0
@@ -66,8 +52,6 @@ class Config(CreditOptions, SolverOptions, TimesOptions):
     """Pull to the untouched network."""
     old: Literal["none", "ramp", "late"] | LagConfig = "ramp"
     """Lag of `old`: none (released type 0), min(0.001 steps, 0.5) (type 1), from step 75 on (type 2)."""
-    filter: FilterConfig | None = None
-    """Groups that are trained (Edit-R1); null: all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,13 +60,6 @@ class Config(CreditOptions, SolverOptions, TimesOptions):
             raise OptionError(
                 "advantages.clip=null: optimality is the advantage within its bound",
                 remedies=[Remedy({"advantages.clip": 5.0})],
-            )
-
-    def check_group(self, group_size: int) -> None:
-        super().check_group(group_size)
-        if self.filter is not None and group_size < 2:
-            raise OptionError(
-                "filter compares the samples of a prompt, and rollout.group_size=1", remedies=[Remedy({"filter": None})]
             )
 
     @property
@@ -99,21 +76,7 @@ class DiffusionNft(SampleMethod[Config]):
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         credit = self.rule(rewards, weights, prompts)
-        credit = replace(credit, values=by_mode(credit.values, self.config.mode))
-        if self.config.filter is None:
-            return credit
-        std, mean = group_moments(rewards, weights)
-        useful = (std > self.config.filter.least_std) & (mean < self.config.filter.most_mean)
-        return replace(credit, kept=credit.kept & useful[:, None])
-
-    def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
-        rule = self.config.filter
-        if rule is None or not rule.retire:
-            return super().retired(rewards, weights)
-        std, mean = group_moments(rewards, weights)
-        # The std of a group that was scored only in part may be small for that reason.
-        scored = aggregate(rewards, weights).isfinite().all(dim=1)
-        return scored & (std < rule.least_std) & (mean > rule.most_mean)
+        return replace(credit, values=by_mode(credit.values, self.config.mode))
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
         config, outputs = self.config, self.outputs(batch, networks)
@@ -135,16 +98,6 @@ def by_mode(values: Tensor, mode: AdvantageMode) -> Tensor:
     if mode == "one_only":
         return (values > 0).to(values)
     return values.sign() if mode == "binary" else values
-
-
-def group_moments(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """(std, mean) of the weighted rewards [R, P, G] of each group, over its valid samples; [P] float64 each."""
-    total = aggregate(rewards, weights)
-    valid = total.isfinite()
-    count = valid.sum(dim=1).clamp(min=1)
-    mean = total.nan_to_num(0.0).sum(dim=1) / count
-    square = ((total - mean[:, None]).nan_to_num(0.0) ** 2).sum(dim=1) / count
-    return square.sqrt(), mean
 
 
 build = DiffusionNft

@@ -62,11 +62,11 @@ class Config(NoiseOptions, CreditOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.baseline == "critic" and self.advantages != _GROUP:
-            raise OptionError(
-                "advantages is the rule of baseline=group",
-                remedies=[Remedy({"baseline": "group"}), Remedy(without="advantages")],
-            )
+        for key, default in (("advantages", _GROUP), ("filter", None)) if self.baseline == "critic" else ():
+            if vars(self)[key] != default:
+                raise OptionError(
+                    f"{key} is of baseline=group", remedies=[Remedy({"baseline": "group"}), Remedy(without=key)]
+                )
         if self.keep_moment and not self.train_std:
             raise OptionError(
                 "keep_moment=true needs train_std=true: a mean that grows leaves less for the std",

@@ -20,6 +20,15 @@ def live(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return rewards[counted].double(), weights[counted].double()
 
 
+def group_moments(total: Tensor) -> tuple[Tensor, Tensor]:
+    """(std, mean) of the rewards [P, G] of each group, over its valid samples; [P] float64 each."""
+    valid = total.isfinite()
+    count = valid.sum(dim=1).clamp(min=1)
+    mean = total.nan_to_num(0.0).sum(dim=1) / count
+    square = ((total - mean[:, None]).nan_to_num(0.0) ** 2).sum(dim=1) / count
+    return square.sqrt(), mean
+
+
 def masked_mean(values: Tensor, mask: Tensor, ddof: int = 0) -> Tensor:
     """Mean over the second axis, [P, 1]."""
     count = (mask.sum(dim=1, keepdim=True) - ddof).clamp(min=1)

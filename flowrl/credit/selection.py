@@ -1,4 +1,4 @@
-"""Selection of the samples of a group that take part in the update: pure functions on scores [P, G]."""
+"""Groups, and samples of a group, that take part in the update: pure functions on rewards and scores [P, G]."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.tensors import ints
+from flowrl.credit.groups import group_moments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,33 @@ class SelectConfig:
                 f"advantages.select.keep={self.keep} is more than the {group_size} samples of a prompt; "
                 f"use one of {', '.join(map(str, choices))}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterConfig:
+    """Groups that are trained, by mean and std of their weighted raw rewards.
+
+    Source: Edit-R1, arXiv 2510.16888; PKU-YuanGroup/UniWorld-V2.
+    """
+
+    least_std: float = 0.05
+    """Groups with less are left out."""
+    most_mean: float = 0.9
+    """Groups with more are left out."""
+    retire: bool = False
+    """Prompts of groups with less std and more mean are not drawn again."""
+
+    def useful(self, total: Tensor) -> Tensor:
+        """Groups of the rewards [P, G] that are trained, [P] bool."""
+        std, mean = group_moments(total)
+        return (std > self.least_std) & (mean < self.most_mean)
+
+    def retired(self, total: Tensor) -> Tensor:
+        """Groups whose prompts are not drawn again, [P] bool."""
+        std, mean = group_moments(total)
+        # The std of a group that was scored only in part may be small for that reason.
+        done = (std < self.least_std) & (mean > self.most_mean) & total.isfinite().all(dim=1)
+        return done if self.retire else torch.zeros_like(done)
 
 
 def select(scores: Tensor, candidates: Tensor, config: SelectConfig) -> Tensor:

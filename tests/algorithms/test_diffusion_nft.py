@@ -1,4 +1,4 @@
-"""DiffusionNFT as a method: its gradient on a flow and on a noise process, schedules, modes, the filter of Edit-R1."""
+"""DiffusionNFT as a method: its gradient on a flow and on a noise process, schedules, modes."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from flowrl.algorithms import diffusion_nft
 from flowrl.algorithms._matching import AnchorConfig
-from flowrl.algorithms.diffusion_nft import Config, FilterConfig, build, by_mode
+from flowrl.algorithms.diffusion_nft import Config, build, by_mode
 from flowrl.credit.advantages import AdvantageConfig, advantages
 from flowrl.diffusion.process import expand
 from tests.toys import ToyAdapter, loss_of, outputs_of, roll_out
@@ -82,43 +82,6 @@ def test_modes_leave_of_the_advantages_what_they_say(mode, expected):
     rewards = torch.rand(1, 2, 6, generator=torch.Generator().manual_seed(0))
     own = build(Config(mode=mode)).advantages(rewards, torch.ones(1))
     assert torch.equal(own.values, by_mode(advantages(rewards, torch.ones(1), AdvantageConfig()).values, mode))
-
-
-# ---- Edit-R1's filter
-
-
-GROUPS = {
-    "varied": [0.2, 0.8, 0.5, 0.1],
-    "flat": [0.50, 0.52, 0.5, 0.51],
-    "solved and flat": [0.99, 0.98, 1.0, 0.99],
-    "solved and varied": [1.0, 1.0, 1.0, 0.7],
-}
-REWARDS = torch.tensor([list(GROUPS.values())])
-
-
-def test_groups_without_spread_or_nearly_solved_are_left_out_and_the_std_is_that_of_all():
-    """2.5: the global std is taken before the filter."""
-    own = build(Config(filter=FilterConfig())).advantages(REWARDS, torch.ones(1))
-    assert own.kept.any(dim=1).tolist() == [True, False, False, False]
-    assert torch.equal(own.values, build(Config()).advantages(REWARDS, torch.ones(1)).values)
-    assert build(Config()).advantages(REWARDS, torch.ones(1)).kept.all()
-
-
-def test_only_prompts_that_are_both_are_retired_and_only_where_asked():
-    retiring = build(Config(filter=FilterConfig(retire=True)))
-    assert retiring.retired(REWARDS, torch.ones(1)).tolist() == [False, False, True, False]
-    assert not build(Config(filter=FilterConfig())).retired(REWARDS, torch.ones(1)).any()
-    failed = REWARDS.clone()
-    failed[0, 2, 1:] = torch.nan
-    assert not retiring.retired(failed, torch.ones(1)).any(), "one sample alone has no spread"
-
-
-def test_moments_are_of_the_weighted_rewards_of_scored_samples():
-    rewards = torch.tensor([[[0.0, 1.0, float("nan"), 0.5]], [[1.0, 1.0, 1.0, 4.0]]])
-    std, mean = diffusion_nft.group_moments(rewards, torch.tensor([2.0, 0.5]))
-    total = torch.tensor([0.5, 2.5, 3.0], dtype=torch.float64)
-    assert float(mean) == pytest.approx(float(total.mean()))
-    assert float(std) == pytest.approx(float(total.std(correction=0)))
 
 
 # ---- its rollout

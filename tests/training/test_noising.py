@@ -19,6 +19,7 @@ from flowrl.algorithms import awm, crd, dgpo, diffusion_dpo, diffusion_kto, diff
 from flowrl.contracts.grids import flow_schedule
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import AdvantageConfig
+from flowrl.credit.selection import FilterConfig
 from flowrl.diffusion.plan import solver_plan
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import NoisedBatch
@@ -186,7 +187,7 @@ def test_masked_samples_and_dead_groups_add_nothing_and_are_not_counted(method):
 
 def test_a_group_that_the_filter_leaves_out_adds_no_gradient_and_no_count():
     """The gradient is that of the other groups alone, over their own number."""
-    rule = diffusion_nft.FilterConfig(least_std=0.05, most_mean=0.9)
+    rule = FilterConfig(least_std=0.05, most_mean=0.9)
     rewards = torch.tensor([[[0.2, 0.8, 0.4, 0.1], [0.5, 0.52, 0.5, 0.51], [0.99, 0.95, 1.0, 0.7]]])
 
     def gradient(config, rewards):
