@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.algorithms import diffusion_nft
 from flowrl.algorithms._matching import AnchorConfig
 from flowrl.algorithms.diffusion_nft import Config, build, by_mode
 from flowrl.credit.advantages import AdvantageConfig, advantages
