@@ -34,8 +34,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None, *, folder:
         overrides: words such as "optim.learning_rate=1e-4".
         folder: folder that relative paths of the file start from, for a text that will lie there; None: the file's.
 
-    Raises:
-        ConfigError: with the key, the value and the reason; nothing is loaded.
+    Raises ConfigError: with the key, the value and the reason; nothing is loaded.
     """
     words = overrides or []
     if any(word.startswith(f"{KEY}=") for word in words):
@@ -59,8 +58,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None, *, folder:
 def run_tree(folder: Path, *places: str) -> Options:
     """Plain data of a run folder's configuration, which has `model.path` and the keys `places`.
 
-    Raises:
-        ConfigError: it is not a run folder, or the file is damaged.
+    Raises ConfigError: it is not a run folder, or the file is damaged.
     """
     file = folder / "config.yaml"
     if not file.is_file():
@@ -115,8 +113,7 @@ def resolve(run: RunConfig, *, offline: bool = False) -> Resolved:
         run: the configuration.
         offline: read the hub's cache alone to choose a model's adapter.
 
-    Raises:
-        ConfigError, ModelError: with the key, the value and the remedy.
+    Raises ConfigError, ModelError: with the key, the value and the remedy.
     """
     from flowrl.config.checks import check
 

@@ -30,8 +30,7 @@ class ListedQuestion:
 def listed_questions(record: Mapping[str, Any]) -> tuple[ListedQuestion, ...]:
     """The questions of a record, in their order.
 
-    Raises:
-        ValueError: none, one of another form, an id twice, or a parent that is no question of the record.
+    Raises ValueError: none, one of another form, an id twice, or a parent that is no question of the record.
 
     >>> listed_questions({"questions": ["Is it a cat?", {"text": "Is it red?", "parents": [1]}]})[1]
     ListedQuestion(text='Is it red?', answer='yes', parents=(0,))

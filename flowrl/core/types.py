@@ -7,7 +7,7 @@ E edges, R rewards, F frames, C/H/W channels and pixels (latents: [B, C, h, w] o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -106,37 +106,25 @@ class Condition:
         first = next(iter(self.tensors.values()))
         return first[0].device if isinstance(first, list) else first.device
 
+    def _mapped(self, tensor: Callable[[Tensor], Tensor], rows: Callable[[list[Tensor]], list[Tensor]]) -> Condition:
+        """Every entry through `tensor`, or through `rows` if it is a list."""
+        own = self.tensors.items()
+        return Condition({name: rows(value) if isinstance(value, list) else tensor(value) for name, value in own})
+
     def index(self, rows: Tensor) -> Condition:
         """The conditions of `rows` [B], best on the CPU."""
-        return Condition(
-            {
-                name: [value[row] for row in ints(rows)] if isinstance(value, list) else value[sent(rows, value.device)]
-                for name, value in self.tensors.items()
-            }
-        )
+        return self._mapped(lambda t: t[sent(rows, t.device)], lambda listed: [listed[row] for row in ints(rows)])
 
     def repeated(self, count: int) -> Condition:
         """The one row `count` times; tensors share its memory."""
-        return Condition(
-            {
-                name: value * count if isinstance(value, list) else value.expand(count, *value.shape[1:])
-                for name, value in self.tensors.items()
-            }
-        )
+        return self._mapped(lambda t: t.expand(count, *t.shape[1:]), lambda listed: listed * count)
 
     def contiguous(self) -> Condition:
         """The same rows, each tensor in memory of its own if its rows share theirs."""
-        return Condition(
-            {name: value if isinstance(value, list) else value.contiguous() for name, value in self.tensors.items()}
-        )
+        return self._mapped(Tensor.contiguous, lambda listed: listed)
 
     def to(self, *args: Any, **kwargs: Any) -> Condition:
-        return Condition(
-            {
-                name: [v.to(*args, **kwargs) for v in value] if isinstance(value, list) else value.to(*args, **kwargs)
-                for name, value in self.tensors.items()
-            }
-        )
+        return self._mapped(lambda t: t.to(*args, **kwargs), lambda listed: [t.to(*args, **kwargs) for t in listed])
 
     @staticmethod
     def collate(items: Sequence[Condition]) -> Condition:

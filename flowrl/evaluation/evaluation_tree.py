@@ -130,14 +130,11 @@ class EvalTree:
         assert isinstance(method, EdgeMethod)  # its plan has a tree
         prompt, ids = self.evaluator.prompts[0], [SampleId(0, leaf) for leaf in range(plan.leaves)]
         noise = Noise(self.evaluator.seed, "tree", None, sampling.adapter.latent_shape())
-        bar = Progress(plan.leaves, f"drawing the tree of {tag}", show=sampling.world.main)
-        bar.update(0)
         recording, size = Recording(method.log_prob_form(sampling.sampler)), self.resolved.run.rollout.batch_size
-        options = RunOptions(recording=recording, progress=bar.update, stop=stop.in_step)
-        try:
+        with Progress(plan.leaves, f"drawing the tree of {tag}", show=sampling.world.main) as bar:
+            bar.update(0)
+            options = RunOptions(recording=recording, progress=bar.update, stop=stop.in_step)
             drawn = sampling.draw(plan, noise, sampling.asked([prompt], ids), batch_size=size, options=options)
-        finally:
-            bar.close()
         paths = None
         if method.weighs_paths:
             paths = log_probs_on_paths(drawn.edges, ids, plan, sampling.path_scale(plan)).T[None]

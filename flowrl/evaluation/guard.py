@@ -4,8 +4,6 @@ It sees the prompts of its half alone (`held_out.guards_half`), so that final nu
 its choice. It has no random numbers and no model: the same evaluations give the same verdicts. P prompts, S seeds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -53,8 +51,6 @@ class Verdict:
     """The gravest first."""
     best: int
     """Iteration of the best evaluation so far, this one among them."""
-    against_base: dict[str, float]
-    """Paired difference of the watched metric from the base: mean, low, high, n."""
 
 
 @dataclass(slots=True)
@@ -115,8 +111,7 @@ class Guard:
             now: of the same prompts and seeds after an iteration.
             row: metrics of that iteration.
 
-        Raises:
-            ValueError: other prompts or seeds than the base's, or an iteration that was judged already.
+        Raises ValueError: other prompts or seeds than the base's, or an iteration that was judged already.
         """
         state, iteration = self.state, now.scores.iteration
         if iteration <= state.looked:
@@ -139,7 +134,7 @@ class Guard:
         self._remember_best(table, change, iteration)
         state.beat = state.beat or self._ends(change)[0] > 0
         state.alarms += [asdict(alarm) for alarm in alarms]
-        return Verdict(iteration, tuple(alarms), state.best, change)
+        return Verdict(iteration, tuple(alarms), state.best)
 
     # ---- the watched metric
 

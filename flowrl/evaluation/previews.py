@@ -172,11 +172,9 @@ class Previews:
             names=tuple(key_of(*identity(prompt)) >> 193 for prompt in prompts),  # 63 bits
         )
         world = self.evaluator.world
-        bar = Progress(-(-len(prompts) // world.size), f"drawing the preview prompts of {setting.tag}", show=world.main)
-        try:
+        share, words = -(-len(prompts) // world.size), f"drawing the preview prompts of {setting.tag}"
+        with Progress(share, words, show=world.main) as bar:
             drawn(setting, progress=bar.update, stop=stop)
-        finally:
-            bar.close()
 
     def _record(self, setting: Setting) -> dict[str, object]:
         return {

@@ -18,8 +18,7 @@ _TOP = 255
 def eight_bit(values: Tensor) -> Tensor:
     """Values in [0, 1] of any shape as uint8, each the nearest of 256 levels; uint8 is given back as it is.
 
-    Raises:
-        Diverged: NaN or inf, which has no level: no file is written of it. Whoever knows a reason says it before.
+    Raises Diverged: NaN or inf, which has no level: no file is written of it. Whoever knows a reason says it before.
 
     >>> eight_bit(torch.tensor([0.0, 0.5, 0.999, 1.1])).tolist()
     [0, 128, 255, 255]

@@ -43,8 +43,7 @@ def fitted_frame(image: Image, height: int, width: int, *, crop: bool = True) ->
     The aspect ratio is kept, and an image of that size already is unchanged. An image of the video's aspect ratio comes
     out as diffusers' pipelines scale it by themselves; one of another they would stretch.
 
-    Raises:
-        ValueError: as `require_frame`.
+    Raises ValueError: as `require_frame`.
 
     Source: Wan-Video/Wan2.2:wan/textimage2video.py (scaled by Lanczos to cover the size, centre crop).
     """

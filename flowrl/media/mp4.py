@@ -36,8 +36,7 @@ _REMEDY = "write it again, or leave it out"
 def require_rate(fps: Any, where: str) -> float:
     """A frame rate as a float.
 
-    Raises:
-        ConfigError: it is not a finite number above 0, or none that a file can hold.
+    Raises ConfigError: it is not a finite number above 0, or none that a file can hold.
 
     >>> require_rate(16, "--fps")
     16.0

@@ -117,7 +117,7 @@ class FlowConfig(ModelConfig):
 
 
 class Native(ModelAdapter):
-    """The adapter of a family: class attributes, `texts` and `predict`.
+    """The adapter of a family: class attributes and `predict`.
 
     By default its process is a flow on the plain flow scheduler, and its VAE an AutoencoderKL: images to latents and
     back by one shift and scale for all channels.
@@ -136,6 +136,10 @@ class Native(ModelAdapter):
     """Entry with the width of a prompt's pooled embedding; None: there is none."""
     latent_shift: ClassVar[float | None] = None
     """Shift of the VAE's latents; None takes its configuration's."""
+    encoding: ClassVar[Mapping[str, Any]] = {}
+    """Further arguments of the pipeline's `encode_prompt`."""
+    embeddings: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    """Entries of a condition in the order in which `encode_prompt` returns them; "", and what follows, is left out."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Adapted modules whose output is never used; {last} is the number of the last transformer block."""
     even_sigmas: ClassVar[bool] = True
@@ -211,7 +215,9 @@ class Native(ModelAdapter):
 
     def texts(self, prompts: list[str]) -> Condition:
         """Embeddings of prompts, by the pipeline's own `encode_prompt`."""
-        raise NotImplementedError
+        options = {"max_sequence_length": self.config.max_sequence_length, **self.encoding}
+        made = self.pipeline.encode_prompt(prompt=prompts, device=self.device, **options)
+        return Condition({name: part for name, part in zip(self.embeddings, made, strict=False) if name})
 
     def negative(self) -> Condition | None:
         """The embedding that guidance leads away from, one row; None: no such guidance."""

@@ -13,7 +13,7 @@ own schedulers.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,23 +51,27 @@ class UNetConfig(ModelConfig):
             raise ValueError(f"guidance_rescale={self.guidance_rescale} must lie in [0, 1]")
 
 
-class Texts(Protocol):
-    """The text encoders of SD or of SDXL."""
+class Clip:
+    """The text encoder of a pipeline with one."""
 
-    tokens: int
-    """Tokens of one prompt's embedding."""
-    pooled: int | None
+    pooled: int | None = None
     """Width of a prompt's pooled embedding; None: there is none."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline, encoder = pipeline, pipeline.text_encoder
+        self.tokens = 0 if encoder is None else encoder.config.max_position_embeddings
+        """Tokens of one prompt's embedding."""
 
     def encode(
         self, prompts: list[str], negative: list[str] | None, device: torch.device
     ) -> tuple[Condition, Condition]:
         """Embeddings of the prompts and of the negative prompts, one row each."""
-        ...
+        embeds, away = self.pipeline.encode_prompt(prompts, device, 1, True, negative_prompt=negative)
+        return Condition({"prompt_embeds": embeds}), Condition({"prompt_embeds": away})
 
     def added(self, cond: Condition, sizes: Tensor) -> dict[str, Tensor] | None:
         """Further inputs of the network; `sizes` is `UNet.sizes`."""
-        ...
+        return None
 
 
 class UNet(Native):
@@ -83,7 +87,7 @@ class UNet(Native):
     text_width = "cross_attention_dim"
     latent_shift = 0.0  # these pipelines ignore the VAE's
 
-    def __init__(self, pipeline: Any, config: UNetConfig, texts: Callable[[Any], Texts]) -> None:
+    def __init__(self, pipeline: Any, config: UNetConfig, texts: Callable[[Any], Clip] = Clip) -> None:
         self.encoders = texts(pipeline)
         Native.__init__(self, pipeline, config, pipeline.unet)
         if pipeline.vae.config.get("latents_mean") is not None:

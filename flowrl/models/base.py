@@ -270,8 +270,7 @@ class ModelAdapter:
     def decode_with_grad(self, latents: Tensor, cond: Condition | None = None) -> Tensor:
         """The same images, through which a gradient reaches the latents; none where a pixel is cut off at 0 or 1.
 
-        Raises:
-            ModelError: the adapter has no such way.
+        Raises ModelError: the adapter has no such way.
         """
         raise ModelError(f"model: {type(self).__name__} gives no gradient of its images (`decode_with_grad`)")
 
@@ -283,8 +282,7 @@ class ModelAdapter:
             noise: standard normal, shaped like the latents, for a draw mean + std * noise of the VAE's posterior; None:
                 its mean.
 
-        Raises:
-            ModelError: the adapter has no encoder, or another size or number of frames.
+        Raises ModelError: the adapter has no encoder, or another size or number of frames.
         """
         raise ModelError(
             f"model: {type(self).__name__} makes no latents of images, so a method that trains on given images "
@@ -341,8 +339,7 @@ def require_image_size(images: Tensor, height: int, width: int, num_frames: int 
 def packed_grid(adapter: ModelAdapter) -> tuple[int, ...] | None:
     """(h, w), or (T, h, w) of videos, of packed latents' tokens; None for latents with positions.
 
-    Raises:
-        ModelError: the latents are packed, and the adapter does not know their grid.
+    Raises ModelError: the latents are packed, and the adapter does not know their grid.
     """
     grid, shape = adapter.grid(), adapter.latent_shape()
     if grid is not None or len(shape) > 2:

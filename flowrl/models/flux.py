@@ -42,12 +42,7 @@ class Flux(Native):
     channel_axis = 2
     patch = 2
     pooled_width = "pooled_projection_dim"
-
-    def texts(self, prompts: list[str]) -> Condition:
-        embeds, pooled, _ = self.pipeline.encode_prompt(
-            prompt=prompts, device=self.device, max_sequence_length=self.config.max_sequence_length
-        )
-        return Condition({"prompt_embeds": embeds, "pooled": pooled})
+    embeddings = ("prompt_embeds", "pooled")
 
     def negative(self) -> Condition | None:
         return super().negative() if self.config.true_cfg_scale > 1 else None

@@ -9,10 +9,6 @@ its checkpoints are stored. The safety checker is not loaded: it would blacken i
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from flowrl.core.types import Condition
 from flowrl.models._native import Family
 from flowrl.models._unet import UNet, UNetConfig, on_noise
 
@@ -24,37 +20,19 @@ class Config(UNetConfig):
     """Options of every UNet family."""
 
 
-class Clip:
-    """The pipeline's one text encoder."""
-
-    pooled: int | None = None
-
-    def __init__(self, pipeline: Any) -> None:
-        self.pipeline, encoder = pipeline, pipeline.text_encoder
-        self.tokens = 0 if encoder is None else encoder.config.max_position_embeddings
-
-    def encode(
-        self, prompts: list[str], negative: list[str] | None, device: torch.device
-    ) -> tuple[Condition, Condition]:
-        embeds, away = self.pipeline.encode_prompt(prompts, device, 1, True, negative_prompt=negative)
-        return Condition({"prompt_embeds": embeds}), Condition({"prompt_embeds": away})
-
-    def added(self, cond: Condition, sizes: Tensor) -> None:
-        return None
-
-
 def sd(pipeline: Any, config: Config) -> UNet:
     """The adapter of the family."""
-    made = UNet(pipeline, config, Clip)
+    made = UNet(pipeline, config)
     pipeline.safety_checker = None
     return made
 
 
-def _unchecked(config: Config) -> dict[str, Any]:
-    return {"safety_checker": None, "requires_safety_checker": False}
-
-
 FAMILY = Family(
-    adapter=sd, pipeline="StableDiffusionPipeline", denoiser="unet", channels=(4, 4), left_out=_unchecked, fits=on_noise
+    adapter=sd,
+    pipeline="StableDiffusionPipeline",
+    denoiser="unet",
+    channels=(4, 4),
+    left_out=lambda config: {"safety_checker": None, "requires_safety_checker": False},
+    fits=on_noise,
 )
 PIPELINE, build, skeleton, takes = FAMILY.pipeline, FAMILY.build, FAMILY.skeleton, FAMILY.takes

@@ -5,8 +5,9 @@ scale (<= 1: none). Text: two CLIP encoders and T5; without T5 the pipeline pads
 so does this adapter, since it calls the pipeline's own `encode_prompt`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -37,6 +38,8 @@ class Config(ModelConfig):
 class Sd3(Native):
     lora_targets = LORA_TARGETS
     pooled_width = "pooled_projection_dim"
+    encoding: ClassVar[Mapping[str, Any]] = {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False}
+    embeddings = ("prompt_embeds", "", "pooled")
     even_sigmas = False
     max_shift = 1.16
     # The last block drops its text tokens, and so the result of their queries.
@@ -52,17 +55,6 @@ class Sd3(Native):
         default, scale, _ = super().sides()
         unit = scale * self.pipeline.patch_size
         return default, unit, self.settings["pos_embed_max_size"] * unit
-
-    def texts(self, prompts: list[str]) -> Condition:
-        embeds, _, pooled, _ = self.pipeline.encode_prompt(
-            prompt=prompts,
-            prompt_2=None,
-            prompt_3=None,
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.config.max_sequence_length,
-        )
-        return Condition({"prompt_embeds": embeds, "pooled": pooled})
 
     def negative(self) -> Condition:
         return self.texts([""])

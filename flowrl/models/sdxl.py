@@ -9,6 +9,7 @@ Refiners are refused: they start from another model's latents.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from flowrl.core.errors import ModelError
 from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.models._native import Family, Part
-from flowrl.models._unet import UNet, UNetConfig, on_noise
+from flowrl.models._unet import Clip, UNet, UNetConfig, on_noise
 from flowrl.models.pipelines.paths import lacks
 
 LEVEL = "tested"
@@ -30,7 +31,7 @@ class Config(UNetConfig):
     """Options of every UNet family."""
 
 
-class TwoClips:
+class TwoClips(Clip):
     """The pipeline's two text encoders side by side, and the image's size."""
 
     def __init__(self, pipeline: Any) -> None:
@@ -39,8 +40,8 @@ class TwoClips:
                 raise ModelError(lacks(type(pipeline).__name__, name) + "; a refiner has one text encoder alone")
         self.pipeline = pipeline
         self.tokens = pipeline.text_encoder.config.max_position_embeddings
-        self.pooled = pipeline.text_encoder_2.config.projection_dim
-        if not _sized(pipeline.unet.config, self.pooled):
+        self.pooled = width = pipeline.text_encoder_2.config.projection_dim
+        if not _sized(pipeline.unet.config, width):
             raise ModelError(
                 "model.path: this UNet takes other sizes than the image's, as a refiner does, which starts from "
                 "another model's latents; use the base checkpoint"
@@ -62,11 +63,6 @@ class TwoClips:
         return {"text_embeds": pooled, "time_ids": sent(sizes, pooled.device).to(pooled).expand(len(pooled), -1)}
 
 
-def sdxl(pipeline: Any, config: Config) -> UNet:
-    """The adapter of the family."""
-    return UNet(pipeline, config, TwoClips)
-
-
 def _sized(unet: Any, pooled: int) -> bool:
     """Whether the network takes the six sizes of a base checkpoint."""
     return unet.get("projection_class_embeddings_input_dim") == SIZES * unet.get("addition_time_embed_dim", 0) + pooled
@@ -77,5 +73,11 @@ def _base(part: Part) -> bool:
     return on_noise(part) and _sized(part("unet"), part("text_encoder_2").get("projection_dim", 512))
 
 
-FAMILY = Family(adapter=sdxl, pipeline="StableDiffusionXLPipeline", denoiser="unet", channels=(4, 4), fits=_base)
+FAMILY = Family(
+    adapter=partial(UNet, texts=TwoClips),
+    pipeline="StableDiffusionXLPipeline",
+    denoiser="unet",
+    channels=(4, 4),
+    fits=_base,
+)
 PIPELINE, build, skeleton, takes = FAMILY.pipeline, FAMILY.build, FAMILY.skeleton, FAMILY.takes

@@ -7,8 +7,9 @@ Wan 2.2 has two experts: `transformer` down to the boundary, `transformer_2` bel
 trains decide which of them trains; `flowrl plan` shows whose they are.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,7 @@ class Wan(Native):
 
     lora_targets = LORA_TARGETS
     text_width = "text_dim"
+    encoding: ClassVar[Mapping[str, Any]] = {"do_classifier_free_guidance": False}
 
     def __init__(self, pipeline: Any, config: Config) -> None:
         experts = {"transformer": pipeline.transformer}
@@ -123,15 +125,6 @@ class Wan(Native):
                 f"model.num_frames={frames} makes {latents} latent frames, and the denoiser reads {patch} at a time",
                 remedies=[Remedy({"model.num_frames": near_frames(frames, step, patch)})],
             )
-
-    def texts(self, prompts: list[str]) -> Condition:
-        embeds, _ = self.pipeline.encode_prompt(
-            prompt=prompts,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.config.max_sequence_length,
-            device=self.device,
-        )
-        return Condition({"prompt_embeds": embeds})
 
     def latent_shape(self) -> tuple[int, ...]:
         frames = (self.num_frames - 1) // self.pipeline.vae_scale_factor_temporal + 1

@@ -33,8 +33,7 @@ class Choice:
 def decided(resolved: Resolved, world: World) -> Resolved:
     """The run with `auto` decided, on all processes alike: on if one of them needs it.
 
-    Raises:
-        ConfigError, ModelError: something the user can mend, which the estimate came upon.
+    Raises ConfigError, ModelError: something the user can mend, which the estimate came upon.
     """
     if resolved.model.config.gradient_checkpointing != "auto":
         return resolved

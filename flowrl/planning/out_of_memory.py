@@ -98,8 +98,7 @@ def _estimated(phases: Sequence[str], resolved: Resolved, world: World) -> str:
 def planned(resolved: Resolved, processes: int) -> Estimate:
     """The estimate of `flowrl plan` for a run.
 
-    Raises:
-        UnknownModel, ModelError, ValueError: the model or the plan cannot be estimated.
+    Raises UnknownModel, ModelError, ValueError: the model or the plan cannot be estimated.
     """
     run, adapter, method = resolved.run, skeleton(resolved), resolved.method
     plan = method.plan(adapter.schedule(run.rollout.num_inference_steps), resolved.sampler.build(), 1, run.seed)

@@ -117,8 +117,7 @@ def require_own_call(adapter: ModelAdapter, scales: Iterable[float], world: Worl
         scales: guidance scales of the recipe.
         world: the processes.
 
-    Raises:
-        ModelError: with the two numbers, on all processes.
+    Raises ModelError: with the two numbers, on all processes.
     """
     if not isinstance(adapter, Generic) or own_call.known(adapter):
         return

@@ -85,16 +85,13 @@ class PairCollector:
         mine = torch.tensor([row for row, i in enumerate(own.ids) if i.sample == place], dtype=torch.int64)
         asked = Asked([own.ids[row] for row in mine.tolist()], own.cond, own.rows[mine])
         noise = Noise(learner.context.seed, "rollout", iteration, sampling.adapter.latent_shape())
-        bar = Progress(len(mine), f"iteration {iteration}: sampling", show=self.world.main)
-        options, size = RunOptions(progress=bar.update, stop=self.stop.in_step), learner.context.rollout_batch_size
-        before = sampling.counter.rows
+        size, before = learner.context.rollout_batch_size, sampling.counter.rows
         # A slot has one drawn sample: as many batches are made elsewhere as for groups of one.
         most = largest_shard(self.given.options.per_iteration, 1, self.world.size)
-        try:
+        with Progress(len(mine), f"iteration {iteration}: sampling", show=self.world.main) as bar:
+            options = RunOptions(progress=bar.update, stop=self.stop.in_step)
             with timer.phase("rollout"), strict(), learner.networks.weights.using(learner.method.behaviour):
                 drawn = sampling.draw(plan, noise, asked, batch_size=size, options=options, most=most)
-        finally:
-            bar.close()
         sums.add("nfe/rollout", sampling.counter.rows - before, len(mine))
         return read.x0.index_copy(0, mine, drawn.samples.x0)
 

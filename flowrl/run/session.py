@@ -69,8 +69,7 @@ class Session:
         signals: the signals that stop the work early.
         training: False leaves out what evaluations do not need.
 
-    Raises:
-        ConfigError, ModelError, RewardError: something the user can mend.
+    Raises ConfigError, ModelError, RewardError: something the user can mend.
     """
 
     def __init__(
@@ -212,8 +211,7 @@ class Session:
     def update(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
         """The optimizer steps of the iteration that was rolled out last, which they finish; its row of metrics.
 
-        Raises:
-            Diverged, ParityError: the weights are then those of an unfinished iteration.
+        Raises Diverged, ParityError: the weights are then those of an unfinished iteration.
         """
         # The parity gate is passed once, before the first update.
         gate, self._gated = None if self._gated else torch_dtype(self.resolved.model.config.dtype), True
@@ -305,12 +303,9 @@ class Session:
             if tree:  # before the scores: whenever a signal comes, an evaluation with scores has its tree
                 self.tree(tag, iteration, self.stop)
                 self.parts.previews(tag, iteration, scale, self.eval_steps, self.stop)
-            bar = Progress(total, f"evaluating {tag}", show=self.world.main)
             agreement = self.held_out if pairs else None
-            try:
+            with Progress(total, f"evaluating {tag}", show=self.world.main) as bar:
                 result = evaluator(setting, progress=bar.update, stop=self.stop, agreement=agreement)
-            finally:
-                bar.close()
         tell(result, self.parts.data.prompts, total, time.perf_counter() - started)
         return result
 
@@ -345,8 +340,7 @@ class Session:
 
         `other_data`: the given images are another set than then.
 
-        Raises:
-            ModelError: it is of another model.
+        Raises ModelError: it is of another model.
         """
         split: dict[str, dict[str, Any]] = {"weights": {}, "optim": {}, "algorithm": {}, "judges": {}}
         for name, value in tensors.items():
@@ -365,11 +359,7 @@ class Session:
 
 
 def resolved(config: RunConfig | Resolved | str | Path, *overrides: str) -> Resolved:
-    """The resolved configuration.
-
-    Raises:
-        ConfigError, ModelError: something the user can mend.
-    """
+    """The resolved configuration. Raises ConfigError, ModelError: something the user can mend."""
     if isinstance(config, Resolved | RunConfig) and overrides:
         raise TypeError(f"overrides {list(overrides)} are for a recipe, and this configuration is read already")
     if isinstance(config, Resolved):

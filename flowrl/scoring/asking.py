@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from types import TracebackType
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from flowrl.core.types import SampleId
 
 
-class Asking(Protocol):
+class Asking(AbstractContextManager[Any], Protocol):
     """The part of an iteration in which people may be asked, as a context of the whole of it on each process.
 
     Raises (at its end):
         Abandoned: another process has left, or the run is to stop.
     """
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None, /
-    ) -> bool | None: ...
 
     def begin(self, ids: Sequence[SampleId], fps: float) -> None:
         """From now on rewards may ask about these samples, those of this process that are finite.

@@ -37,8 +37,7 @@ def build_scorer(
 ) -> Scorer:
     """A scorer whose errors are logged; the options are the Scorer's.
 
-    Raises:
-        ConfigError: entries that do not go together, as only the built rewards show.
+    Raises ConfigError: entries that do not go together, as only the built rewards show.
     """
     try:
         return Scorer(entries, batch_size=batch_size, max_failed_share=max_failed_share, on_error=on_error)
@@ -90,8 +89,7 @@ def require_metadata(
         plans: the rewards that judge them.
         cards: one for each reward, where it is known.
 
-    Raises:
-        ConfigError: naming the reward, the prompt and what is wrong with it.
+    Raises ConfigError: naming the reward, the prompt and what is wrong with it.
     """
     for plan, card in zip(plans, cards, strict=True):
         needed = () if card is None else card.requires + (("images",) if card.modality == "edit" else ())
@@ -117,8 +115,7 @@ def require_metadata(
 def require_modality(name: str, card: Card, *, videos: bool, file: str = "") -> None:
     """Refuse a reward that cannot judge what the model makes, or what is in a file.
 
-    Raises:
-        ConfigError: naming the reward and the remedy.
+    Raises ConfigError: naming the reward and the remedy.
     """
     own = ""
     if card.licence == "unknown" and card.modality == "image":  # as for a function without a card
@@ -147,8 +144,7 @@ def require_modality(name: str, card: Card, *, videos: bool, file: str = "") -> 
 def require_fit(scorer: Scorer | None, adapter: ModelAdapter) -> None:
     """Refuse a reward that judges other samples, or other latents, than a model makes.
 
-    Raises:
-        ConfigError: naming the reward and the remedy.
+    Raises ConfigError: naming the reward and the remedy.
     """
     for entry in () if scorer is None else scorer.distinct:
         require_modality(entry.name, entry.reward.card, videos=adapter.num_frames > 1)

@@ -88,8 +88,7 @@ class RewardPlan:
     def build(self, sibling: WeightedReward | None = None) -> WeightedReward:
         """The entry with its component, or with that of `sibling`, an entry of the same component.
 
-        Raises:
-            ConfigError: a cache for a reward whose scores depend on the rest of the batch.
+        Raises ConfigError: a cache for a reward whose scores depend on the rest of the batch.
         """
         entry, cache = self.entry, None
         reward = self._reward() if sibling is None else sibling.reward
@@ -121,8 +120,7 @@ class RewardPlan:
     def _reward(self) -> Reward:
         """The component, named and timed as the entry says.
 
-        Raises:
-            RewardError: its outputs, or who or what judges, are not as declared; or people have a `timeout`.
+        Raises RewardError: its outputs, or who or what judges, are not as declared; or people have a `timeout`.
         """
         reward = self._component()
         if isinstance(reward, LatentReward):
@@ -207,8 +205,7 @@ class RewardPlan:
 def reward_plan(options: Options, where: str) -> RewardPlan:
     """Resolve and validate one entry of `rewards`.
 
-    Raises:
-        ConfigError: no such reward, a file without `score`, a bad option.
+    Raises ConfigError: no such reward, a file without `score`, a bad option.
     """
     common = {f.name for f in dataclasses.fields(RewardEntry)}
     if options.get("name") is None and options.get("path") is None:
@@ -249,11 +246,7 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
 
 
 def _require_towards_better(entry: RewardEntry, where: str) -> None:
-    """Refuse a factor below 0.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Refuse a factor below 0. Raises ConfigError: naming the option."""
     for option, value in (("weight", entry.weight), ("scale", entry.scale)):
         if value is not None and value < 0:
             raise ConfigError(
@@ -267,8 +260,7 @@ def _require_towards_better(entry: RewardEntry, where: str) -> None:
 def imported(kind: str, name: str, where: str) -> ModuleType:
     """The module of a component, which may be somebody else's.
 
-    Raises:
-        ConfigError: there is none, it raises, or it leaves the process changed.
+    Raises ConfigError: there is none, it raises, or it leaves the process changed.
     """
     conduct = Conduct()
     try:
@@ -297,9 +289,8 @@ def check_plans(plans: Sequence[tuple[str, RewardPlan]], *, latents: bool = Fals
 
     `latents`: those of the samples are at hand, and not only images.
 
-    Raises:
-        ConfigError: an output of two rewards, two entries of one reward that name or time it differently, or a reward
-            on latents where there are none.
+    Raises ConfigError: an output of two rewards, two entries of one reward that name or time it differently, or a
+    reward on latents where there are none.
     """
     blind = next((f"{key}: {plan.name}" for key, plan in plans if plan.on_latents and not latents), None)
     if blind is not None:
@@ -315,18 +306,12 @@ def check_plans(plans: Sequence[tuple[str, RewardPlan]], *, latents: bool = Fals
             distinct.append((key, plan))
             continue
         where, other = earlier
-        a, b = plan.entry, other.entry
-        compared = (
-            ("prefix", a.prefix, b.prefix),
-            ("timeout", a.timeout, b.timeout),
-            ("renew", a.renew, b.renew),
-            ("overlap", a.overlap, b.overlap),
-        )
-        for option, mine, theirs in compared:
-            if mine != theirs:
+        mine, theirs = vars(plan.entry), vars(other.entry)
+        for option in ("prefix", "timeout", "renew", "overlap"):
+            if mine[option] != theirs[option]:
                 raise ConfigError(
-                    f"{key}.{option}={mine}: it is the reward of {where} ({plan.name}) with the same options, which "
-                    f"is built and run once, and there it is {theirs}; set it alike in both"
+                    f"{key}.{option}={mine[option]}: it is the reward of {where} ({plan.name}) with the same options, "
+                    f"which is built and run once, and there it is {theirs[option]}; set it alike in both"
                 )
     clash = doubled_output([(f"{key} ({plan.label})", plan.outputs) for key, plan in distinct])
     if clash is not None:

@@ -49,8 +49,7 @@ def score_once(
 
     On the CPU, unless `graph` keeps them where they are, with their graph.
 
-    Raises:
-        RewardError: no numbers, a wrong shape, other outputs than declared, a finite value outside the range.
+    Raises RewardError: no numbers, a wrong shape, other outputs than declared, a finite value outside the range.
     """
     card, count = entry.reward.card, len(batch)
     named = called(entry, batch, conduct)
@@ -101,8 +100,7 @@ def one_output(score: ScoreFunction) -> ScoreFunction:
 def require_three_arguments(score: ScoreFunction, name: str) -> None:
     """Refuse a function that cannot be called as rewards are, by its own line.
 
-    Raises:
-        RewardError: it takes other arguments.
+    Raises RewardError: it takes other arguments.
     """
     try:
         signature = inspect.signature(score)

@@ -76,8 +76,7 @@ class Lanes:
         For what follows: a decoder sets switches of the whole process (cuDNN's precision), which would reach a reward's
         kernels, so that its scores depended on timing.
 
-        Raises:
-            Abandoned: the run is to stop.
+        Raises Abandoned: the run is to stop.
         """
         for future in self._on_gpu:
             self._end(future)
@@ -101,11 +100,7 @@ class Lanes:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def result(self, future: Future[Outputs]) -> Outputs:
-        """The outputs of a thread, once they are there.
-
-        Raises:
-            Abandoned: the run is to stop.
-        """
+        """The outputs of a thread, once they are there. Raises Abandoned: the run is to stop."""
         self._end(future)
         return future.result()
 
@@ -163,8 +158,7 @@ class Ahead:
             images: of the samples that come next.
             early: False keeps what a reward raised for `scores`: this process must go on with the others.
 
-        Raises:
-            RewardError: a reward has broken its contract on earlier ones.
+        Raises RewardError: a reward has broken its contract on earlier ones.
         """
         part = slice(self.done, self.done + len(images))
         self.done = part.stop
@@ -178,8 +172,7 @@ class Ahead:
     def scores(self, images: EightBitImages, latents: Latents | None = None) -> Scores:
         """The scores, when all B images are there; the other rewards, those on latents among them, score them now.
 
-        Raises:
-            RewardError: as `Scorer.score`.
+        Raises RewardError: as `Scorer.score`.
         """
         if not self.lanes:
             return self.scorer.score(images, self.prompts, self.metadata, latents)
@@ -214,8 +207,7 @@ class Beside:
     def add(self, key: Any, batch: Batch) -> list[tuple[Any, Scores]]:
         """Begin with a batch, and (key, scores) of what is due: the batch before, or this one where none overlaps.
 
-        Raises:
-            RewardError: as `Scorer.score`, perhaps for the batch before.
+        Raises RewardError: as `Scorer.score`, perhaps for the batch before.
         """
         if self.lanes is None:
             return []

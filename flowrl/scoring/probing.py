@@ -70,9 +70,8 @@ def probe(
         known: a scorer whose rewards were tried and warned of; None: none were.
         texts: with them the rewards on latents are tried; None: those on images.
 
-    Raises:
-        RewardError: a reward raises, breaks its contract, leaves a setting of the process changed, or has other scores
-            for the same image alone or in a second call than its card says.
+    Raises RewardError: a reward raises, breaks its contract, leaves a setting of the process changed, or has other
+    scores for the same image alone or in a second call than its card says.
     """
     if scorer is None or not prompts:
         return
@@ -107,8 +106,7 @@ def probe(
 def try_reward(entry: WeightedReward, batch: Batch, conduct: Conduct) -> dict[str, torch.Tensor]:
     """Scores of a batch, [B] each; called twice more, for the same batch and for one of its samples alone.
 
-    Raises:
-        RewardError: it raises, or a sample has other scores there than its card says.
+    Raises RewardError: it raises, or a sample has other scores there than its card says.
     """
     card = entry.reward.card
     scores = _scored(entry, batch, conduct)

@@ -59,9 +59,8 @@ def doubled_output(rewards: Sequence[tuple[str, Sequence[str]]]) -> str | None:
 def check_entries(entries: Sequence[WeightedReward], distinct: Sequence[WeightedReward]) -> None:
     """Refuse entries that do not go together; `distinct` are the first of each reward.
 
-    Raises:
-        ValueError: an output of two rewards, a share or gate of an output that there is not, other tries or cache than
-            an earlier entry of the same reward.
+    Raises ValueError: an output of two rewards, a share or gate of an output that there is not, other tries or cache
+    than an earlier entry of the same reward.
     """
     outputs = [name for entry in distinct for name in entry.reward.card.outputs]
     clash = doubled_output([(repr(entry.name), entry.reward.card.outputs) for entry in distinct])
@@ -172,8 +171,7 @@ class Scorer:
         Of `EightBitImages` a chunk at a time becomes floats, `FLOATS` values at most. A reward that needs whole groups
         gets the batch in one piece.
 
-        Raises:
-            RewardFailure: a broken contract, or more than `max_failed_share` of the samples failed.
+        Raises RewardFailure: a broken contract, or more than `max_failed_share` of the samples failed.
         """
         errors: list[str] = []
         joined: dict[str, Tensor] = {}
@@ -184,8 +182,7 @@ class Scorer:
     def raw(self, entry: WeightedReward, batch: Batch, errors: list[str]) -> dict[str, Tensor]:
         """Outputs of one reward, each [B], NaN where it failed; what it raised is appended to `errors`.
 
-        Raises:
-            RewardFailure: a broken contract.
+        Raises RewardFailure: a broken contract.
         """
         count, counts, batch = len(batch), self.counts[self.distinct.index(entry)], batch.seen_by(entry.reward)
         chunk = max(count, 1) if entry.reward.card.needs_groups else min(self.batch_size, most_at_once(batch.images))
@@ -202,8 +199,7 @@ class Scorer:
     def combine(self, joined: dict[str, Tensor], errors: Sequence[str]) -> Scores:
         """The scores of B samples from the outputs of all rewards.
 
-        Raises:
-            RewardFailure: more than `max_failed_share` of the samples failed.
+        Raises RewardFailure: more than `max_failed_share` of the samples failed.
         """
         values = torch.stack([entry.training_value(joined) for entry in self.entries])
         beyond = [entry.name for entry, row in zip(self.entries, values, strict=True) if row.isinf().any()]

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.backends import cudnn
 
 from flowrl.core.errors import RewardError
 from flowrl.core.types import Condition
@@ -48,6 +49,10 @@ class Setting:
     write: Callable[[Any], object]
 
 
+_LOG = logging.getLogger("flowrl")
+_STATUS = Path("/proc/self/status")
+
+
 def _working_directory() -> str | None:
     try:
         return os.getcwd()
@@ -55,46 +60,14 @@ def _working_directory() -> str | None:
         return None
 
 
-def _go_to(folder: str | None) -> None:
-    if folder is not None:
-        os.chdir(folder)
-
-
-def _autocast() -> tuple[Any, ...]:
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-
-
-def _set_autocast(values: tuple[Any, ...]) -> None:
-    for kind, (enabled, dtype) in zip(("cpu", "cuda"), values, strict=True):
+def _set_autocast(values: Sequence[tuple[str, bool, torch.dtype]]) -> None:
+    for kind, enabled, dtype in values:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
 
 
-def _set_deterministic(values: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(values[0], warn_only=values[1])
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _set_default_device(device: torch.device) -> None:
-    # Without a default torch says that it is the CPU.
-    torch.set_default_device(None if device.type == "cpu" else device)
-
-
-_LOG = logging.getLogger("flowrl")
-_STATUS = Path("/proc/self/status")
-
-
-def _cudnn() -> tuple[bool, bool, bool, bool]:
-    own = torch.backends.cudnn
-    return own.enabled, own.benchmark, own.deterministic, own.allow_tf32
-
-
 def _set_cudnn(values: tuple[bool, bool, bool, bool]) -> None:
-    own = torch.backends.cudnn
-    own.enabled, own.benchmark, own.deterministic, own.allow_tf32 = values
+    cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = values
 
 
 def _handlers() -> dict[int, Any]:
@@ -120,37 +93,47 @@ def _umask() -> int:
     return value
 
 
-def _logging() -> tuple[int, bool, int]:
-    return logging.root.manager.disable, _LOG.disabled, _LOG.level
-
-
 def _set_logging(values: tuple[int, bool, int]) -> None:
     logging.disable(values[0])
     _LOG.disabled = values[1]
     _LOG.setLevel(values[2])
 
 
-def _nothing(value: Any) -> None:
-    """Put back by the context that a call runs in."""
-
-
 OF_A_THREAD = (
     Setting("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
-    Setting("the inference mode", torch.is_inference_mode_enabled, _nothing),
-    Setting("autocast", _autocast, _set_autocast),
-    Setting("the default device", torch.get_default_device, _set_default_device),
+    # Put back by the context that a call runs in.
+    Setting("the inference mode", torch.is_inference_mode_enabled, lambda value: None),
+    Setting(
+        "autocast",
+        lambda: [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
+        _set_autocast,
+    ),
+    # Without a default torch says that it is the CPU.
+    Setting(
+        "the default device",
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    ),
     Setting("numpy's errors", np.geterr, lambda values: np.seterr(**values)),
 )
 OF_THE_PROCESS = (
     Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Setting("the working directory", _working_directory, _go_to),
+    Setting("the working directory", _working_directory, lambda folder: folder and os.chdir(folder)),
     Setting("the number of threads", torch.get_num_threads, torch.set_num_threads),
-    Setting("deterministic algorithms", _deterministic, _set_deterministic),
+    Setting(
+        "deterministic algorithms",
+        torch.get_deterministic_debug_mode,  # 0 off, 1 warns, 2 refuses
+        lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
+    ),
     Setting("the precision of matmul", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    Setting("cudnn's settings", _cudnn, _set_cudnn),
+    Setting(
+        "cudnn's settings",
+        lambda: (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
+        _set_cudnn,
+    ),
     Setting("the handlers of signals", _handlers, _set_handlers),
     Setting("the umask", _umask, os.umask),
-    Setting("logging", _logging, _set_logging),
+    Setting("logging", lambda: (logging.root.manager.disable, _LOG.disabled, _LOG.level), _set_logging),
 )
 
 
@@ -285,8 +268,7 @@ class Batch:
     def seen_by(self, reward: Reward) -> Batch:
         """The samples as a reward is given them: to one on latents those stand in place of the images, in float32.
 
-        Raises:
-            RewardError: it judges latents, and there are none.
+        Raises RewardError: it judges latents, and there are none.
         """
         if reward.on_latents is None:
             return self
