@@ -63,11 +63,7 @@ def _features(folder: Path, name: str) -> np.ndarray:
     if len(full[0]) < LEAST:
         raise ConfigError(f"--set-measures: {folder} has {len(full[0])} images of seed 0, and {LEAST} are needed")
     files = [file for row in full for file in row]
-    if chosen := next((file for file in files if media.selection(file)), None):
-        raise ConfigError(
-            f"--set-measures: {chosen} was selected ({media.selection(chosen)}): no set of a model has it"
-        )
-    images = [media.read_levels(file) for file in files]
+    images = [media.read_levels(media.unselected(file)) for file in files]
     if name == "grids":
         found = np.stack([diversity.grid(image).ravel() for image in images])
     else:

@@ -106,6 +106,13 @@ def selection(file: Path) -> str:
     return str(how.get("how")) if is_mapping(how) else ""
 
 
+def unselected(file: Path) -> Path:
+    """The file, which a set of a model's images may have. Raises ConfigError: it was selected by a score."""
+    if how := selection(file):
+        raise ConfigError(f"{file} was selected ({how}): no evaluation of a model has it; take the plain images")
+    return file
+
+
 def _note_file(video: Path) -> Path:
     return video.with_suffix(".json")
 
@@ -263,8 +270,9 @@ def contact_sheet(samples: Tensor, columns: int, limit_px: int) -> tuple[Tensor,
 
 
 def find(stem: Path) -> Path | None:
-    """The file that `write` made of a stem; None if there is none."""
-    return next((f for suffix in SUFFIXES if (f := stem.with_name(stem.name + suffix)).is_file()), None)
+    """The file that `write` made of a stem; None if there is none, or one that was selected by a score."""
+    found = next((f for suffix in SUFFIXES if (f := stem.with_name(stem.name + suffix)).is_file()), None)
+    return None if found is None or selection(found) else found
 
 
 def read_frames(file: Path) -> list[Image]:

@@ -46,7 +46,7 @@ def export(task: Task, folder: ResultsFolder, out: Path) -> int:
             target = out / place
             target.parent.mkdir(parents=True, exist_ok=True)
             if len(samples) == 1:
-                file = folder.image(*samples[0])
+                file = media.unselected(folder.image(*samples[0]))
                 if folder.videos and file.suffix != target.suffix:  # the same frame rate
                     media.encode_video(target, *media.decode_video(file))
                 else:

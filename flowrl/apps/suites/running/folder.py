@@ -165,8 +165,8 @@ class ResultsFolder:
         return self.path / IMAGES / f"{item.id}-{k:03d}{'.webp' if self.videos else '.png'}"
 
     def read(self, item: Item, k: int) -> Tensor:
-        """A saved image [3, H, W] or video [F, 3, H, W] in [0, 1]. Raises ConfigError: it is damaged or gone."""
-        file = self.image(item, k)
+        """A saved image [3, H, W] or video [F, 3, H, W] in [0, 1]. Raises ConfigError: damaged, gone, or selected."""
+        file = media.unselected(self.image(item, k))
         try:
             return media.read(file)
         except media.UNREADABLE as error:
