@@ -8,7 +8,7 @@ import sys
 from scripts.lab import cells
 
 WORDS = (
-    *("frozen-video", "guard", "guard-ratio", "proxy", "judge"),
+    *("frozen-video", "guard", "guard-ratio", "proxy", "judge", "rules"),
     *("find-best-of-n", "motion-tasks", "motion-accuracy"),
 )
 """Each is the name of its module, with dashes."""

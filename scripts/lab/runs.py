@@ -60,7 +60,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A recipe, trained with a seed in two processes."""
+    """A recipe, trained with a seed."""
 
     name: str
     """Of its run folder."""
@@ -68,10 +68,11 @@ class Run:
     seed: int
     words: tuple[str, ...] = ()
     """Further overrides, which make it another run."""
+    processes: int = 2
 
     def command(self, output: Path, *further: str) -> list[str]:
         words = [f"name={self.name}", f"output={output}", f"seed={self.seed}", *self.words, *further]
-        return [sys.executable, "-m", "flowrl", "train", str(self.recipe), *words, "--processes", "2"]
+        return [sys.executable, "-m", "flowrl", "train", str(self.recipe), *words, "--processes", str(self.processes)]
 
     def mark(self, code: str) -> dict[str, Any]:
         """What a run folder must be of, for the run to go on in it."""

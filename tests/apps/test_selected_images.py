@@ -1,4 +1,4 @@
-"""Images that a score selected (`flowrl sample --best-of`) are of no evaluation, whoever copies them into its folder."""
+"""Images that a score selected (`flowrl sample --best-of`) are in no evaluation, whoever copies them there."""
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ def test_no_reader_of_an_evaluation_takes_one(tmp_path):
             note = CHOSEN if (folder, number) == (tuned, 1) else {}
             media.write(torch.rand(3, 8, 8), folder / f"{number:05d}-0", note)
     # The report, the votes, the trackers and the previews look for a file in this way too.
-    assert media.find(base / "00001-0") and media.find(tuned / "00001-0") is None
+    assert media.find(base / "00001-0")
+    assert media.find(tuned / "00001-0") is None
     assert [one.stem for one, _ in moved.saved_pairs(base, tuned, range(2))] == ["00000-0"]
     assert signs.signs_of(tuned, [1], 1) is None
     suite, item = ResultsFolder(tmp_path / "suite"), Item("a", "a prompt")
