@@ -158,7 +158,8 @@ def gain(cell: Cell) -> float:
 
 def best(cell: Cell, other: Cell) -> str:
     levels = " to ".join(f"{100 * best_of(cell, tag, MANY).mean():.1f}" for tag in ("base", "tuned"))
-    return f"{levels}; {between(best_of(cell, 'tuned', MANY), best_of(other, 'tuned', MANY))}"
+    both = [best_of(each, "tuned", MANY) for each in (cell, other)]
+    return levels if other is cell else f"{levels}; {between(*both)}"
 
 
 def rival(cell: Cell, other: Cell) -> str:
