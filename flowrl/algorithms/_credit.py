@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, RuleConfig, advantages, aggregate, unclipped
-from flowrl.credit.history import RewardHistory
+from flowrl.credit.history import RewardHistory, expected, moments, newest
 from flowrl.credit.selection import FilterConfig
 
 
@@ -18,7 +19,9 @@ class Rule:
 
     def __init__(self, config: RuleConfig, groups: FilterConfig | None = None) -> None:
         self.config, self.groups = config, groups
-        self.history = None if config.history is None else RewardHistory(config.history)
+        self.history = _memory(config)
+        self.best: list[Tensor] | None = None
+        """Highest value of each reward, where the rule has virtual samples."""
         self.past = 0
         """Iterations before this one, from which the k of `best_of` follows."""
 
@@ -29,11 +32,11 @@ class Rule:
 
         `clipped` False gives it unclipped, with its bound.
         """
-        past = None if self.history is None else self.history.add(prompts, aggregate(rewards, weights))
+        known = self.best if self.history is None else self.history.add(prompts, aggregate(rewards, weights))
         config, best = self.config, self.config.best_of
         if best is not None:
             config, self.past = replace(config, best_of=best.at(self.past)), self.past + 1
-        credit = (advantages if clipped else unclipped)(rewards, weights, config, past=past)
+        credit = (advantages if clipped else unclipped)(rewards, weights, config, known=known)
         if self.groups is None:
             return credit
         return replace(credit, kept=credit.kept & self.groups.useful(aggregate(rewards, weights))[:, None])
@@ -56,6 +59,18 @@ class Rule:
         if self.config.best_of is not None:
             self.past = rest.pop("best_of", 0)
         return rest
+
+
+def _memory(config: RuleConfig) -> RewardHistory | None:
+    """What a rule remembers of earlier iterations, if anything."""
+    history = config.history
+    if config.name == "smooth":
+        return RewardHistory(partial(moments, ddof=config.ddof), 3)
+    if history is None:
+        return None
+    if history.decay is not None:
+        return RewardHistory(partial(expected, decay=history.decay), 3)
+    return RewardHistory(partial(newest, size=history.buffer_size), history.min_count)
 
 
 def plain_rewards(rewards: Tensor, weights: Tensor) -> Advantages:

@@ -329,6 +329,15 @@ class CreditOptions(Options):
     filter: FilterConfig | None = None
     """Groups that are trained (Edit-R1); null: all that are not dead."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.advantages.virtual_best:
+            raise OptionError(
+                f"advantages.virtual_best={self.advantages.virtual_best} makes the mean advantage negative, by which a "
+                "signed loss on finished samples runs away; it is for methods on the steps of a rollout",
+                remedies=[Remedy({"advantages.virtual_best": 0})],
+            )
+
     def credit_rule(self) -> RuleConfig:
         return self.advantages.rule()
 

@@ -35,7 +35,9 @@ LEVEL = "tested"
 class SeparateConfig(AdvantageConfig):
     """An advantage rule, or one advantage for each reward, which no other method's loss takes."""
 
-    name: Literal["group", "per_reward", "gdpo", "separate", "median", "batch", "best_of"] = "group"
+    name: Literal[
+        "group", "per_reward", "gdpo", "separate", "median", "batch", "best_of", "smooth", "leave_one_out"
+    ] = "group"
 
 
 @dataclass(frozen=True, kw_only=True)

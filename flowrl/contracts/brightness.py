@@ -4,7 +4,7 @@ from torch import Tensor
 
 from flowrl.reward import Card
 
-CARD = Card(outputs=("brightness",), modality="any", differentiable=True)
+CARD = Card(outputs=("brightness",), low=0.0, high=1.0, modality="any", differentiable=True)
 
 
 def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:

@@ -2,127 +2,35 @@
 
 Order everywhere: aggregate, centre, scale, normalise over the batch, clip, select. NaN marks a masked
 sample: it enters no statistic, gets advantage 0 and is never selected. A group that is compared with equal
-rewards only is dead: its advantages are exactly 0 under every rule.
+rewards only is dead: its advantages are exactly 0 under every rule. Most rules compare a group with itself, so one of
+equal rewards is dead; `smooth` and `batch` also with earlier ones, and `virtual_best` with the best reward there can
+be: there a group of equal rewards is dead if all the others are equal to it as well, as in a group that is all right.
 
-    rule        advantage                                                                    from
-    group       sum of weighted raw rewards, then (r - mean) / (std + eps)                   Flow-GRPO, Dr. GRPO
-    per_reward  each reward normalised, then their sum with weights rescaled to 1            MixGRPO
-    gdpo        each reward normalised, their weighted sum normalised over the batch         GDPO
-    separate    each reward normalised and clipped, one advantage per reward                 DanceGRPO
-    median      sum of weighted raw rewards, then (r - median) / (median deviation + eps)    MC-GRPO
-    batch       sum of weighted raw rewards, then (r - mean) / (std + eps) over the batch    DDPO
-    best_of     what a sample adds to the best of k, by the sum of weighted raw rewards      max@k, PKPO
+    rule           advantage                                                                    from
+    group          sum of weighted raw rewards, then (r - mean) / (std + eps)                   Flow-GRPO, Dr. GRPO
+    leave_one_out  the same with the mean of the other samples                                  RLOO
+    smooth         the same, blended with that over all groups of the prompt so far             DCPO
+    per_reward     each reward normalised, then their sum with weights rescaled to 1            MixGRPO
+    gdpo           each reward normalised, their weighted sum normalised over the batch         GDPO
+    separate       each reward normalised and clipped, one advantage per reward                 DanceGRPO
+    median         sum of weighted raw rewards, then (r - median) / (median deviation + eps)    MC-GRPO
+    batch          sum of weighted raw rewards, then (r - mean) / (std + eps) over the batch    DDPO, SPO
+    best_of        what a sample adds to the best of k, by the sum of weighted raw rewards      max@k, PKPO
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import OptionError, Remedy
 from flowrl.credit.best_of import BestOfConfig, added_to_best
 from flowrl.credit.groups import aggregate, dead_groups, live, masked_mean, over
-from flowrl.credit.history import HistoryConfig, normalise_against
+from flowrl.credit.history import normalise_against, unexpected
+from flowrl.credit.rule_options import RuleConfig
 from flowrl.credit.selection import SelectConfig, select
-
-Std = Literal["global", "group", "none"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuleConfig:
-    """An advantage rule; a method with one loss per reward adds `separate` to the names."""
-
-    name: Literal["group", "per_reward", "gdpo", "median", "batch", "best_of"] = "group"
-    """The rule; see `flowrl/credit/advantages.py`."""
-    std: Std = "global"
-    """Divide by the std of all samples of the iteration, of the prompt's group, or not at all (Dr. GRPO).
-
-    `per_reward`, `gdpo` (`group` only) and `separate` do so reward by reward; `median` has its own scale; `batch` has
-    the std of what it compares with, or none; `best_of` the global one, or none.
-    """
-    eps: float = 1e-4
-    """Added to the std or the median deviation."""
-    clip: float | None = 5.0
-    """Bound on the absolute advantage; null for none."""
-    ddof: Literal[0, 1] = 0
-    """Delta degrees of freedom of the std: 0 divides by n (Flow-GRPO), 1 by n - 1 (DanceGRPO, MixGRPO, GDPO)."""
-    trimmed_ratio: float = 0.0
-    """Share of a group's samples, the lowest, that mean and std leave out."""
-    min_deviation: float = 0.1
-    """Least deviation of the rule `median`, as a fraction of the group's std."""
-    history: HistoryConfig | None = None
-    """Mean and std of the rule `batch` from the prompt's own rewards, of this and earlier iterations, once there are
-    enough; null: always from the batch."""
-    best_of: BestOfConfig | None = None
-    """Options of the rule `best_of`; null: k = 4 of it."""
-
-    def __post_init__(self) -> None:
-        if not self.eps >= 0:
-            raise ValueError(f"eps={self.eps} must not be negative")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip={self.clip} must be positive, or null for none")
-        if not 0 <= self.trimmed_ratio < 1:
-            raise ValueError(f"trimmed_ratio={self.trimmed_ratio} must be in [0, 1)")
-        if self.name == "gdpo" and self.std != "group":
-            raise OptionError(
-                f"std={self.std!r}: gdpo normalises every reward within its group", remedies=[Remedy({"std": "group"})]
-            )
-        if not 0 < self.min_deviation <= 1:
-            raise ValueError(f"min_deviation={self.min_deviation} must be in (0, 1]: a part of the group's std")
-        if self.name == "median" and self.clip is None:
-            raise OptionError("clip=null: its deviation can be next to 0", remedies=[Remedy({"clip": 5.0})])
-        if self.name in ("median", "batch", "best_of") and self.trimmed_ratio:
-            words = f"trimmed_ratio={self.trimmed_ratio}: the rule {self.name!r} leaves no reward out"
-            raise OptionError(words, remedies=[Remedy({"trimmed_ratio": 0.0})])
-        if self.name == "batch" and self.std == "group":
-            raise OptionError("std='group': of a batch there is one std", remedies=[Remedy({"std": "global"})])
-        if self.name == "best_of" and self.std == "group":
-            words = "std='group': a group's best of k rises with its spread, which this would divide out"
-            raise OptionError(words, remedies=[Remedy({"std": "global"}), Remedy({"std": "none"})])
-        if self.name != "best_of" and self.best_of is not None:
-            words = f"best_of: the rule is {self.name!r}"
-            best = Remedy({"name": "best_of"} | ({"std": "global"} if self.std == "group" else {}))
-            raise OptionError(words, remedies=[best, Remedy({"best_of": None})])
-        if self.name != "batch" and self.history is not None:
-            batch = Remedy({"name": "batch"} | ({"std": "global"} if self.std == "group" else {}))
-            words = f"history: the rule {self.name!r} compares within a group"
-            raise OptionError(words, remedies=[batch, Remedy({"history": None})])
-
-    def rule(self) -> RuleConfig:
-        """The rule that samples are compared by."""
-        return self
-
-    def selection(self) -> SelectConfig | None:
-        """Samples of a prompt that are updated on; None: all."""
-        return None
-
-    def check_group(self, group_size: int) -> None:
-        """Refuse what a group of this size cannot give; the configuration alone does not know the size."""
-        if group_size < 2 and self.name != "batch":
-            std = {"advantages.std": "global"} if self.std == "group" else {}
-            raise OptionError(
-                f"advantages.name={self.name} compares the samples of a prompt, and rollout.group_size={group_size}",
-                remedies=[Remedy({"rollout.group_size": 2}), Remedy({"advantages.name": "batch"} | std)],
-            )
-        best = self.best_of or BestOfConfig()
-        k = max(best.k, best.end or 1) if self.name == "best_of" else 1
-        if k > group_size:
-            raise OptionError(
-                f"advantages.best_of: of {group_size} samples there is no best of {k}",
-                remedies=[Remedy({"advantages.best_of": {"k": group_size}}), Remedy({"rollout.group_size": k})],
-            )
-        selection = self.selection()
-        if selection is not None:
-            selection.check_group(group_size)
-        if self.trimmed_ratio and group_size - int(group_size * self.trimmed_ratio) < 2:
-            raise ValueError(
-                f"advantages.trimmed_ratio={self.trimmed_ratio} leaves fewer than 2 of {group_size} samples for mean "
-                f"and std; it must stay below {1 - 1 / group_size:.4g}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +69,7 @@ class Advantages:
 
 
 def advantages(
-    rewards: Tensor, weights: Tensor, config: RuleConfig, *, past: Sequence[Tensor | None] | None = None
+    rewards: Tensor, weights: Tensor, config: RuleConfig, *, known: Sequence[Tensor | None] | None = None
 ) -> Advantages:
     """Advantages of all samples of an iteration by the configured rule.
 
@@ -169,21 +77,22 @@ def advantages(
         rewards: training values [R, P, G]; NaN marks a failure.
         weights: [R]; a reward of weight 0 is only logged.
         config: the rule.
-        past: of the rule `batch`: the rewards [n] that each prompt is compared with; None: those of the iteration.
+        known: of a rule that remembers, what it knows of each prompt (`credit/history.py`); with `virtual_best` the
+            highest value of each reward; None: this iteration alone.
 
     Raises ValueError: rewards that do not fit the configuration, naming the key.
     """
-    return _clipped(_compared(rewards, weights, config, past), config)
+    return _clipped(_compared(rewards, weights, config, known), config)
 
 
 def unclipped(
-    rewards: Tensor, weights: Tensor, config: RuleConfig, *, past: Sequence[Tensor | None] | None = None
+    rewards: Tensor, weights: Tensor, config: RuleConfig, *, known: Sequence[Tensor | None] | None = None
 ) -> Advantages:
     """The same credit for a method that multiplies before it clips: values without the clip, and `bound`.
 
     The samples that take part are chosen by the clipped values, as without the multiplication.
     """
-    result = _compared(rewards, weights, config, past)
+    result = _compared(rewards, weights, config, known)
     bound = None
     if config.clip is not None:
         bound = torch.full(result.values.shape[2:], config.clip)
@@ -191,13 +100,20 @@ def unclipped(
     return replace(_clipped(result, config), values=result.within(None), bound=bound)
 
 
-def _compared(rewards: Tensor, weights: Tensor, config: RuleConfig, past: Sequence[Tensor | None] | None) -> Compared:
+def _compared(rewards: Tensor, weights: Tensor, config: RuleConfig, known: Sequence[Tensor | None] | None) -> Compared:
     """Rewards compared by the rule, before the clip; see `advantages`."""
     if rewards.ndim != 3:
         raise ValueError(f"rewards must be [R, P, G], got {tuple(rewards.shape)}")
-    config.check_group(rewards.shape[2])
-    # Only `batch` has a past, and without one it compares like the others.
-    return RULES[config.name](rewards, weights, config) if past is None else batch(rewards, weights, config, past)
+    size = rewards.shape[2]
+    config.check_group(size)
+    if config.virtual_best:
+        tops = [own.nan_to_num(-torch.inf).max() for own in rewards] if known is None else [*known]
+        virtual = torch.tensor(tops).to(rewards)[:, None, None].expand(-1, rewards.shape[1], config.virtual_best)
+        rewards, known = torch.cat([rewards, virtual], dim=2), None
+    if known is not None:
+        return {"batch": batch, "smooth": smooth}[config.name](rewards, weights, config, known)
+    result = RULES[config.name](rewards, weights, config)
+    return replace(result, values=result.values[:, :size], valid=result.valid[:, :size])
 
 
 def _clipped(compared: Compared, config: RuleConfig) -> Advantages:
@@ -297,6 +213,35 @@ def group(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
     return Compared(values[:, :, None], total.isfinite(), dead)
 
 
+def leave_one_out(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
+    """(sum of weighted rewards - mean of the others of its group) / (std + eps): n / (n - 1) times the rule `group`.
+
+    Source: arXiv 2402.14740; huggingface/trl:trl/trainer/rloo_trainer.py.
+    """
+    own = group(rewards, weights, config)
+    count = own.valid.sum(dim=1)
+    return replace(own, values=own.values * (count / (count - 1).clamp(min=1))[:, None, None])
+
+
+def smooth(
+    rewards: Tensor, weights: Tensor, config: RuleConfig, known: Sequence[Tensor | None] | None = None
+) -> Compared:
+    """The smaller, in size, of b / i + (1 - 1 / i) a and a / i + (1 - 1 / i) b: a by the rule `group`, b the same over
+    all i groups of the prompt so far.
+
+    Source: arXiv 2509.02333; lime-RL/DCPO.
+    """
+    own, total = group(rewards, weights, config), aggregate(rewards, weights)
+    if known is None:
+        return own
+    visits, mean, variance = torch.stack([own for own in known if own is not None]).T[:, :, None]
+    a = own.values.squeeze(2)
+    b = torch.where(own.valid, over(total - mean, variance.sqrt() + config.eps), 0.0)
+    one, other = (torch.lerp(x, y, 1 / visits) for x, y in ((a, b), (b, a)))
+    values = torch.where(own.valid, torch.where(one.abs() < other.abs(), one, other), 0.0)
+    return replace(own, values=values[:, :, None], dead=(variance.squeeze(1) == 0) | ~own.valid.any(dim=1))
+
+
 def per_reward(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
     """Each reward normalised by itself, then their sum with weights rescaled to an absolute sum of 1.
 
@@ -358,19 +303,23 @@ def median(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
     dead = dead_groups(filled, valid)
     scale = torch.maximum(deviation, config.min_deviation * std) + config.eps
     values = torch.where(dead[:, None], 0.0, over(centred, scale))
+    if config.nonzero_factor:
+        values = values * (valid.sum(dim=1, keepdim=True) / (values != 0).sum(dim=1, keepdim=True).clamp(min=1))
     left_out = torch.zeros_like(valid).scatter(1, sample, True)
     return Compared(values[:, :, None], valid, dead, left_out)
 
 
 def batch(
-    rewards: Tensor, weights: Tensor, config: RuleConfig, past: Sequence[Tensor | None] | None = None
+    rewards: Tensor, weights: Tensor, config: RuleConfig, known: Sequence[Tensor | None] | None = None
 ) -> Compared:
-    """(reward - mean) / (std + eps) over the iteration, or over the rewards `past` of a prompt; see `advantages`.
+    """(reward - mean) / (std + eps) over the iteration, or over the prompt's rewards that `history` remembers.
 
-    Source: arXiv 2305.13301; kvablack/ddpo-pytorch:ddpo_pytorch/stat_tracking.py.
+    Source: arXiv 2305.13301; kvablack/ddpo-pytorch:ddpo_pytorch/stat_tracking.py; arXiv 2509.13232 for `decay`.
     """
     total = aggregate(rewards, weights)
-    values, dead = normalise_against(total, past, eps=config.eps, ddof=config.ddof, scaled=config.std == "global")
+    if known is not None and config.history is not None and config.history.decay is not None:
+        total, known = unexpected(total, known), None
+    values, dead = normalise_against(total, known, eps=config.eps, ddof=config.ddof, scaled=config.std == "global")
     return Compared(values[:, :, None], total.isfinite(), dead)
 
 
@@ -390,6 +339,8 @@ def best_of(rewards: Tensor, weights: Tensor, config: RuleConfig) -> Compared:
 Rule = Callable[[Tensor, Tensor, RuleConfig], Compared]
 RULES: dict[str, Rule] = {
     "group": group,
+    "leave_one_out": leave_one_out,
+    "smooth": smooth,
     "per_reward": per_reward,
     "gdpo": gdpo,
     "separate": separate,

@@ -36,7 +36,7 @@ def by_gains(credit: Advantages, gains: Tensor, rule: RuleConfig, weight: float)
 
     A group that is dead by its rewards stays so.
     """
-    one, bounded = torch.ones(1), replace(rule, history=None)
+    one, bounded = torch.ones(1), replace(rule, history=None, virtual_best=0)
     own = [advantages(gains[None, :, :, k], one, bounded).values[:, :, 0] for k in range(gains.shape[2])]
     steps = credit.values.sum(dim=2)[:, :, None] + weight * torch.stack(own, dim=2)
     pruned = gains.isnan() | ~credit.kept[:, :, None]

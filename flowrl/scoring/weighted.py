@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -48,6 +48,13 @@ class WeightedReward:
         if self.scale is None and self.offset is None:
             return self.reward.card.transform
         return 1.0 if self.scale is None else self.scale, 0.0 if self.offset is None else self.offset
+
+    def highest(self) -> float:
+        """The highest training value that the card allows; inf: it has no bound."""
+        card, open_ = self.reward.card, replace(self, gate=None)
+        ends = {output: card.high if card.prefers_more(output) else card.low for output in self.shares()}
+        value = float(open_.training_value({output: torch.tensor(end) for output, end in ends.items()}))
+        return value if self.gate is None else max(value, self.gate.floor)
 
     def training_value(self, raw: Mapping[str, Tensor]) -> Tensor:
         """[B] from the raw outputs of all rewards; NaN where a used output is NaN, or the gate's."""

@@ -25,6 +25,8 @@ CONFIGS = {
     "separate": SeparateConfig(name="separate", std="group"),
     "median": AdvantageConfig(name="median"),
     "best_of": AdvantageConfig(name="best_of"),
+    "leave_one_out": AdvantageConfig(name="leave_one_out"),
+    "smooth": AdvantageConfig(name="smooth", std="group"),
 }
 WEIGHTS = torch.tensor([1.0, 0.5, 0.0])
 
@@ -96,7 +98,7 @@ def test_order_does_not_matter_under_any_rule(config):
     assert_close(swapped.values.sum(dim=2), before.values.sum(dim=2))
 
 
-@pytest.mark.parametrize("name", ["group", "per_reward", "per_reward_global", "gdpo", "separate"])
+@pytest.mark.parametrize("name", ["group", "per_reward", "per_reward_global", "gdpo", "separate", "leave_one_out"])
 def test_advantages_sum_to_zero_in_every_group_under_the_rules_with_a_mean(name):
     found = advantages(draw(), WEIGHTS, CONFIGS[name])
     assert_close(found.values.sum(dim=1), torch.zeros(4, found.values.shape[2]), rtol=0, atol=1e-5)

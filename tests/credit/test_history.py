@@ -2,6 +2,7 @@
 
 import json
 from collections import deque
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch.testing import assert_close
 from flowrl.algorithms._credit import Rule
 from flowrl.algorithms.dance_grpo import SeparateConfig
 from flowrl.credit.advantages import AdvantageConfig, advantages
-from flowrl.credit.history import HistoryConfig, RewardHistory, normalise_against
+from flowrl.credit.history import HistoryConfig, RewardHistory, newest, normalise_against
 
 NAN = float("nan")
 ONE = torch.ones(1)
@@ -28,7 +29,7 @@ def rule(buffer_size: int = 16, min_count: int = 16, **options) -> Rule:
 def remembered(by: Rule) -> dict:
     """Identity -> its newest rewards."""
     assert by.history is not None
-    return by.history.rewards
+    return by.history.known
 
 
 def credit(by: Rule, prompts: list, *rows: list[float]) -> np.ndarray:
@@ -145,11 +146,11 @@ def test_weights_are_applied_before_anything_is_remembered():
 
 
 def test_prompts_are_told_apart_by_their_pictures_and_their_whole_text():
-    by = RewardHistory(HistoryConfig(buffer_size=4, min_count=2))
+    by = RewardHistory(partial(newest, size=4), 2)
     long = "word " * 200
     prompts = [("a cat", ("a.png",)), CAT, (long + "one", ()), (long + "two", ())]
     by.add(prompts, torch.arange(4.0)[:, None])
-    assert [list(own) for own in by.rewards.values()] == [[0.0], [1.0], [2.0], [3.0]]
+    assert list(by.known.values()) == [[0.0], [1.0], [2.0], [3.0]]
 
 
 def test_the_memory_survives_json_to_the_last_bit():
@@ -158,7 +159,8 @@ def test_the_memory_survives_json_to_the_last_bit():
     other.load_state_dict(json.loads(json.dumps(by.state_dict())))
     assert remembered(other) == remembered(by)
     assert other.state_dict() == by.state_dict()
-    assert remembered(other)[DOG].maxlen == 3
+    credit(other, [DOG], [2.0, 3.0])
+    assert remembered(other)[DOG] == [7.0, 2.0, 3.0], "no more than before"
 
 
 def test_a_memory_that_is_not_told_the_prompts_says_so():

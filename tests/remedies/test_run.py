@@ -90,6 +90,15 @@ def whole_groups(remedy: Remedy, members: tuple[str, ...], key: str) -> None:
     require_whole_groups(method, get(remedy, key, 2), stand_in(size=4))
 
 
+def unbounded(remedy: Remedy) -> None:
+    """`assemble` of a rule with virtual best samples."""
+    from flowrl.run.assembly.rewards import Scorers
+
+    entry = stand_in(name="mine", weight=1.0, highest=lambda: float("inf"))
+    if get(remedy, "algorithm.advantages.virtual_best", 1):
+        Scorers(stand_in(entries=[entry]), None).highest()
+
+
 def taken_port(remedy: Remedy) -> None:
     from flowrl.apps.gallery.local import _bound
 
@@ -217,6 +226,7 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
      lambda remedy: whole_groups(remedy, (), "rollout.prompts_per_iteration")),
     ("run/assembly/learner.py:require_whole_groups",
      lambda remedy: whole_groups(remedy, ("a",), "data.pairs.per_iteration")),
+    ("run/assembly/rewards.py:Scorers.highest", unbounded),
     ("apps/gallery/local.py:_bound", taken_port),
     ("data/text_files.py:text_folder", folder_of_texts),
     ("data/options.py:DataConfig.__post_init__ 1 2", cached_texts),

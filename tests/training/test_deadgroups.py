@@ -101,3 +101,13 @@ def test_it_is_told_ever_less_often_and_anew_after_a_good_iteration():
     assert look(live, watcher=watcher) is None
     assert "in a row" not in warning(dead, watcher=watcher)
     assert "for 2 iterations in a row" in warning(dead, watcher=watcher)
+
+
+def test_with_a_virtual_best_only_groups_that_are_all_right_are_dead():
+    rule = AdvantageConfig(std="group", virtual_best=1)
+    for values, words in (([0.0, 0.0], None), ([1.0, 1.0], "'mine' is saturated, with 1, an end of its range")):
+        table = torch.tensor([values])
+        credit = advantages(table[None], torch.ones(1), rule, known=[torch.tensor(1.0)])
+        rollout: Any = SimpleNamespace(rewards=table[None], raw={"mine": table}, image_std=0.1)
+        text = DeadGroups([entry()]).warning(rollout, credit)
+        assert text is None if words is None else text is not None and words in text

@@ -67,6 +67,8 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
     data = read(resolved, kind)
     prompts = data.prompts
     scorers = Scorers.of(resolved, kind.climbs, prompts)
+    if kind.method.rule.config.virtual_best:
+        kind.method.rule.best = scorers.highest()
     adapter = load(resolved)
     data.require_fit(adapter, resolved)
     weights = trained_weights(resolved, kind, adapter, prompts.train, world)

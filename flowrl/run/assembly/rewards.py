@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from flowrl.config.resolved import Resolved
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.data.text_cache import Texts
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.models.base import ModelAdapter
@@ -34,6 +39,18 @@ class Scorers:
             cards = [entry.reward.card for entry in scorers.trained.entries]
             require_paths(resolved.algorithm.name, resolved.rewards, cards)
         return scorers
+
+    def highest(self) -> list[Tensor]:
+        """The highest value of each trained reward, for `virtual_best`. Raises ConfigError: one of them has none."""
+        entries = () if self.trained is None else self.trained.entries
+        for entry in entries:
+            if entry.weight and not math.isfinite(entry.highest()):
+                raise ConfigError(
+                    f"algorithm.advantages.virtual_best: the card of reward {entry.name!r} says no highest value; give "
+                    "the reward a clip [low, high], or its Card `high`",
+                    remedies=[Remedy({"algorithm.advantages.virtual_best": 0})],
+                )
+        return [torch.tensor(entry.highest()) for entry in entries]
 
     def tried(self, adapter: ModelAdapter, prompts: RunPrompts, texts: Texts | None = None) -> None:
         """Score noise of the model's size; with `texts` by the rewards on latents, without by those on images.
