@@ -4,6 +4,8 @@ Each check is a pure function of an `Evidence`. It gives a `Seen`, None where al
 folder does not have what it needs. `docs/troubleshooting.md` has a section for each.
 """
 
+from __future__ import annotations
+
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -40,11 +42,28 @@ class Check:
     """Share, in (0, 1], of a metric that does not rise that it explains when it is there in full. 1: nothing is
     learned at all; about 1/2: learning is slow or leads elsewhere; 0.1: it costs time alone."""
     look: Callable[[Evidence], Seen | None]
+    texts: dict[str, Any]
+    """The rest of its entry in checks.yaml."""
+
+    def finding(self, seen: Seen, noun: str) -> Finding:
+        """What it saw, in words; `noun`: "image" or "video"."""
+        texts = self.texts
+        for case in seen.cases:
+            texts = texts | self.texts["cases"][case]
+        words = {"value": seen.value, "limit": seen.limit, "noun": noun} | seen.words
+        sentence, name, *change = (
+            text.format(**words) for text in (texts["sentence"], texts["number"], *texts["change"])
+        )
+        likelihood = round(self.weight * min(max(seen.severity, 0.01), 1.0), 4)
+        number = Number(name, seen.value, seen.limit)
+        return Finding(
+            self.name, likelihood, sentence, number, Change(*change), f"{PAGE}#{self.name.replace(' ', '-')}"
+        )
 
 
 CHECKS = tuple(
-    Check(name, weight, resolve_name(f"{__name__}.{place}"))
-    for name, (weight, place) in table(Path(__file__).with_name("checks.yaml"))["checks"].items()
+    Check(name, entry.pop("weight"), resolve_name(f"{__name__}.{entry.pop('look')}"), entry)
+    for name, entry in table(Path(__file__).with_name("checks.yaml"))["checks"].items()
 )
 
 
@@ -94,10 +113,7 @@ def diagnose(run: Run) -> Diagnosis:
             continue
         looked.append(check.name)
         if seen is not None:
-            anchor = check.name.replace(" ", "-")
-            likelihood = round(check.weight * min(max(seen.severity, 0.01), 1.0), 4)
-            place = f"{PAGE}#{anchor}"
-            findings.append(Finding(check.name, likelihood, seen.sentence, seen.number, seen.change, place))
+            findings.append(check.finding(seen, run.noun))
     findings.sort(key=lambda finding: -finding.likelihood)
     return Diagnosis(run.name, findings, looked, lacking)
 

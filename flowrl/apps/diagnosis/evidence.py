@@ -42,15 +42,19 @@ class Change:
     """A value to try, in words where it is not one number."""
 
 
-@dataclass(frozen=True, slots=True)
 class Seen:
-    """What a check found, before it has its name and place."""
+    """What a check found: the number that shows it, and the words of its texts in checks.yaml.
 
-    severity: float
-    """In (0, 1]: how much of the run it touches."""
-    sentence: str
-    number: Number
-    change: Change
+    Args:
+        severity: in (0, 1], how much of the run it touches.
+        value: the number.
+        limit: its value from which on it is a finding.
+        cases: the cases of the table that this is.
+        words: values of the texts.
+    """
+
+    def __init__(self, severity: float, value: float, limit: float, *cases: str, **words: Any) -> None:
+        self.severity, self.value, self.limit, self.cases, self.words = severity, value, limit, cases, words
 
 
 class Evidence:
@@ -227,12 +231,3 @@ class Evidence:
         if not found:
             raise Lacking("no image of the same prompt and seed is saved for both evaluations")
         return found
-
-
-def text(value: float) -> str:
-    """A number for a sentence, with three digits.
-
-    >>> text(0.123456), text(12.0), text(3e-9)
-    ('0.123', '12', '3e-09')
-    """
-    return "nan" if math.isnan(value) else f"{value:.3g}"

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from flowrl.apps.diagnosis.evidence import Change, Evidence, Lacking, Number, Seen, text
+from flowrl.apps.diagnosis.evidence import Evidence, Lacking, Seen
 from flowrl.statistics.intervals import NORMAL
 from flowrl.statistics.paired import group_means, prompt_means
 from flowrl.statistics.scales import FAINT, scale_up
@@ -42,13 +42,7 @@ def one_reward_dominates(seen: Evidence) -> Seen | None:
     if shares[name] <= ALONE:
         return None
     output = name.removeprefix("advantage/").removesuffix("_share")
-    return Seen(
-        shares[name],
-        f"Of {len(names)} rewards {output} alone decides the advantages: it makes {shares[name]:.1%} of the variance "
-        "inside a group.",
-        Number(name, shares[name], ALONE),
-        Change("algorithm.advantages.name", "gdpo, which puts each reward on one scale; or a smaller weight of it"),
-    )
+    return Seen(shares[name], shares[name], ALONE, count=len(names), output=output)
 
 
 def reward_saturated(seen: Evidence) -> Seen | None:
@@ -58,18 +52,12 @@ def reward_saturated(seen: Evidence) -> Seen | None:
         raise Lacking(f"eval/base.json has no scores of {seen.metric}")
     values, counts = np.unique(table[np.isfinite(table)], return_counts=True)
     total, most = int(counts.sum()), int(counts.argmax())
-    share, value = float(counts[most]) / total, float(values[most])
+    share = float(counts[most]) / total
     if total < LEAST_IMAGES:
         raise Lacking(f"it needs {LEAST_IMAGES} scored samples of the base, and there are {total}")
     if share <= SATURATED:
         return None
-    return Seen(
-        share,
-        f"The reward is saturated: {seen.metric} is {text(value)} for {share:.0%} of {total} {seen.run.noun}s of the "
-        "untrained model, so there is little to compare.",
-        Number(f"share of equal {seen.metric}", share, SATURATED),
-        Change("rewards", "one with values in between; or data.prompts that the model solves now and then"),
-    )
+    return Seen(share, share, SATURATED, metric=seen.metric, score=float(values[most]), total=total)
 
 
 def reward_scale(seen: Evidence) -> Seen | None:
@@ -80,17 +68,12 @@ def reward_scale(seen: Evidence) -> Seen | None:
     stds = seen.column("reward/group_std", 1)
     std = float(np.median(stds[stds > 0])) if (stds > 0).any() else 0.0
     live = [(i, entry) for i, entry in enumerate(seen.option("rewards") or []) if entry.get("weight", 1.0)]
-    larger = f"{scale_up(std):g} times as large" if std else "larger by powers of ten"
-    change = Change("rewards", f"scores that are {larger}, by the scale of each")
     if len(live) == 1 and std:
-        change = Change(f"rewards.{live[0][0]}.scale", f"{(live[0][1].get('scale') or 1.0) * scale_up(std):g}")
-    return Seen(
-        1.0,
-        f"The scale of the rewards is too small: inside a group they differ by {text(std)} (std), and the largest "
-        f"advantage of an iteration is {text(seen.faint)}, where 1 is usual. Another learning rate does not mend that.",
-        Number("advantage/largest", seen.faint, FAINT),
-        change,
-    )
+        place, entry = live[0]
+        scale = (entry.get("scale") or 1.0) * scale_up(std)
+        return Seen(1.0, seen.faint, FAINT, "one reward", std=std, place=place, scale=scale)
+    larger = f"{scale_up(std):g} times as large" if std else "larger by powers of ten"
+    return Seen(1.0, seen.faint, FAINT, std=std, larger=larger)
 
 
 def reward_noise(seen: Evidence) -> Seen | None:
@@ -114,14 +97,8 @@ def reward_noise(seen: Evidence) -> Seen | None:
     if math.isnan(by_seed) or math.isnan(by_time) or max(ends) >= RELIABLE:
         return None
     reliability = max(2 * by_seed / (1 + by_seed), 0.0)  # Spearman-Brown: of all seeds together
-    return Seen(
-        1 - max(reliability, by_time, 0.0),
-        f"{metric} looks like noise: its split-half reliability over the seeds of {prompts} prompts is "
-        f"{text(reliability)}, and scores before and after {first.iteration} iterations on the same noise correlate by "
-        f"{text(by_time)}.",
-        Number("split-half reliability", reliability, RELIABLE),
-        Change("rewards", "one whose score repeats (flowrl score IMAGES twice); with a noisy judge a mean of calls"),
-    )
+    words = {"metric": metric, "prompts": prompts, "iterations": first.iteration, "by_time": by_time}
+    return Seen(1 - max(reliability, by_time, 0.0), reliability, RELIABLE, **words)
 
 
 def _correlation(one: np.ndarray, other: np.ndarray) -> tuple[float, int]:
@@ -149,21 +126,12 @@ def too_few_samples(seen: Evidence) -> Seen | None:
     least = POWER * scatter / math.sqrt(max(len(each), 1))
     if least <= MEDIUM * spread:
         return None
-    finite = math.isfinite(least)
-    wanted = math.ceil((POWER * scatter / (MEDIUM * spread)) ** 2) if finite else 32
-    found = (
-        f"With {prompts} {seen.run.subject.name} x {before.shape[1]} seeds a change of {metric} below {text(least)}"
-        " is not seen"
-        if finite
-        else "One prompt has no interval"
-    )
-    return Seen(
-        min(least / (4 * MEDIUM * spread), 1.0) if finite else 1.0,
-        f"{found}: the base's {seen.run.noun}s have a standard deviation of {text(spread)}, and half of that is a "
-        "usual gain.",
-        Number("smallest effect that is seen", least, MEDIUM * spread),
-        Change("data.max_eval_prompts", f"{wanted} prompts; or a larger eval.samples_per_prompt"),
-    )
+    if not math.isfinite(least):
+        return Seen(1.0, least, MEDIUM * spread, "one prompt", spread=spread, wanted=32)
+    wanted = math.ceil((POWER * scatter / (MEDIUM * spread)) ** 2)
+    words = {"prompts": prompts, "subject": seen.run.subject.name, "seeds": before.shape[1], "metric": metric}
+    severity = min(least / (4 * MEDIUM * spread), 1.0)
+    return Seen(severity, least, MEDIUM * spread, spread=spread, wanted=wanted, **words)
 
 
 def scorers_disagree(seen: Evidence) -> Seen | None:
@@ -179,12 +147,7 @@ def scorers_disagree(seen: Evidence) -> Seen | None:
     if not up or not down:
         return None
     best, worst = max(up, key=lambda m: effects[m]), min(down, key=lambda m: effects[m])
-    change = seen.changes[worst]
-    return Seen(
-        min(-effects[worst], 1.0),
-        f"The scorers disagree: {best} got better by {text(effects[best])} standard deviations of the base's "
-        f"{seen.run.noun}s, and {worst} got worse by {text(-effects[worst])}. The {seen.run.noun}s may be made for "
-        "the one scorer.",
-        Number(f"change of {worst}", change["mean"], -SMALL * float(np.nanstd(seen.base.scores[worst]))),
-        Change("rewards", f"{worst} with a weight too; or a KL term (algorithm.kl.coef), or fewer iterations"),
-    )
+    rise, fall = effects[best], -effects[worst]
+    limit = -SMALL * float(np.nanstd(seen.base.scores[worst]))
+    mean = seen.changes[worst]["mean"]
+    return Seen(min(fall, 1.0), mean, limit, best=best, rise=rise, worst=worst, fall=fall)

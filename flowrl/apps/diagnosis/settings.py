@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flowrl.apps.diagnosis.evidence import Change, Evidence, Lacking, Number, Seen, text
+from flowrl.apps.diagnosis.evidence import Evidence, Lacking, Seen
 from flowrl.apps.gallery.runs import number, value_at
 from flowrl.core.assets import table
 
@@ -40,13 +40,8 @@ def evaluation_differs(seen: Evidence) -> Seen | None:
         if used is None or trained is None or float(used) == float(trained):
             continue
         factor = max(float(used), _LEAST) / max(float(trained), _LEAST)
-        return Seen(
-            min(abs(math.log(factor)), 1.0),
-            f"Evaluations are not of what is trained: their {words} are {text(float(used))}, those of training "
-            f"{text(float(trained))}, and {seen.metric} did not rise.",
-            Number(f"eval.{key}", float(used), float(trained)),
-            Change(f"eval.{key}", f"{float(trained):g}, as in training; or train with {float(used):g}"),
-        )
+        severity = min(abs(math.log(factor)), 1.0)
+        return Seen(severity, float(used), float(trained), what=words, key=key, metric=seen.metric)
     return None
 
 
@@ -60,17 +55,8 @@ def text_cut(seen: Evidence) -> Seen | None:
     longest, limit = (number(value_at(facts, name, key)) for key in ("longest", "limit"))
     if not share > CUT_SHARE:
         return None
-    whole = f"{longest:.0f} if the encoder can; or shorter prompts"
-    return Seen(
-        share,
-        f"Every text encoder cuts prompts off. The {name} that cuts fewest has {limit:.0f} tokens, the longest prompt "
-        f"{longest:.0f}, and {share:.0%} of the prompts lose their end.",
-        Number("share of prompts that are cut", share, CUT_SHARE),
-        Change(
-            "model.max_sequence_length" if seen.given("model.max_sequence_length") is not None else "data.prompts",
-            whole,
-        ),
-    )
+    cases = [] if seen.given("model.max_sequence_length") is None else ["option"]
+    return Seen(share, share, CUT_SHARE, *cases, name=name, tokens=limit, longest=longest)
 
 
 def blur(seen: Evidence) -> Seen | None:
@@ -85,13 +71,7 @@ def blur(seen: Evidence) -> Seen | None:
     if ratio >= BLURRED:
         return None
     used = seen.base.num_inference_steps or steps
-    return Seen(
-        1 - ratio,
-        f"The images got blurred: after training with {steps} steps they have {ratio:.0%} of the base's edge energy "
-        f"(median of {len(ratios)} images at {used} steps).",
-        Number("edge energy, of the base's", ratio, BLURRED),
-        Change("rollout.num_inference_steps", f"{2 * steps}; or an eval.rewards entry that sees sharpness"),
-    )
+    return Seen(1 - ratio, ratio, BLURRED, steps=steps, twice=2 * steps, images=len(ratios), used=used)
 
 
 def edge_energy(image: np.ndarray) -> float:
@@ -117,10 +97,5 @@ def slow_phase(seen: Evidence) -> Seen | None:
     if not over:
         return None
     name = max(over, key=lambda n: over[n])
-    option, value = REMEDIES[name]
-    return Seen(
-        shares[name],
-        f"The phase {name} takes {shares[name]:.0%} of an iteration.",
-        Number(f"time/{name}_s, of time/iteration_s", shares[name], bounds[name]),
-        Change(option, value),
-    )
+    option, advice = REMEDIES[name]
+    return Seen(shares[name], shares[name], bounds[name], name=name, option=option, advice=advice)

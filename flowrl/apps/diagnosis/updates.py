@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from flowrl.apps.diagnosis.evidence import TREND_ROWS, Change, Evidence, Lacking, Number, Seen, text
+from flowrl.apps.diagnosis.evidence import TREND_ROWS, Evidence, Lacking, Seen
 from flowrl.apps.gallery import movement
 from flowrl.evaluation.moved import HALF_LEVEL
 
@@ -48,16 +48,10 @@ def dead_groups(seen: Evidence) -> Seen | None:
     share = float(values[len(values) // 2 :].mean())
     if share <= DEAD:
         return None
-    size, change = int(seen.option("rollout.group_size")), "prompts that the model solves now and then"
-    advice = Change("rollout.group_size", f"{2 * size}, or {change}")
+    size, cases = int(seen.option("rollout.group_size")), list[str]()
     if "sample/image_std" in seen.columns and float(np.median(seen.column("sample/image_std"))) < SAME_IMAGES:
-        advice = Change("rollout.sampler.noise_level", "larger, or rollout.shared_noise=false: the images are the same")
-    return Seen(
-        share,
-        f"In {share:.0%} of the groups all {size} samples have the same reward, so these groups teach nothing.",
-        Number("advantage/dead_group_share", share, DEAD),
-        advice,
-    )
+        cases.append("same images")
+    return Seen(share, share, DEAD, *cases, size=size, twice=2 * size)
 
 
 def _clip(seen: Evidence) -> float:
@@ -75,14 +69,8 @@ def clip_never(seen: Evidence) -> Seen | None:
     clip = _clip(seen)
     if log_ratio >= UNUSED * clip:
         return None
-    rate = float(seen.option("optim.learning_rate"))
-    return Seen(
-        1.0,
-        f"The clip never acts: within an iteration the log ratio is {text(log_ratio)} (RMS), of a clip range of "
-        f"{text(clip)}. The policy hardly moves.",
-        Number("RMS log ratio / clip range", log_ratio / clip, UNUSED),
-        Change("optim.learning_rate", f"{10 * rate:g}"),
-    )
+    rate = 10 * float(seen.option("optim.learning_rate"))
+    return Seen(1.0, log_ratio / clip, UNUSED, log_ratio=log_ratio, clip=clip, rate=rate)
 
 
 def clip_always(seen: Evidence) -> Seen | None:
@@ -96,14 +84,9 @@ def clip_always(seen: Evidence) -> Seen | None:
     given = seen.given("algorithm.clip_range")
     if given is not None and "policy/approx_kl" in seen.columns and seen.log_ratio() < PAST_CLIP * _clip(seen):
         return None
-    wider = "10 times the sampler's default" if given is None else f"{10 * _clip(seen):g}"
-    return Seen(
-        share,
-        f"The clip takes the gradient of {share:.0%} of the terms that it can reach: those after the first of "
-        f"{seen.updates} updates of an iteration.",
-        Number("policy/clip_fraction", float(clipped.mean()), CLIPPED * (1 - 1 / seen.updates)),
-        Change("algorithm.clip_range", wider),
-    )
+    cases, limit = [] if given is None else ["given"], CLIPPED * (1 - 1 / seen.updates)
+    words = {"share": share, "updates": seen.updates, "wider": 10 * _clip(seen)}
+    return Seen(share, float(clipped.mean()), limit, *cases, **words)
 
 
 def ratio_below_one(seen: Evidence) -> Seen | None:
@@ -120,34 +103,20 @@ def ratio_below_one(seen: Evidence) -> Seen | None:
             worst, where = mean, name
     if not where:
         return None
-    return Seen(
-        min(worst / (4 * clip), 1.0),
-        f"The mean ratio is {text(1 - worst)}, below 1 by more than the clip range {text(clip)}: good samples no "
-        "longer meet the clip, and nothing bounds how far they push.",
-        Number(where, 1 - worst, 1 - clip),
-        Change("algorithm.name", "grpo_guard, which centres the log ratio; or a smaller optim.learning_rate"),
-    )
+    return Seen(min(worst / (4 * clip), 1.0), 1 - worst, 1 - clip, name=where, clip=clip)
 
 
 def gradient_explodes(seen: Evidence) -> Seen | None:
     """A gradient norm that grows tenfold past its clip, or updates that are skipped."""
-    rate = float(seen.option("optim.learning_rate"))
-    change = Change("optim.learning_rate", f"{rate / 10:g}")
-    if seen.trains_noise:  # the gradient of a log density grows as 1 / std
-        change = Change("algorithm.least_std", "0.5: single values of the noise have lost their std")
+    rate = float(seen.option("optim.learning_rate")) / 10
+    cases = ["noise"] if seen.trains_noise else []
     if seen.skipped > SKIPPED and seen.skipped * seen.steps > AMP_SEARCH:
-        sentence = f"{seen.skipped:.0%} of the updates were skipped, since their gradient was not finite."
-        return Seen(1.0, sentence, Number("optim/skipped", seen.skipped, SKIPPED), change)
+        return Seen(1.0, seen.skipped, SKIPPED, "skipped", *cases, rate=rate)
     first, last = seen.quarters("grad/norm")
     bound = seen.option("optim.max_grad_norm")
     if not first or last <= GROWTH * first or (bound is not None and last <= float(bound)):
         return None
-    return Seen(
-        min(math.log10(last / first) / 3, 1.0),
-        f"The gradient norm of an update grew from {text(first)} to {text(last)} over the run.",
-        Number("grad/norm", last, GROWTH * first),
-        change,
-    )
+    return Seen(min(math.log10(last / first) / 3, 1.0), last, GROWTH * first, *cases, first=first, rate=rate)
 
 
 def gradient_vanishes(seen: Evidence) -> Seen | None:
@@ -161,13 +130,7 @@ def gradient_vanishes(seen: Evidence) -> Seen | None:
     typical = float(np.median(norm))
     if typical >= eps:
         return None
-    return Seen(
-        1.0,
-        f"The gradient norm of an update is {text(typical)}, below optim.eps={eps:g}: Adam's steps shrink with it, and "
-        "the weights stand still.",
-        Number("grad/norm", typical, eps),
-        Change("algorithm.advantages.std", "group; or larger weights of the rewards (or a smaller optim.eps)"),
-    )
+    return Seen(1.0, typical, eps)
 
 
 def kl_runaway(seen: Evidence) -> Seen | None:
@@ -184,15 +147,8 @@ def kl_runaway(seen: Evidence) -> Seen | None:
         around = values[middle - tenth // 2 : middle + (tenth + 1) // 2]
         before, last = float(np.median(around)), float(np.median(values[-tenth:]))
         if before > 0 and last > CUBIC * before and last > CUBIC * float(np.median(values[:middle])):
-            coef = seen.given("algorithm.kl.coef", 0.0)
-            kl = f"{10 * float(coef):g}" if coef else "0.01"
-            return Seen(
-                min(math.log10(last / before) / 2, 1.0),
-                f"{name} grew {last / before:.0f} times from the middle of the run to its end, faster than the third "
-                "power of the iteration: the policy runs away.",
-                Number(name, last, CUBIC * before),
-                Change("algorithm.kl.coef", f"{kl}; or a smaller optim.learning_rate"),
-            )
+            times, coef = last / before, 10 * float(seen.given("algorithm.kl.coef", 0.0)) or 0.01
+            return Seen(min(math.log10(times) / 2, 1.0), last, CUBIC * before, name=name, times=times, coef=coef)
     return None
 
 
@@ -203,13 +159,8 @@ def schedule_ended(seen: Evidence) -> Seen | None:
     idle = len(rate) - 1 - int(live[-1])
     if rate.max() <= 0 or idle < ENDED_SHARE * len(rate):
         return None
-    return Seen(
-        idle / len(rate),
-        f"The last {idle} of {len(rate)} iterations had less than 1 % of the largest learning rate: the schedule had "
-        "ended, and they changed nothing.",
-        Number("optim/learning_rate", float(rate[-1]), ENDED * float(rate.max())),
-        Change("optim.schedule", f"constant; or iterations={len(rate) - idle}"),
-    )
+    words = {"idle": idle, "total": len(rate), "live": len(rate) - idle}
+    return Seen(idle / len(rate), float(rate[-1]), ENDED * float(rate.max()), **words)
 
 
 def weights_hardly_move(seen: Evidence) -> Seen | None:
@@ -224,13 +175,6 @@ def weights_hardly_move(seen: Evidence) -> Seen | None:
         raise Lacking("no sample of the same prompt and seed is saved for both evaluations")
     if not found.hardly:
         return None
-    rate = float(seen.option("optim.learning_rate"))
-    return Seen(
-        1 - found.levels,
-        movement.of_run_in_words(seen.run),
-        Number(f"mean difference of the {seen.run.noun}s", found.levels, HALF_LEVEL),
-        Change(
-            "optim.learning_rate",
-            f"{10 * rate:g}" + (", or a larger model.lora.alpha" * (seen.given("model.lora") is not None)),
-        ),
-    )
+    cases = [] if seen.given("model.lora") is None else ["lora"]
+    words = {"words": movement.of_run_in_words(seen.run), "rate": 10 * float(seen.option("optim.learning_rate"))}
+    return Seen(1 - found.levels, found.levels, HALF_LEVEL, *cases, **words)

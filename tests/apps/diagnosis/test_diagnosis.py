@@ -269,7 +269,6 @@ def test_few_images_of_one_score_are_no_saturation(simulated: Simulated):
 
 def test_every_advice_names_an_option_of_a_recipe():
     """The keys that the checks name, against the options of the embedded recipe and of all methods and samplers."""
-    import ast
     import importlib
 
     known = set(leaves(resolve(load_config("quickstart", ["rollout.exploration={pool: 64}"])).tree()))
@@ -279,11 +278,9 @@ def test_every_advice_names_an_option_of_a_recipe():
             known |= {f"{where}.{item.name}" for item in fields(config)}
     known |= {".".join(key.split(".")[:n]) for key in known for n in range(1, key.count(".") + 1)}
     named = {option for option, _ in settings.REMEDIES.values()}
-    for file in (ROOT / "flowrl/apps/diagnosis").glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Change":
-                constants = (part for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant))
-                named |= {str(part.value) for part in constants}
-    whole = {key for key in named if re.fullmatch(r"[a-z]+(\.\w+)+", key)}  # the rest are parts of an f-string
+    for check in CHECKS:
+        entries = (check.texts, *check.texts.get("cases", {}).values())
+        named |= {entry["change"][0] for entry in entries if "change" in entry}
+    whole = {key for key in named if re.fullmatch(r"[a-z]+(\.\w+)+", key)}  # the rest have words of the check in them
     assert len(whole) > 10
     assert whole - known == set()
