@@ -1,8 +1,14 @@
 """`flowrl ask`: a checkpoint, images or an evaluation of a run that is under way, or its end."""
 
+import re
 import shlex
+import sys
+import time
 from pathlib import Path
 from typing import Any
+
+from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.registry import suggest
 
 _DOES = {
     **{"save": "the run saves", "sample": "the run draws the images"},
@@ -50,8 +56,6 @@ def command(
 
 def _checked(run: Path, word: str, options: dict[str, Any]) -> Any:
     """The word, if a run that takes it is under way in the folder. Raises ConfigError: with the remedy."""
-    from flowrl.core.errors import ConfigError, Remedy
-    from flowrl.core.registry import suggest
     from flowrl.run import desk as requests
     from flowrl.run import status
 
@@ -91,8 +95,6 @@ def _ended(run: Path) -> str:
 
 def answered(run: Path, name: str, word: str) -> dict[str, Any]:
     """The answer to a request, once it is final; or that the run has ended without one."""
-    import time
-
     from flowrl.run import desk as requests
     from flowrl.run import status
 
@@ -117,8 +119,6 @@ def answered(run: Path, name: str, word: str) -> dict[str, Any]:
 
 def _finished(run: Path) -> int:
     """The last iteration with a row, by the end of the file."""
-    import re
-
     try:
         with (run / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - (1 << 16)))
@@ -135,8 +135,6 @@ class _Line:
         self.last = ""
 
     def show(self, text: str, seconds: float) -> None:
-        import sys
-
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{text} ({seconds:.0f} s)\x1b[K")
         elif text != self.last:
@@ -145,8 +143,6 @@ class _Line:
         sys.stderr.flush()
 
     def close(self) -> None:
-        import sys
-
         if self.last and sys.stderr.isatty():
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

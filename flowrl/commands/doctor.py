@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from flowrl.core.errors import ConfigError, Fault, Remedy, described
 
 if TYPE_CHECKING:
     from flowrl.config.resolved import Resolved
@@ -24,8 +29,6 @@ def command(
     With --check: the laws of a component. Exit code 1 if something fails.
     """
     if check is not None and model is not None:
-        from flowrl.core.errors import ConfigError, Remedy
-
         raise ConfigError(
             f"--check {check} and --model {model}: each is a test of its own",
             remedies=[Remedy(without="--check"), Remedy(without="--model")],
@@ -76,8 +79,6 @@ def _model(resolved: Resolved) -> str:
 
 def _report(what: str, check: Callable[[], str]) -> bool:
     """Print one line about a test; True if it passed."""
-    from flowrl.core.errors import Fault, described
-
     try:
         print(f"ok    {what}: {check()}")
     except (Exception, SystemExit) as error:  # the whole point is to name whatever goes wrong
@@ -87,8 +88,6 @@ def _report(what: str, check: Callable[[], str]) -> bool:
 
 
 def _facts() -> list[str]:
-    import os
-
     import torch
 
     from flowrl.config.trackers import known
@@ -118,9 +117,6 @@ def _torchvision() -> str:
 
 
 def _two_processes() -> str:
-    import subprocess
-    import sys
-
     from flowrl.run.launch import free_port
 
     code = (

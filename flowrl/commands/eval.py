@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowrl.commands._arguments import showing
+from flowrl.core.errors import ConfigError, Remedy, no_exit
+from flowrl.core.files import out_folder
 
 if TYPE_CHECKING:
     from flowrl.evaluation.results import Evaluation
@@ -71,8 +73,6 @@ def command(
 
 def _require_fit(suite: str | None, own: dict[str, object], others: list[str], processes: int) -> None:
     """Refuse options of a suite without one, and `others`, those of a configuration, with one."""
-    from flowrl.core.errors import ConfigError, Remedy
-
     # A guidance of 0 equals False.
     given = [name for name, value in own.items() if value is not None and value is not False]
     given += ["--processes"] if processes > 1 else []
@@ -94,8 +94,6 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
 
     given = load_config(target, overrides)  # its faults are told before the libraries are imported
     from flowrl.apps import set_measures
-    from flowrl.core.errors import no_exit
-    from flowrl.core.files import out_folder
     from flowrl.data.contents import require_unedited
     from flowrl.evaluation import moved
     from flowrl.evaluation.results import Evaluation

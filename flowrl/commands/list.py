@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import shlex
 from typing import TYPE_CHECKING, NoReturn
+
+from flowrl.core import assets, registry
+from flowrl.core.errors import ConfigError, Remedy, described
+from flowrl.core.files import json_ready
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,13 +23,7 @@ KINDS = ("models", "samplers", "algorithms", "rewards", "credits", "suites", "re
 
 def command(kind: str, name: str | None = None, as_json: bool = False) -> None:
     """List components, their options, and recipes. Downloads nothing."""
-    import json
-    import shlex
-
     from flowrl.commands import _listed
-    from flowrl.core import registry
-    from flowrl.core.errors import ConfigError, Remedy
-    from flowrl.core.files import json_ready
 
     if kind not in KINDS:
         _refuse(kind)
@@ -58,8 +59,6 @@ def command(kind: str, name: str | None = None, as_json: bool = False) -> None:
 def _refuse(kind: str) -> NoReturn:
     """Refuse a KIND that there is not; where it is like the name of a component or recipe, that is what is meant."""
     from flowrl.commands._listed import credit_rules
-    from flowrl.core import assets, registry
-    from flowrl.core.errors import ConfigError, Remedy
 
     commands = {each: f"flowrl list {each}" for each in KINDS}
     named = {name: f"flowrl list {each} {name}" for each in registry.FOLDERS for name in registry.names(each)}
@@ -92,9 +91,6 @@ def _rows(kind: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
 
 def _components(kind: str) -> Iterator[tuple[str, ...]]:
     """Name and cells of each component: a built-in one's as they are stored, of one that is not stored by an import."""
-    from flowrl.core import registry
-    from flowrl.core.errors import described
-
     builtin, known = registry.names(kind), registry.stored(kind)
     for name in (*builtin, *(each for each in registry.plugins(kind) if each not in builtin)):
         try:
@@ -138,8 +134,6 @@ def direction(card: Card) -> str:
 
 def cells(kind: str, name: str) -> tuple[str, ...]:
     """Cells of a component, by COLUMNS, from its module."""
-    from flowrl.core import registry
-
     own = vars(registry.load(kind, name))
     level = own.get("LEVEL", "experimental")
     if kind == "suites":
@@ -182,8 +176,6 @@ def span(card: Card) -> str:
 
 def suite_lines(name: str) -> list[str]:
     """A suite's facts in lines, from its module."""
-    import dataclasses
-
     from flowrl.evaluation.suite import load_suite
 
     suite = load_suite(name)

@@ -1,8 +1,18 @@
 """`flowrl new`: a commented, running file to start from."""
 
+import json
+import re
+import shlex
+import sys
 from collections.abc import Sequence
+from keyword import iskeyword
 from pathlib import Path
+from string import Template
 from typing import Any, Literal
+
+from flowrl.core.assets import table
+from flowrl.core.errors import ConfigError
+from flowrl.core.files import writing
 
 Kind = Literal["reward", "method", "sampler", "suite", "config"]
 STARTING = Path(__file__).parent / "starting"
@@ -21,8 +31,6 @@ def command(
     hours: float | None = None,
 ) -> None:
     """Write a commented file to start from. A reward, method, sampler, suite or config. It runs as it is."""
-    from flowrl.core.errors import ConfigError
-
     known = (model, reward or [], prompts, pairs, memory, hours)
     if kind != "config" and any(known):
         raise ConfigError(f"KIND={kind}: the options of a recipe are for KIND=config")
@@ -34,17 +42,6 @@ def write(kind: str, name: str, folder: Path, *, short: bool = False, known: Seq
 
     Raises ConfigError: a bad name, there is such a file, no short one of this kind, or a recipe that cannot be.
     """
-    import json
-    import re
-    import shlex
-    import sys
-    from keyword import iskeyword
-    from string import Template
-
-    from flowrl.core.assets import table
-    from flowrl.core.errors import ConfigError
-    from flowrl.core.files import writing
-
     if short and kind != "reward":
         raise ConfigError(f"--short writes a reward as one function, and KIND={kind}")
     ending = ".yaml" if kind == "config" else ".py"

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 from flowrl.commands._arguments import showing
+from flowrl.core.errors import ConfigError
+from flowrl.core.files import out_folder
 
 
 def command(
@@ -19,9 +21,6 @@ def command(
     quiet: bool = False,
 ) -> None:
     """Make preference pairs by rewards. A pair is the best and the worst sample of a prompt."""
-    from flowrl.core.errors import ConfigError
-    from flowrl.core.files import out_folder
-
     with showing(quiet):
         if check:
             if out is not None or count is not None or per_prompt is not None or margin or processes > 1:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flowrl.core.errors import ConfigError
 from flowrl.core.startup import imports
 from flowrl.display.units import operations, size
 
@@ -150,7 +151,6 @@ def step_plan(resolved: Resolved, adapter: Any) -> StepPlan:
     import torch
 
     from flowrl.config.checks import check_trained
-    from flowrl.core.errors import ConfigError
     from flowrl.diffusion.schedules import Schedule, shift_sigmas
 
     steps, training = resolved.run.rollout.num_inference_steps, resolved.training
@@ -326,7 +326,6 @@ def transition_std(resolved: Resolved, adapter: Any, plan: StepPlan) -> list[flo
     """std of every step's transition; 0 for deterministic steps."""
     import torch
 
-    from flowrl.core.errors import ConfigError
     from flowrl.samplers.base import step_std
 
     if not any(plan.stochastic):

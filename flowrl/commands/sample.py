@@ -11,10 +11,15 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowrl.commands._arguments import showing
+from flowrl.core.errors import ConfigError, ModelError, Remedy
+from flowrl.core.files import file_sha256, out_folder
+from flowrl.media import media, mp4
+from flowrl.media.media import UNREADABLE, open_image
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,8 +60,6 @@ def command(
 
         from flowrl.apps import selection
         from flowrl.apps.command_line import call_of, require_finite
-        from flowrl.core.errors import ConfigError
-        from flowrl.core.files import out_folder
         from flowrl.display.phases import phase
         from flowrl.run import judged
         from flowrl.run.trained import frame_rate, learned_noise
@@ -95,8 +98,6 @@ class Video:
     """Frames a second; None: nobody said."""
 
     def __post_init__(self) -> None:
-        from flowrl.media import mp4
-
         if self.fps is not None:
             mp4.require_rate(self.fps, "--fps")
         if self.form == "mp4":
@@ -111,16 +112,12 @@ class Video:
 
     def require_kind(self, pipeline: Any) -> None:
         """Raise ConfigError where the command asks for videos and the pipeline's call knows no frames and no video."""
-        from inspect import signature
-
         known = signature(type(pipeline).__call__).parameters
         if not any(part in name for name in known for part in ("frame", "video")):
             self.require(pipeline, 1, "makes images, which are written as PNG")
 
     def require(self, pipeline: Any, frames: int, what: str = "made an image, which is written as PNG") -> None:
         """Raise ConfigError for an image where the command asks for a kind or a rate of videos."""
-        from flowrl.core.errors import ConfigError, Remedy
-
         if frames == 1 and self.asked is not None:
             raise ConfigError(
                 f"{self.asked}: it is for videos, and {type(pipeline).__name__} {what}",
@@ -144,9 +141,7 @@ def _draw(
     """Write `count` samples of each prompt, or the chosen ones, into `out` and print their files; `made`: origin."""
     import torch
 
-    from flowrl.core.errors import ConfigError
     from flowrl.display.display import Progress
-    from flowrl.media import media
     from flowrl.media.eight_bits import eight_bit
     from flowrl.models.weights.whole import require_finite
 
@@ -184,8 +179,6 @@ def _draw(
 
 def provenance(made: dict[str, Any], prompt: str, images: Iterable[str], seed: int) -> dict[str, Any]:
     """Plain data of one file: `origin` of its call, prompt, seed, and the contents of the image files."""
-    from flowrl.core.files import file_sha256
-
     hashes = [{"file": Path(path).name, "sha256": file_sha256(Path(path))} for path in images]
     return {"prompt": prompt, "seed": seed, **made, "images": hashes}
 
@@ -207,8 +200,6 @@ def _image_arguments(pipeline: Any, record: Prompt, call: dict[str, Any]) -> dic
         ConfigError: an image that cannot be a frame of this size.
         ModelError: too few images, or too many.
     """
-    from flowrl.core.errors import ConfigError, ModelError
-    from flowrl.media.media import open_image
     from flowrl.models.generic.images import image_arguments
 
     try:
@@ -223,7 +214,6 @@ def _image_arguments(pipeline: Any, record: Prompt, call: dict[str, Any]) -> dic
 
 def _distributions(noise: LearnedNoise, records: list[Prompt]) -> Gaussians:
     """The learned noise distribution of each prompt. Raises ConfigError: a prompt that the run did not train on."""
-    from flowrl.core.errors import ConfigError
     from flowrl.data.prompts import identity
     from flowrl.rollout.learned_noise import UnknownPrompt
 
@@ -241,11 +231,9 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
 
     Raises ConfigError: a file or an image that cannot be read, or images from --image and from a file at once.
     """
-    from flowrl.core.errors import ConfigError, Remedy
     from flowrl.data.prompt_files import TEXTS, named_as_file
     from flowrl.data.prompt_sources import Columns, load_prompts
     from flowrl.data.prompts import Prompt
-    from flowrl.media.media import UNREADABLE, open_image
 
     for file in images:
         try:

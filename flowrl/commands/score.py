@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.files import out_folder, write_atomically
+from flowrl.media import media
 from flowrl.media.media import IMAGE_SUFFIXES, SELECTED, selection
 from flowrl.media.mp4 import SUFFIXES
 
@@ -40,8 +43,6 @@ def command(
 
     Exit code 1 if a reward scored nothing.
     """
-    from flowrl.core.errors import ConfigError, Remedy
-    from flowrl.core.files import out_folder
     from flowrl.scoring.build import build_rewards, build_scorer
 
     if (check is None) == (not reward):
@@ -74,8 +75,6 @@ def _print_records(
     records: Iterator[dict[str, Any]], outputs: Sequence[str], out: Path | None
 ) -> dict[str, list[float]]:
     """Print the lines as they come, or write them into the folder `out` at the end; returns output -> its numbers."""
-    from flowrl.core.files import write_atomically
-
     values: dict[str, list[float]] = {name: [] for name in outputs}
     lines, selected = list[str](), Counter[str]()
     for record in records:
@@ -114,9 +113,7 @@ def _plans(rewards: Sequence[str], options: Sequence[str], *, check: bool) -> li
 def _samples(images: Path, prompts: str | None, plans: Sequence[RewardPlan]) -> list[_Sample]:
     """What is scored, 10 after 9; `prompts` None: those that `flowrl sample` wrote."""
     from flowrl.apps.matching import matched
-    from flowrl.core.errors import ConfigError
     from flowrl.data.natural import natural
-    from flowrl.media import media
 
     # Hidden files are those of other programs, such as macOS's ._clip.mp4: no video, in spite of the suffix.
     inside = [file for file in images.iterdir() if file.name[0] != "."] if images.is_dir() else []
@@ -163,9 +160,6 @@ def _with_rate(file: Path, prompt: str, record: dict) -> _Sample:
 
     Raises ConfigError: a file that needs the extra `video`, which is not installed.
     """
-    from flowrl.core.errors import ConfigError
-    from flowrl.media import media
-
     if not media.is_video_file(file) and file.suffix.lower() not in media.MAY_MOVE:
         return file, prompt, record
     try:
@@ -215,7 +209,6 @@ def _opened(scorer: Scorer, samples: Sequence[_Sample]) -> Iterator[tuple[Sequen
     """
     import torch
 
-    from flowrl.core.errors import ConfigError
     from flowrl.media.eight_bits import EightBitImages, unit_floats
     from flowrl.scoring.build import require_modality
 
@@ -261,9 +254,6 @@ def _changes(shapes: Sequence[Any]) -> list[int]:
 
 def _levels(file: Path) -> torch.Tensor:
     """The image or video of a file, uint8; ConfigError where there is none."""
-    from flowrl.core.errors import ConfigError
-    from flowrl.media import media
-
     try:
         return media.read_levels(file)
     except media.UNREADABLE as error:
@@ -290,7 +280,6 @@ def _check(plan: RewardPlan, samples: Sequence[_Sample], prompts: str | None) ->
     """Test the contract of a reward and print the findings; True if it holds."""
     from flowrl.contracts.latents import LatentTrial
     from flowrl.contracts.rewards import COUNT, RewardTrial, trial_batch
-    from flowrl.core.errors import ConfigError
     from flowrl.media.eight_bits import unit_floats
     from flowrl.scoring.build import require_modality
     from flowrl.scoring.surroundings import Batch

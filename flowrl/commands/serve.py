@@ -1,7 +1,13 @@
 """`flowrl serve`: rewards over HTTP, for runs on other machines or in other environments."""
 
+import ipaddress
+import os
+import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from flowrl.core.errors import ConfigError, Remedy
 
 
 def command(
@@ -22,11 +28,8 @@ def command(
     grace_s: float = 30,
 ) -> None:
     """Serve rewards over HTTP until a signal. A run reads them by `remote`."""
-    from importlib.util import find_spec
-
     from flowrl.apps.command_line import reward_entries
     from flowrl.apps.serving.messages import Limits
-    from flowrl.core.errors import ConfigError, Remedy
 
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
@@ -61,14 +64,12 @@ def _serve(
     batching: dict[str, Any],
 ) -> None:
     import asyncio
-    import signal
 
     from flowrl.apps.serving.app import Service
     from flowrl.apps.serving.batching import Batcher
     from flowrl.apps.serving.counters import Counters
     from flowrl.apps.serving.listener import bind, run
     from flowrl.apps.serving.process import Worker, WorkerFailed
-    from flowrl.core.errors import ConfigError
 
     try:
         sock = bind(host, port)
@@ -97,11 +98,6 @@ def _token(host: str, file: Path | None, variable: str | None) -> str | None:
 
     Raises ConfigError: there is none where one was named, or where the server can be reached from other machines.
     """
-    import ipaddress
-    import os
-
-    from flowrl.core.errors import ConfigError, Remedy
-
     if file is not None and variable is not None:
         raise ConfigError(
             "--token-file and --token-env: one of them names the token",

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from flowrl.core.errors import ConfigError
 from flowrl.core.startup import imports
 
 
@@ -14,7 +15,6 @@ def command(
     """
     with imports():
         from flowrl.apps import sweep as _sweep
-        from flowrl.core.errors import ConfigError
 
     recipes = [word for word in words if "=" not in word or Path(word).exists()]
     if not recipes:
@@ -60,8 +60,6 @@ def _numbers(text: str) -> list[int]:
     >>> _numbers("0, 2")
     [0, 2]
     """
-    from flowrl.core.errors import ConfigError
-
     parts = _names(text)
     seeds = [int(part) for part in parts if part.isdecimal()]
     if not parts or len(set(seeds)) < len(parts):

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowrl.commands._arguments import showing
+from flowrl.core.errors import no_exit
 from flowrl.core.startup import imports
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ def command(
 
 
 def _train(config: str, overrides: list[str], resume: bool, accept: bool | list[str]) -> dict[str, Any]:
-    from flowrl.core.errors import no_exit
     from flowrl.display.display import working
 
     with working("loading the libraries"), imports():
@@ -98,8 +98,6 @@ AFTER = (report, likely_cause, card)
 
 def _launch(config: str, overrides: list[str], flags: list[str], processes: int) -> int:
     """Validate once, hold the run folder, and run the workers."""
-    from flowrl.core.errors import no_exit
-
     with imports():
         from flowrl.config.load import load_config, resolve
         from flowrl.config.trackers import require

@@ -1,5 +1,6 @@
 """`flowrl watch`: the report of runs under way in a browser."""
 
+import os
 from pathlib import Path
 
 from flowrl.commands._browser import show
@@ -7,8 +8,6 @@ from flowrl.commands._browser import show
 
 def command(runs: list[Path], port: int | None = None, open_page: bool | None = None, accept: bool = False) -> None:
     """Serve the live report of runs to a browser. On this machine, until Ctrl-C. It only reads the run folders."""
-    import os
-
     from flowrl.apps.gallery.server import Server
 
     os.nice(10)  # the run comes first
