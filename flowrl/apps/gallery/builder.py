@@ -4,16 +4,10 @@ Only text files and images of run folders are read, so a report can be built any
 run is under way.
 """
 
-import base64
-import functools
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import jinja2
-from markupsafe import Markup
 
 from flowrl.apps.gallery import images
 from flowrl.apps.gallery.compare.page import WHOLE, comparison
@@ -21,13 +15,12 @@ from flowrl.apps.gallery.images import OnDisk, Place
 from flowrl.apps.gallery.links import run_marks
 from flowrl.apps.gallery.pairs import Page
 from flowrl.apps.gallery.places import PAGE, page_folder
+from flowrl.apps.gallery.rendering import rendered
 from flowrl.apps.gallery.runs import Run, load_run
 from flowrl.apps.gallery.view import num_bytes, view
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import fsync, writing
 from flowrl.data.contents import require_comparable
-
-TEMPLATES = Path(__file__).parent / "templates"
 
 
 def build(run_folders: Sequence[Path], out: Path | None = None, accept_changes: bool = False) -> Path:
@@ -81,39 +74,11 @@ def render(runs: Sequence[Run], place: Place, *, alike: bool, live: Mapping[str,
     shown = runs if len(runs) <= WHOLE else []
     page = Page(place, run_marks([run.name for run in runs]), num_bytes(compared))
     views = [view(run, index, page) for index, run in enumerate(shown)]
-    return (
-        _environment()
-        .get_template("index.html.j2")
-        .render(
-            runs=views,
-            names=[run.name for run in runs],
-            comparison=compared,
-            selection_seed=images.SELECTION_SEED,
-            live=live,
-        )
+    return rendered(
+        "index.html.j2",
+        runs=views,
+        names=[run.name for run in runs],
+        comparison=compared,
+        selection_seed=images.SELECTION_SEED,
+        live=live,
     )
-
-
-@functools.cache
-def _environment() -> jinja2.Environment:
-    """The templates; a live page is built often, and they are compiled once."""
-
-    def source(folder: str, suffix: str, names: Sequence[str]) -> Markup:
-        """Style or script files of the templates, as they are, one after the other."""
-        files = [TEMPLATES / folder / f"{name}.{suffix}" for name in names]
-        return Markup("\n".join(file.read_text(encoding="utf-8") for file in files))
-
-    def csp_hash(script: str) -> str:
-        """Source expression of the content security policy that allows this script alone."""
-        return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.globals["source"] = source
-    environment.filters["csp_hash"] = csp_hash
-    return environment

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
+from flowrl.apps.gallery.rendering import macros
 from flowrl.apps.gallery.ticks import compact, nice_ticks, tick_labels
 
 COLORS = 6
@@ -23,6 +24,7 @@ SMOOTH_FROM = 40
 """Least number of points of a curve that is smoothed, by a moving mean over a twentieth of them."""
 _DOTS = 40
 """Most points of a run's curve in a comparison that are dots too."""
+_TEMPLATE = "charts.svg.j2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,33 +133,21 @@ class _Frame:
     def value(self, y: float) -> str:
         return f"{100 * y:.1f} %" if self.percent else f"{y:.4g}" if self.axis.name else f"{y:.6g}"
 
-    def axes(self) -> list[str]:
-        """Lines and labels."""
-        (left, _, right, bottom), parts = self.box, []
+    @property
+    def rows(self) -> list[tuple[float, str]]:
+        """(y, label) of each line of the grid."""
         labels = tick_labels([100 * tick for tick in self.ticks] if self.percent else self.ticks)
-        for tick, label in zip(self.ticks, labels, strict=True):
-            y = float(self.py(tick))
-            parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text class="tick y" x="{left - 6}" y="{y + 3.5:.1f}">{label}{" %" * self.percent}</text>')
-        for x, label in self.axis.ticks(self.x_low, self.x_high):
-            y = bottom + (16 if self.axis.name else 17)
-            parts.append(f'<text class="tick x" x="{float(self.px(x)):.1f}" y="{y}">{label}</text>')
-        if self.axis.name:
-            name = escape(self.axis.name)
-            parts.append(f'<text class="tick x" x="{(left + right) / 2}" y="{bottom + 34}">{name}</text>')
-        return parts
+        return [(float(self.py(tick)), label) for tick, label in zip(self.ticks, labels, strict=True)]
 
-    def svg(self, parts: Sequence[str], label: str, readout: Sequence[tuple[float, str]]) -> Markup:
-        """The chart; `readout` has (x in the units of the data, text), shown by the page under the pointer."""
-        (width, height), (_, top, _, bottom) = self.size, self.box
-        units = self.px(np.asarray([x for x, _ in readout])).round(1).tolist()
-        read = json.dumps([[unit, text] for unit, (_, text) in zip(units, readout, strict=True)])
-        label = escape(f"over {self.axis.name}: {label}" if self.axis.name else label)
-        # Every part is numbers and class names, or escaped.
-        return Markup(
-            f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{label}" '
-            f'data-readout="{escape(read)}">{"".join(parts)}<line class="cursor" y1="{top}" y2="{bottom}"/></svg>'
-        )
+    @property
+    def columns(self) -> list[tuple[float, str]]:
+        """(x, label) of each number below."""
+        return [(float(self.px(x)), label) for x, label in self.axis.ticks(self.x_low, self.x_high)]
+
+    def readout(self, found: Sequence[tuple[float, str]]) -> str:
+        """JSON of (x in the units of the data, text), which the page shows under the pointer."""
+        units = self.px(np.asarray([x for x, _ in found])).round(1).tolist()
+        return json.dumps([[unit, text] for unit, (_, text) in zip(units, found, strict=True)])
 
 
 def smooth(y: np.ndarray) -> np.ndarray:
@@ -221,30 +211,24 @@ def line_chart(
     levels = [] if baseline is None else [baseline]
     ends = x_range or [float(end) for s in series for end in (s.x[0], s.x[-1])]
     frame = _Frame.around(axis, ends, [*(s.y for s in shown), *levels], percent=percent)
-    parts = frame.axes()
-    if baseline is not None:
-        (left, top, right, _), y = frame.box, float(frame.py(baseline))
-        parts.append(f'<line class="baseline" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        below = y + 11 if y < top + 14 else y - 4
-        parts.append(f'<text class="baseline-label" x="{right}" y="{below:.1f}">base</text>')
+    drawn = []
     for index, (raw, curve) in enumerate(zip(series, shown, strict=True)):
-        look = curve.style.classes if curve.style else f"s{index % COLORS}"
-        if curve is not raw:
-            parts.append(_path(frame, raw, f"raw {look}"))
-        parts.append(_path(frame, curve, f"curve {look}"))
         known = np.isfinite(curve.y)
-        if curve.markers and (curve.style is None or known.sum() <= _DOTS):
-            places = zip(frame.px(curve.x[known]), frame.py(curve.y[known]), strict=True)
-            parts += [_dot(look, x, y, 2.6 if curve.style else 3) for x, y in places]
+        dotted = curve.markers and (curve.style is None or known.sum() <= _DOTS)
+        drawn.append(
+            {
+                "look": curve.style.classes if curve.style else f"s{index % COLORS}",
+                "lines": [*([] if curve is raw else [("raw", _line(frame, raw))]), ("curve", _line(frame, curve))],
+                "dots": list(zip(frame.px(curve.x[known]), frame.py(curve.y[known]), strict=True)) if dotted else [],
+                "radius": 2.6 if curve.style else 3,
+            }
+        )
     known = [s.y[np.isfinite(s.y)] for s in series]
     ways = [f"from {frame.value(float(y[0]))} to {frame.value(float(y[-1]))}" for y in known]
-    svg = frame.svg(
-        parts, "; ".join(f"{s.label} {way}" for s, way in zip(series, ways, strict=True)), _readout(series, frame)
-    )
-    if len(series) == 1 or series[0].style:
-        return svg
-    items = [Markup('<li><i class="s{}"></i>{}</li>').format(i % COLORS, s.label) for i, s in enumerate(series)]
-    return svg + _list(items)
+    label = "; ".join(f"{s.label} {way}" for s, way in zip(series, ways, strict=True))
+    level = None if baseline is None else float(frame.py(baseline))
+    named = [] if len(series) == 1 or series[0].style else [(f"s{i % COLORS}", s.label) for i, s in enumerate(series)]
+    return macros(_TEMPLATE).curves(frame, label, frame.readout(_readout(series, frame)), level, drawn, named)
 
 
 def points(marks: Sequence[Point], axis: Axis, *, percent: bool, sign: int) -> Markup:
@@ -254,17 +238,12 @@ def points(marks: Sequence[Point], axis: Axis, *, percent: bool, sign: int) -> M
         return Markup("")
     levels = [level for mark in marks for level in (mark.y, mark.low, mark.high)]
     frame = _Frame.around(axis, [0.0, *(mark.x for mark in marks)], levels, percent=percent)
-    parts, best = frame.axes(), front(marks, sign)
-    if len(best) > 1:
-        way = "L".join(f"{float(frame.px(m.x)):.1f} {float(frame.py(m.y)):.1f}" for m in best)
-        parts.append(f'<path class="front" d="M{way}"/>')
-    for mark in marks:
-        x, y, low, high = (float(v) for v in (frame.px(mark.x), *map(frame.py, (mark.y, mark.low, mark.high))))
-        if math.isfinite(low) and math.isfinite(high):
-            parts.append(f'<path class="bar {mark.style.color}" d="M{x:.1f} {low:.1f}V{high:.1f}"/>')
-        parts.append(_dot(mark.style.classes, x, y, 4.5))
+    best = front(marks, sign)
+    way = "L".join(f"{float(frame.px(m.x)):.1f} {float(frame.py(m.y)):.1f}" for m in best) if len(best) > 1 else ""
+    placed = [(m.style, float(frame.px(m.x)), *(float(frame.py(y)) for y in (m.y, m.low, m.high))) for m in marks]
     texts = [(m.x, f"{m.label}: {frame.value(m.y)} at {axis.text(m.x)}") for m in sorted(marks, key=lambda m: m.x)]
-    return frame.svg(parts, "; ".join(text for _, text in texts), texts)
+    label = "; ".join(text for _, text in texts)
+    return macros(_TEMPLATE).points(frame, label, frame.readout(texts), way, placed)
 
 
 def front(marks: Sequence[Point], sign: int) -> list[Point]:
@@ -278,14 +257,7 @@ def front(marks: Sequence[Point], sign: int) -> list[Point]:
 
 def legend(entries: Sequence[tuple[str, Style]]) -> Markup:
     """Names of a comparison with their colours and markers."""
-    items = []
-    for label, style in entries:
-        swatch = (
-            f'<svg class="swatch" viewBox="0 0 26 10" width="26" height="10" aria-hidden="true">'
-            f'<path class="curve {style.classes}" d="M1 5H25"/>{_dot(style.classes, 13, 5, 3.2)}</svg>'
-        )
-        items.append(Markup("<li>{}{}</li>").format(Markup(swatch), label))
-    return _list(items)
+    return macros(_TEMPLATE).legend(entries)
 
 
 def interval_plot(
@@ -309,38 +281,19 @@ def interval_plot(
     def px(value: float) -> float:
         return pad + (value - low) / span * (width - 2 * pad)
 
-    height = pitch * len(rows) + 4
-    parts = [f'<line class="zero" x1="{px(0):.1f}" x2="{px(0):.1f}" y1="0" y2="{height}"/>'] if zero else []
-    for index, (name, mean, bottom, top) in enumerate(rows):
-        y = 2 + pitch * (index + 0.5)
-        parts.append(f'<line class="rail" x1="{pad}" x2="{width - pad}" y1="{y}" y2="{y}"/>')
-        if math.isfinite(bottom) and math.isfinite(top):
-            ends = f'x1="{px(bottom):.1f}" x2="{px(top):.1f}"'
-            parts.append(f'<line class="whisker {escape(name)}" {ends} y1="{y}" y2="{y}"/>')
-        parts.append(f'<circle class="{escape(name)}" cx="{px(mean):.1f}" cy="{y}" r="3.6"/>')
-    return Markup(
-        f'<svg class="intervals" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'aria-hidden="true">{"".join(parts)}</svg>'
-    )
+    places = [(name, 2 + pitch * (i + 0.5), *map(px, bounds)) for i, (name, *bounds) in enumerate(rows)]
+    return macros(_TEMPLATE).intervals(places, px(0) if zero else None, width, pitch * len(rows) + 4, pad)
 
 
-def _list(items: Sequence[Markup]) -> Markup:
-    return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items))
-
-
-def _dot(look: str, x: float, y: float, radius: float) -> str:
-    return f'<circle class="{look}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"/>'
-
-
-def _path(frame: _Frame, curve: Series, look: str) -> str:
-    """A polyline that is interrupted at each NaN; a single point between two of them becomes a dot."""
+def _line(frame: _Frame, curve: Series) -> str:
+    """Commands of a polyline that is interrupted at each NaN; a single point between two of them becomes a dot."""
     kept = thin(curve.y, MAX_POINTS)
     commands, pen_down = [], False
     for x, y in zip(frame.px(curve.x[kept]), frame.py(curve.y[kept]), strict=True):
         if math.isfinite(y):
             commands.append(f"{'L' if pen_down else 'M'}{x:.1f} {y:.1f}" + ("" if pen_down else "h0"))
         pen_down = math.isfinite(y)
-    return f'<path class="{look}" d="{"".join(commands)}"/>'
+    return "".join(commands)
 
 
 def _readout(series: Sequence[Series], frame: _Frame) -> list[tuple[float, str]]:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
+from flowrl.apps.gallery.rendering import rendered
 from flowrl.apps.gallery.results import DASH, MINUS
 from flowrl.apps.gallery.trees import Edge, Tree
 
@@ -127,41 +128,23 @@ def draw(tree: Tree, ranges: Ranges, sheet: dict[str, Any] | None, anchor: str) 
     layout = Layout.of(tree)
     # Stochastic edges with the largest advantages on top.
     ways = sorted(tree.ways(), key=lambda way: (way[0].noisy, not way[0].pruned, abs(way[0].advantage or 0.0)))
-    lines = [_way(tree, layout, ranges, way) for way in ways]
-    parts = [*_columns(tree, layout), *lines, *_nodes(tree, layout, ranges)]
-    if sheet is not None:
-        # In units of an image, so that each is a box of size 1 whatever the sheet's size.
-        look = ' class="pixelated"' if sheet["pixelated"] else ""
-        parts.append(
-            f'<defs><image id="{escape(anchor)}-sheet" href="{escape(sheet["src"])}" width="{tree.columns}" '
-            f'height="{tree.rows}" preserveAspectRatio="none"{look}/></defs>'
-        )
-    for number in range(len(tree.leaves)):
-        parts.append(_leaf(tree, layout, number, None if sheet is None else anchor))
-    label = escape(f"Tree of {len(tree.leaves)} leaves over {tree.steps} steps, {tree.label}")
-    return Markup(
-        f'<svg class="tree" viewBox="0 0 {WIDTH} {layout.height:g}" role="img" aria-label="{label}">'
-        f"{''.join(parts)}</svg>"
-    )
+    named, free = [], 0.0
+    for k in sorted(tree.splits):
+        if layout.x[k] >= free:  # there is space for its name
+            named.append(k)
+            free = layout.x[k] + LABEL_PX - 1
+    radius = 5.0 if len(tree.leaves) <= 32 else 3.5
+    given = {"tree": tree, "layout": layout, "ranges": ranges, "sheet": sheet, "anchor": anchor, "text": _text}
+    sizes = {"width": WIDTH, "top": TOP - 8, "bottom": layout.height - BOTTOM / 2, "dot": DOT, "radius": radius}
+    lines, dots = [Markup(_way(tree, layout, ranges, way)) for way in ways], _dots(tree, layout, radius)
+    return rendered("tree.svg.j2", **given, **sizes, ways=lines, named=named, dots=dots, below=tree.below())
 
 
 def legend(trees: Sequence[Tree], ranges: Ranges) -> Markup:
     """Legend of the colours and dashes."""
-    high, (low_reward, high_reward) = ranges.advantage, ranges.reward
-    parts = []
-    if high:
-        tones = (
-            [f"m{level}" for level in range(LEVELS, 0, -1)] + ["z"] + [f"p{level}" for level in range(1, LEVELS + 1)]
-        )
-        swatches = "".join(f'<i class="tone {tone}"></i>' for tone in tones)
-        parts.append(f"advantage {_signed(-high)} {swatches} {_signed(high)}")
-    parts.append('<i class="dash"></i> deterministic, no advantage')
-    if any(edge.pruned for tree in trees for edge in tree.edges):
-        parts.append('<i class="tone p4 pruned"></i><i class="tone m4 pruned"></i> pruned, not trained')
-    shades = "".join(f'<i class="shade r{level}"></i>' for level in range(SHADES))
-    parts.append(f"fused reward {_text(low_reward)} {shades} {_text(high_reward)}")
-    # Every part is numbers and class names made here.
-    return Markup(f'<ul class="legend tree-legend">{"".join(f"<li>{part}</li>" for part in parts)}</ul>')
+    pruned = any(edge.pruned for tree in trees for edge in tree.edges)
+    values = {"ranges": ranges, "pruned": pruned, "levels": LEVELS, "shades": SHADES}
+    return rendered("tree_legend.html.j2", **values, signed=_signed, text=_text)
 
 
 def caption(tree: Tree) -> str:
@@ -172,22 +155,6 @@ def caption(tree: Tree) -> str:
     if known:
         text += f"; rewards {_text(min(known))} to {_text(max(known))}, mean {_text(sum(known) / len(known))}"
     return f"{text}; {pruned} of {noisy} noisy edges pruned."
-
-
-def _columns(tree: Tree, layout: Layout) -> list[str]:
-    """A line for each place; steps with splits are strong, and named if there is space."""
-    bottom, parts, free = layout.height - BOTTOM / 2, [], 0.0
-    for k, x in enumerate(layout.x):
-        split, sigma = k in tree.splits, tree.sigmas[k]
-        what = f"step {k}" if k < tree.steps else "the end"
-        name = f"{what}, sigma {sigma:.3g}" + (", splits" if split else "")
-        line = f'x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 8}" y2="{bottom:g}"'
-        parts.append(f'<line class="place{" split" if split else ""}" {line}><title>{name}</title></line>')
-        if split and x >= free:
-            parts.append(f'<text class="step" x="{x:.1f}" y="15">step {k}</text>')
-            parts.append(f'<text class="sigma" x="{x:.1f}" y="30">\u03c3 {sigma:.2f}</text>')
-            free = x + LABEL_PX - 1
-    return parts
 
 
 def _way(tree: Tree, layout: Layout, ranges: Ranges, way: list[Edge]) -> str:
@@ -212,40 +179,14 @@ def _way(tree: Tree, layout: Layout, ranges: Ranges, way: list[Edge]) -> str:
     return f'<path class="{classes}" d="{path}"><title>{text}</title></path>'
 
 
-def _nodes(tree: Tree, layout: Layout, ranges: Ranges) -> list[str]:
-    """Dots of the root, the nodes where lines split or change, and the leaves."""
-    below, radius = tree.below(), 5.0 if len(tree.leaves) <= 32 else 3.5
-    shown, parts = {0, *tree.leaves}, []
+def _dots(tree: Tree, layout: Layout, radius: float) -> list[int]:
+    """Nodes with a dot: the root, those where lines split or change, and the leaves."""
+    below, shown = tree.below(), {0, *tree.leaves}
     for way in tree.ways():
         (x, _), (end, _) = layout.nodes[way[0].parent], layout.nodes[way[-1].child]
         if below[way[0].parent] != below[way[-1].child] or end - x >= 4 * radius:  # dots of one line keep a distance
             shown.add(way[0].parent)
-    for node in sorted(shown):
-        (x, y), (first, last) = layout.nodes[node], below[node]
-        who = f"leaf {first + 1}" if first == last else f"leaves {first + 1} to {last + 1}"
-        text = f"fused reward {_text(tree.reward[node])} of {who}, at sigma {tree.sigmas[tree.place[node]]:.3g}"
-        size = radius + 2 if node == 0 else radius
-        parts.append(
-            f'<circle class="node {ranges.shade(tree.reward[node])}" cx="{x:.1f}" cy="{y:.1f}" r="{size:g}">'
-            f"<title>{text}</title></circle>"
-        )
-    return parts
-
-
-def _leaf(tree: Tree, layout: Layout, number: int, anchor: str | None) -> str:
-    """Image and reward of a leaf."""
-    (x, y), (left, top), (wide, high) = layout.nodes[tree.leaves[number]], layout.images[number], layout.size
-    reward = tree.leaf_reward[number]
-    box = f'x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}"'
-    raw = ", ".join(f"{name} {_text(values[number])}" for name, values in tree.raw.items())
-    title = escape(f"leaf {number + 1}: reward {_text(reward)}" + (f" ({raw})" if raw else ""))
-    image = f'<rect class="{"no-leaf" if anchor is None else "frame"}" {box}/>'
-    if anchor is not None:
-        view = f"{number % tree.columns} {number // tree.columns} 1 1"
-        use = f'<use href="#{escape(anchor)}-sheet"/>'
-        image = f'<svg {box} viewBox="{view}" preserveAspectRatio="none">{use}</svg>{image}'
-    text = f'<text class="reward" x="{x + DOT:.1f}" y="{y + 4:.1f}">{_text(reward)}</text>'
-    return f'<g class="leaf"><title>{title}</title>{image}{text}</g>'
+    return sorted(shown)
 
 
 def _text(value: float | None) -> str:

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 from flowrl import shapes
-from flowrl.apps.gallery import best_of, build, builder, certainty, charts, facts, images, results
+from flowrl.apps.gallery import best_of, build, builder, certainty, charts, facts, images, rendering, results
 from flowrl.apps.gallery.live import Served
 from flowrl.apps.gallery.results import Metric
 from flowrl.apps.gallery.runs import load_run
@@ -119,7 +119,7 @@ def test_only_the_pages_own_script_may_run(page):
 
 def test_every_style_and_script_file_stands_in_the_page_once_and_none_can_end_its_element(tmp_path, page, run_folder):
     both = Page(build([run_folder, run_folder], tmp_path / "both")).source
-    for file in sorted(builder.TEMPLATES.glob("*/*.*s")):
+    for file in sorted(rendering.TEMPLATES.glob("*/*.*s")):
         text = file.read_text()
         assert both.count(text) == (file.stem != "live"), file
         assert page.source.count(text) == (file.stem not in ("compare", "live")), file

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowrl.apps.gallery.builder import TEMPLATES
+from flowrl.apps.gallery.rendering import TEMPLATES
 
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="no node on the PATH")
