@@ -39,7 +39,7 @@ def view(run: Run, metrics: Sequence[Metric]) -> dict[str, Any] | None:
 def _rival(run: Run, metric: Metric, value: dict[str, Any]) -> str:
     """The base's best of all seeds beside one image of the tuned model."""
     most, change = len(value["base"]), value["rival"][-1]
-    rival = Estimate(*(number(change.get(key)) for key in ("mean", "low", "high")))
+    rival = Estimate.of(change)
     ends = f" (95 % CI {metric.interval(rival)})" if rival.bounded else ""
     chose = ", which is part of what chose" if value["chose"] else ""
     return (

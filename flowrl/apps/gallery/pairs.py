@@ -56,17 +56,7 @@ class Cards:
         scores = []
         for metric in self.metrics:
             before, after = (float(table[p, k]) for table in paired(self.run, metric.name))
-            scores.append(
-                {
-                    "label": metric.label,
-                    "before": metric.single(before),
-                    "after": metric.single(after),
-                    "change": metric.single_change(after - before),
-                    "delta": after - before,
-                    "gain": metric.sign * (after - before),
-                    "tone": metric.tone(after - before),
-                }
-            )
+            scores.append({"metric": metric, "before": before, "after": after, "delta": after - before})
         link = self.link(pair)
         return {
             "anchor": f"{section}-{p:05d}-{k}" if section else link,
@@ -77,7 +67,7 @@ class Cards:
             "before": self.album.show(base.image(p, k)),
             "after": self.album.show(tuned.image(p, k)),
             "scores": scores,
-            "tone": scores[0]["tone"],
+            "tone": self.metrics[0].tone(scores[0]["delta"]),
         }
 
     def every(self) -> list[dict[str, Any]]:

@@ -82,6 +82,10 @@ class Metric:
         ends = sorted((self.sign * low, self.sign * (low if high is None else high)))
         return "better" if ends[0] > 0 else "worse" if ends[1] < 0 else "same"
 
+    def sure_tone(self, change: Estimate, judged: bool = True) -> str:
+        """The tone of a change with its interval; "same" without one, or where nothing is judged."""
+        return self.tone(change.low, change.high) if change.bounded and judged else "same"
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -90,6 +94,11 @@ class Estimate:
     mean: float = math.nan
     low: float = math.nan
     high: float = math.nan
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> Estimate:
+        """That of a block of summary.json, or of `flowrl.statistics`."""
+        return cls(*(number(entry.get(key)) for key in ("mean", "low", "high")))
 
     @property
     def known(self) -> bool:
@@ -167,7 +176,7 @@ def estimates_of(run: Run, metric: Metric) -> Estimates:
     for block in BLOCKS:
         entry = run.block(block).get(metric.name)
         if isinstance(entry, dict):
-            result[block] = Estimate(*(number(entry.get(key)) for key in ("mean", "low", "high")))
+            result[block] = Estimate.of(entry)
     if run.both and not isinstance(run.block("tuned").get(metric.name), dict):
         base, latest = run.both
         fewer = len(latest.prompts) < len(base.prompts) or len(latest.seeds) < len(base.seeds)
@@ -305,7 +314,7 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
             result += [("same", text) for text in [certainty.warning(f"{metric.label}{on}", *told)] if text]
     for metric in metrics[1:]:
         change = estimates[metric.name]["difference"]
-        if change.bounded and metric.tone(change.low, change.high) == "worse":
+        if metric.sure_tone(change) == "worse":
             text = f"{metric.label} got worse{on}: {metric.change(change.mean)}, 95 % CI {metric.interval(change)}."
             result.append(("worse", text[:1].upper() + text[1:]))
     return result if run.subject.judged else [("same", text) for _, text in result]
@@ -337,8 +346,7 @@ def _ends(low: float, high: float) -> str:
 
 def table_row(run: Run, metric: Metric, estimates: Estimates) -> dict[str, Any]:
     """A row of the table of results: texts, tone and interval plot."""
-    change, cells = estimates["difference"], {block: metric.level(e) for block, e in estimates.items()}
-    best = estimates["difference_best_guidance"]
+    cells, judged = {block: metric.level(e) for block, e in estimates.items()}, run.subject.judged
     for block in BLOCKS[len(LEVELS) :]:
         cells[block]["text"] = metric.change(estimates[block].mean)
     scored: np.ndarray = np.isfinite(paired(run, metric.name)[0])
@@ -350,8 +358,8 @@ def table_row(run: Run, metric: Metric, estimates: Estimates) -> dict[str, Any]:
     return {
         "metric": metric,
         "cells": cells,
-        "tone": metric.tone(change.low, change.high) if change.bounded and run.subject.judged else "same",
-        "best_tone": metric.tone(best.low, best.high) if best.bounded and run.subject.judged else "same",
+        "tone": metric.sure_tone(estimates["difference"], judged),
+        "best_tone": metric.sure_tone(estimates["difference_best_guidance"], judged),
         "plot": charts.interval_plot([(name, e.mean, e.low, e.high) for name in LEVELS for e in [estimates[name]]]),
         "prompts": f"{num_prompts:.0f}" if math.isfinite(num_prompts) else DASH,
         "images": f"{scored.sum()}{total}" if scored.size else DASH,

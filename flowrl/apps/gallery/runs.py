@@ -12,6 +12,7 @@ import yaml
 from flowrl.apps.gallery import tags, trees
 from flowrl.apps.gallery.tags import Tagged
 from flowrl.apps.gallery.trees import Tree
+from flowrl.core.assets import table
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import loads, read_rows
 from flowrl.data import contents
@@ -69,13 +70,7 @@ class Subject:
 
 
 SUBJECTS = {
-    subject.name: subject
-    for subject in (
-        Subject("held-out prompts", "held-out prompt", "Held-out", ""),
-        Subject("training prompts", "training prompt", "Training prompts", " on training prompts", judged=False),
-        Subject("its own prompts", "prompt of its own", "Its own prompts", " on its own prompts"),
-        Subject("no prompts", "prompt", "Evaluations", ""),
-    )
+    name: Subject(name, *words) for name, words in table(Path(__file__).with_name("tables.yaml"))["subjects"].items()
 }
 
 

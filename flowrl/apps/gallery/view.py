@@ -210,17 +210,10 @@ def _prompt_rows(run: Run, metrics: Sequence[Metric], cards: Cards, places: dict
     if run.base is None:
         return []
     same = results.shared(run)
-    columns = []
-    for metric in metrics:
-        before, after = (nan_mean(table) for table in results.paired(run, metric.name))
-        columns.append((metric, before, after))
+    columns = [(metric, *map(nan_mean, results.paired(run, metric.name))) for metric in metrics]
     rows = []
     for p in np.flatnonzero(same.any(-1)) if same.size else ():
-        cells = []
-        for metric, before, after in columns:
-            delta = after[p] - before[p]
-            texts = (metric.value(before[p], unit=""), metric.value(after[p], unit=""), metric.change(delta))
-            cells.append({"before": texts[0], "after": texts[1], "change": texts[2], "tone": metric.tone(delta)})
+        cells = [(metric, before[p], after[p]) for metric, before, after in columns]
         anchor = cards.anchors[int(p)] + cards.mark
         place = places.get(int(p), anchor)
         rows.append(

@@ -231,7 +231,7 @@ def _over_optimised(facts: Facts) -> list[str]:
     sentences = list[str]()
     for metric in facts.known:
         change = facts.estimates[metric.name]["difference"]
-        if change.bounded and metric.tone(change.low, change.high) == "worse":
+        if metric.sure_tone(change) == "worse":
             sentences.append(f"{facts.say(metric.label)} got worse ({metric.change(change.mean)}).")
     return sentences
 

@@ -12,7 +12,7 @@ from flowrl.apps.gallery.certainty import LEAST
 from flowrl.apps.gallery.charts import Style
 from flowrl.apps.gallery.compare import curves
 from flowrl.apps.gallery.compare.configurations import differences, recipe_of
-from flowrl.apps.gallery.compare.scores import Change, Recipe, Standing, recipe, standings
+from flowrl.apps.gallery.compare.scores import Recipe, Standing, recipe, standings
 from flowrl.apps.gallery.compare.shared import Shared, SharedMetric, label_of, same_noise, share
 from flowrl.apps.gallery.compare.wall import wall
 from flowrl.apps.gallery.images import Place
@@ -127,18 +127,16 @@ def _of_metric(
     table, metric = standings(shared, of), of.metric
     changes = [change for row in table for change in (row.over_base, row.over_leader) if change is not None]
     domain = _domain([row.over_base.estimate for row in table])
-    rows = [_row(shared, metric, standing, styles, domain) | {"moved": moves[standing.run]} for standing in table]
+    rows = [_row(shared, standing, styles, domain) | {"moved": moves[standing.run]} for standing in table]
     repeated = [_one_each(shared.runs, [i for i in members if i in of.members]) for members in recipes]
     seeds = [recipe(shared, of, members) for members in repeated if len(members) > 1]
     seeds.sort(key=lambda one: -metric.sign * one.tuned["mean"])
     return {
-        "name": metric.name,
-        "label": metric.label,
-        "lower": metric.sign < 0,
-        "passes": metric.percent,
+        "of": metric,
         "standings": table,
         "rows": rows,
         "searched": any(standing.at_best.known for standing in table),
+        "least": LEAST,
         "few": LEAST if any(change.told[0] < LEAST for change in changes) else 0,
         "leader": label_of(shared.runs, table[0].run),
         "num_comparisons": 2 * len(table) - 1,
@@ -154,19 +152,14 @@ def _one_each(runs: Sequence[Run], members: Sequence[int]) -> tuple[int, ...]:
     return tuple(found.values())
 
 
-def _row(
-    shared: Shared, metric: Metric, standing: Standing, styles: dict[int, Style], domain: tuple[float, float]
-) -> dict[str, Any]:
+def _row(shared: Shared, standing: Standing, styles: dict[int, Style], domain: tuple[float, float]) -> dict[str, Any]:
+    """A row of the table of leaders."""
     run = shared.runs[standing.run]
-    judged, cpu, best = run.subject.judged, curves.cpu_seconds(run), standing.at_best
+    cpu = curves.cpu_seconds(run)
     return _head(shared.runs, standing.run) | {
         "swatch": styles[standing.run].color,
-        "base": metric.level(standing.base),
-        "tuned": metric.level(standing.tuned),
-        "over_base": _change(metric, standing.over_base, judged),
-        "over_leader": _change(metric, standing.over_leader, judged),
-        "at_best": {"text": metric.change(best.mean), "interval": metric.interval(best)},
-        "best_tone": metric.tone(best.low, best.high) if best.bounded and judged else "same",
+        "standing": standing,
+        "judged": run.subject.judged,
         "win": Metric("win", percent=True, decimals=1).level(standing.win),
         "plot": _bar(standing.over_base.estimate, domain),
         "cpu": duration(cpu) if math.isfinite(cpu) else DASH,
@@ -205,22 +198,6 @@ def _head(runs: Sequence[Run], number: int) -> dict[str, Any]:
         "status": facts.status(run),
         "on": run.subject.on.strip(),
         "time": duration(facts.seconds(run)),
-    }
-
-
-def _change(metric: Metric, change: Change | None, judged: bool) -> dict[str, Any] | None:
-    """Cell of a paired difference; None: this run is the leader."""
-    if change is None:
-        return None
-    e = change.estimate
-    tone = metric.tone(e.low, e.high) if e.bounded and judged else "same"
-    return {
-        "text": metric.change(e.mean),
-        "interval": metric.interval(e),
-        "tone": tone,
-        "sure": change.sure and judged,
-        "few": f"{change.told[0]} of {change.told[1]} prompts differ" if change.told[0] < LEAST else "",
-        "p": "p < 0.001" if change.p < 0.001 else f"p = {change.p:.3f}",
     }
 
 

@@ -78,16 +78,16 @@ def standings(shared: Shared, of: SharedMetric) -> list[Standing]:
     differences = intervals(changes, shared.groups, bounds=(-1.0, 1.0) if metric.percent else None)
     p = holm(flip_tests(changes, shared.groups).tolist())
     apart = [told_apart(np.zeros((len(row), 1)), row[:, None], shared.groups) for row in changes]
-    found = [Change(_estimate(e), float(value), told) for e, value, told in zip(differences, p, apart, strict=True)]
+    found = [Change(Estimate.of(e), float(value), told) for e, value, told in zip(differences, p, apart, strict=True)]
     count, place = len(members), {k: len(members) + n for n, k in enumerate(others)}
     return [
         Standing(
             run=members[k],
-            base=_estimate(levels[k]),
-            tuned=_estimate(levels[count + k]),
+            base=Estimate.of(levels[k]),
+            tuned=Estimate.of(levels[count + k]),
             over_base=found[k],
             over_leader=found[place[k]] if k in place else None,
-            win=_estimate(shares[k]),
+            win=Estimate.of(shares[k]),
             at_best=_at_best(shared, of, members[k]),
         )
         for k in order
@@ -99,7 +99,7 @@ def _at_best(shared: Shared, of: SharedMetric, run: int) -> Estimate:
     if base is None or tuned is None:
         return Estimate()
     change = prompt_means(shared.scores(tuned, of.metric) - shared.scores(base, of.metric))
-    return _estimate(intervals(change[None], shared.groups, bounds=(-1.0, 1.0) if of.metric.percent else None)[0])
+    return Estimate.of(intervals(change[None], shared.groups, bounds=(-1.0, 1.0) if of.metric.percent else None)[0])
 
 
 def recipe(shared: Shared, of: SharedMetric, runs: tuple[int, ...]) -> Recipe:
@@ -109,7 +109,3 @@ def recipe(shared: Shared, of: SharedMetric, runs: tuple[int, ...]) -> Recipe:
     gain = np.stack([prompt_means(after - before) for before, after in tables])
     level, change = ((0.0, 1.0), (-1.0, 1.0)) if of.metric.percent else (None, None)
     return Recipe(runs, over_seeds(tuned, shared.groups, level), over_seeds(gain, shared.groups, change))
-
-
-def _estimate(entry: dict[str, float]) -> Estimate:
-    return Estimate(entry["mean"], entry["low"], entry["high"])

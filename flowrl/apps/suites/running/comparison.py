@@ -1,22 +1,19 @@
 """Tables of a suite, of one model or of a base and a tuned one, as Markdown and as plain data."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from flowrl.apps.suites.running.folder import differences
 from flowrl.evaluation.suite import Suite, Table
 from flowrl.evaluation.suite_intervals import Part, stratified, together
 from flowrl.statistics.paired import TIE_SHARE, flip_tests, holm, margin, outcomes
-
-TIES = (
-    f"In a win rate a tie is half a win: values at most {TIE_SHARE:g} of the std of the base's values of the line "
-    "apart; where all values are 0 or 1, equal ones."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,43 +125,34 @@ def _grid(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([text(titles), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(text, rows)])
 
 
-def markdown(suite: Suite, tables: dict[str, Table], changes: Sequence[Change], note: str = "", moved: str = "") -> str:
-    """The page of a result: a table for each model (by its words), the changes, and what differs from the protocol.
-
-    `moved` is the sentence on how much the images of the two models differ.
+def markdown(
+    suite: Suite,
+    tables: dict[str, Table],
+    changes: Sequence[Change],
+    note: str = "",
+    moved: str = "",
+    noise: Mapping[str, Mapping[str, float]] | None = None,
+    pairs: str = "",
+) -> str:
+    """The page of a result: a table for each model (by its words), the changes, what differs from the protocol, `noise`
+    of the judge by output, and a section about `pairs`; `moved` says how much the images of the two models differ.
     """
-    lines = [f"# {suite.facts.title}", ""]
-    for name, table in tables.items():
-        lines += [f"## {name}", "", table_text(table), ""]
-    if changes:
-        rows = [
-            (
-                *(change.name, _number(change.mean), _interval(change.low, change.high)),
-                *(_number(change.win_rate), _interval(change.win_low, change.win_high), _number(change.p_holm)),
-            )
-            for change in changes
-        ]
-        titles = ("line", "model - base", "95 % interval", "win rate", "95 % interval", "p (Holm)")
-        lines += ["## Paired difference", "", _grid(titles, rows), "", f"{TIES} {moved}".rstrip(), ""]
-    lines += [
-        "Intervals are of 95 %, over prompts; inside each part where a line is a mean over parts, such as tasks.",
-        "",
+    rows = [
+        (
+            *(change.name, _number(change.mean), _interval(change.low, change.high)),
+            *(_number(change.win_rate), _interval(change.win_low, change.win_high), _number(change.p_holm)),
+        )
+        for change in changes
     ]
-    lines += [note, ""] if note else []
-    lines += [f"Differs from the official protocol: {suite.facts.differs}.", "", f"Source: {suite.facts.source}.", ""]
-    return "\n".join(lines)
-
-
-def noise_text(noise: dict[str, dict[str, float]]) -> str:
-    """The Markdown section on it; "" without one."""
-    if not noise:
-        return ""
-    lines = ["## The judge's own noise", "", "The same images, judged twice by the same judge.", ""]
-    lines += ["| output | sd of a score | floor of a difference | shift | images |", "|---|---|---|---|---|"]
-    for name, found in noise.items():
-        values = " | ".join(_number(found[key]) for key in ("sd", "floor", "shift"))
-        lines.append(f"| {name} | {values} | {found['n']:.0f} |")
-    return "\n".join([*lines, "", "A difference below the floor is within that noise.", ""])
+    titles = ("line", "model - base", "95 % interval", "win rate", "95 % interval", "p (Holm)")
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return environment.from_string(Path(__file__).with_name("table.md.j2").read_text(encoding="utf-8")).render(
+        facts=suite.facts,
+        tables={name: table_text(table) for name, table in tables.items()},
+        changes=_grid(titles, rows) if rows else "",
+        share=f"{TIE_SHARE:g}",
+        **{"note": note, "moved": moved, "noise": noise, "pairs": pairs, "number": _number},
+    )
 
 
 def unlike(headers: dict[str, dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.apps.suites.running.comparison import compare, markdown, noise_text, plain, unlike
+from flowrl.apps.suites.running.comparison import compare, markdown, plain, unlike
 from flowrl.apps.suites.running.folder import ResultsFolder
 from flowrl.apps.suites.running.options import Options
 from flowrl.apps.suites.running.runner import Task, rows_of
@@ -43,9 +43,7 @@ def report(
     named = {f"{name}: {options.models()[name]}": table for name, table in tables.items()}
     noise = _judge_noise(task, folders["base" if "base" in folders else "model"])
     change = _image_change(task, folders)
-    page = markdown(suite, named, changes, note, change)
-    pair_text = f"{pairs[1].rstrip()} {change}\n" if pairs[1] else ""
-    text = "\n".join(filter(None, (page, noise_text(noise), pair_text)))
+    text = markdown(suite, named, changes, note, change, noise, pairs[1].rstrip())
     result = {
         "suite": options.name,
         "settings": note,
