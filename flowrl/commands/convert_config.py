@@ -12,7 +12,7 @@ def command(
     import sys
     import tempfile
 
-    from flowrl.apps.migration.engine import convert, recipe_text, shown
+    from flowrl.apps.migration.engine import convert, left, recipe_text
     from flowrl.apps.migration.tools import TOOLS, tool_of
     from flowrl.config.load import load_config, resolve
     from flowrl.core.errors import ConfigError, Remedy
@@ -29,11 +29,8 @@ def command(
         raise ConfigError(
             f"{error} (read as {source.name}'s, by its ending; --from names another tool of {', '.join(TOOLS)})"
         ) from None
-    left = sorted(draft.listed.items(), key=lambda item: not item[1].changes)
-    for key, entry in left:
-        what = "changes results" if entry.changes else "harmless"
-        print(f"not converted, {what}: {shown(draft, key)}: {entry.reason}", file=sys.stderr)
-    losing = [key for key, entry in left if entry.changes]
+    print(*left(draft), sep="\n", end="\n" if draft.listed else "", file=sys.stderr)
+    losing = [key for key, entry in draft.listed.items() if entry.changes]
     if strict and losing:
         raise ConfigError(
             f"--strict: {len(losing)} without a counterpart change results: {', '.join(losing)}; nothing was written. "

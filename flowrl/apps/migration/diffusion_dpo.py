@@ -4,7 +4,7 @@ from pathlib import Path
 
 from flowrl.apps.migration.command_line import read_command
 from flowrl.apps.migration.engine import DTYPES, Draft, plain_name
-from flowrl.apps.migration.table import Source, Tool, read_keys
+from flowrl.apps.migration.table import Source, read_keys
 
 KEYS = read_keys("diffusion_dpo")
 _SCHEDULES = {"constant_with_warmup": "constant", "constant": "constant", "linear": "linear", "cosine": "cosine"}
@@ -119,15 +119,3 @@ def _optim(draft: Draft) -> None:
     else:
         draft.copy("max_grad_norm")
     draft.put("optim.updates_per_iteration", 1, note="an iteration is one of their steps")
-
-
-TOOL = Tool(
-    name="diffusion_dpo",
-    title="DiffusionDPO (SalesforceAIResearch/DiffusionDPO @5233e75, 2025-11-10)",
-    keys=KEYS,
-    read=read,
-    rules=rules,
-    refuses_unknown=True,
-    form="a launcher script such as `launchers/sd15.sh`",
-    rewards={},
-)

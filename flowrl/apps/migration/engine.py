@@ -271,18 +271,17 @@ def recipe_text(draft: Draft) -> str:
         "Each line names the key it came from; (default): the key's published default, not set in the file.",
         *source.notes,
     ]
-    lines = [part for text in head for part in _comment(text, 0)]
-    left = sorted(draft.listed.items(), key=lambda item: not item[1].changes)
-    for key, entry in left:
-        what = "Not converted, changes results" if entry.changes else "Not converted, harmless"
-        lines += _comment(f"{what}: {shown(draft, key)}: {entry.reason}", 0)
-    lines += _tree(draft)
-    return "\n".join(lines) + "\n"
+    comments = [*head, *(f"N{text[1:]}" for text in left(draft))]
+    lines = [part for text in comments for part in _comment(text, 0)]
+    return "\n".join([*lines, *_tree(draft)]) + "\n"
 
 
-def shown(draft: Draft, key: str) -> str:
-    """A key with its value on one line."""
-    return f"{key}={_scalar(draft.source.values[key])}" if key in draft.source.values else key
+def left(draft: Draft) -> Iterator[str]:
+    """Sentences about the keys that the recipe does without, those that change results first."""
+    for key, entry in sorted(draft.listed.items(), key=lambda item: not item[1].changes):
+        what = "changes results" if entry.changes else "harmless"
+        shown = f"{key}={_scalar(draft.source.values[key])}" if draft.given(key) else key
+        yield f"not converted, {what}: {shown}: {entry.reason}"
 
 
 def _comment(text: str, depth: int) -> list[str]:
@@ -320,15 +319,15 @@ def _written(draft: Draft, text: str, line: Line) -> list[str]:
 
 
 def _tree(draft: Draft) -> Iterator[str]:
-    order = {section: number for number, section in enumerate(_SECTIONS)}
-    options = sorted(draft.lines, key=lambda option: order[option.partition(".")[0]])
+    options = [*draft.lines, *(["rewards"] if draft.rewards else [])]
     before: list[str] = []
-    rewards = bool(draft.rewards)
-    for option in options:
+    for option in sorted(options, key=lambda option: _SECTIONS.index(option.partition(".")[0])):
+        if option == "rewards":
+            yield "rewards:"
+            for line in draft.rewards:
+                yield from _written(draft, f"{' ' * _INDENT}- {_scalar(line.value)}", line)
+            continue
         parts = option.split(".")
-        if rewards and order[parts[0]] > order["rewards"]:
-            yield from _rewards(draft)
-            rewards = False
         for depth, part in enumerate(parts[:-1]):
             if before[: depth + 1] != parts[: depth + 1]:
                 yield f"{' ' * _INDENT * depth}{part}:"
@@ -336,11 +335,3 @@ def _tree(draft: Draft) -> Iterator[str]:
         indent = " " * _INDENT * (len(parts) - 1)
         yield from _written(draft, f"{indent}{parts[-1]}: {_scalar(line.value)}", line)
         before = parts[:-1]
-    if rewards:
-        yield from _rewards(draft)
-
-
-def _rewards(draft: Draft) -> Iterator[str]:
-    yield "rewards:"
-    for line in draft.rewards:
-        yield from _written(draft, f"{' ' * _INDENT}- {_scalar(line.value)}", line)

@@ -7,7 +7,7 @@ from typing import Any
 
 from flowrl.apps.migration import flow_factory_trainers as trainers
 from flowrl.apps.migration.engine import DTYPES, UNKNOWN_STEPS, Draft, is_number
-from flowrl.apps.migration.table import Source, Tool, read_keys, read_rewards, read_table
+from flowrl.apps.migration.table import Source, read_keys, read_rewards, read_table
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import parse_yaml, read_text
 
@@ -17,7 +17,7 @@ _FAMILIES, _OF_ONE, _OPTIMIZER = (
     read_table("tables", "flow_factory")[name] for name in ("families", "of_one", "optimizer")
 )
 _NONE = ("ltx2", "wan2_v2v")
-_REWARDS = read_rewards("flow_factory")
+REWARDS = read_rewards("flow_factory")
 _OF_MEMORY = ("name", "reward_model", "weight", "batch_size", "device", "dtype", "async_reward", "num_workers")
 _WARMUP_EPOCHS = 10
 """w of their average's warm-up, where a trainer has no key for it."""
@@ -202,7 +202,7 @@ def _entries(draft: Draft, key: str) -> list[dict[str, Any]]:
         name = entry.get("reward_model", "PickScore")
         if not isinstance(name, str):
             raise draft.fault(key, "reward_model must be the name of one")
-        if name not in _REWARDS:
+        if name not in REWARDS:
             draft.leave(f"{key}.{number}", f"no reward of flowrl scores as {name} does; left out", changes=True)
             continue
         for other in [other for other in entry if other not in _OF_MEMORY]:
@@ -210,7 +210,7 @@ def _entries(draft: Draft, key: str) -> list[dict[str, Any]]:
         weight = entry.get("weight", 1.0)
         if not is_number(weight):
             raise draft.fault(key, f"the weight of {name} must be a number")
-        result.append({**_REWARDS[name][0], "weight": float(weight)})
+        result.append({**REWARDS[name][0], "weight": float(weight)})
     return result
 
 
@@ -218,7 +218,7 @@ def _rewards(draft: Draft) -> None:
     """Write the rewards of training and those of evaluations."""
     entries = _entries(draft, "rewards")
     for entry in entries:
-        note = next(note for ours, note in _REWARDS.values() if ours["name"] == entry["name"])
+        note = next(note for ours, note in REWARDS.values() if ours["name"] == entry["name"])
         draft.reward(entry, "rewards", note=note)
     if not any(entry["weight"] for entry in entries):
         raise draft.fault("rewards", "none has a counterpart here with a weight, so there is nothing to train on")
@@ -264,16 +264,3 @@ def _warmed_up(draft: Draft, updates: int) -> None:
     else:
         reason = f"the average that is evaluated and saved warms up by (1 + n) / (10 + n) updates here, {kind} there"
         draft.leave("train.ema_decay_schedule", reason, changes=True)
-
-
-TOOL = Tool(
-    name="flow_factory",
-    title="Flow-Factory (X-GenGroup/Flow-Factory @a0b2bc5, 2026-05-02), trainers grpo, grpo-guard, nft, awm, dgpo, crd "
-    "and dpo",
-    keys=KEYS,
-    read=read,
-    rules=rules,
-    refuses_unknown=False,
-    form="a YAML file, such as one of examples/",
-    rewards=_REWARDS,
-)

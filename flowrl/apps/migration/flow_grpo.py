@@ -3,11 +3,15 @@
 from typing import Any
 
 from flowrl.apps.migration.engine import DTYPES, UNKNOWN_STEPS, Draft
-from flowrl.apps.migration.flow_grpo_file import BY_HAND, KEYS, read
-from flowrl.apps.migration.table import Tool, read_rewards, read_table
+from flowrl.apps.migration.flow_grpo_file import BY_HAND
+from flowrl.apps.migration.flow_grpo_file import KEYS as KEYS
+from flowrl.apps.migration.flow_grpo_file import read as read
+from flowrl.apps.migration.table import read_rewards, read_table
 
 _FAMILIES = read_table("tables", "flow_grpo")["families"]
 _REWARDS, _REWARDS_OF_NFT = read_rewards("flow_grpo"), read_rewards("diffusion_nft")
+REWARDS = _REWARDS | {"hpsv2": _REWARDS_OF_NFT["hpsv2"]}
+"""Those of the page."""
 _SOLVERS = {"dpm2": "dpm2_midpoint", "dpm1": "dpm1", **dict.fromkeys(("flow", "dance", "ddim"), "ode")}
 _OLD = {0: "none", 1: "ramp", 2: "late"}
 _MODES = {name: name for name in ("all", "positive_only", "negative_only", "one_only", "binary")}
@@ -331,17 +335,3 @@ def _optim(draft: Draft, family: str, method: str) -> None:
         draft.put("optim.ema.first", 7, note="theirs averages where their step + 1 is a multiple of 8")
         note = "theirs averages once a batch"
         draft.put("optim.ema.repeats", many, "train.gradient_accumulation_steps", note=note)
-
-
-TOOL = Tool(
-    name="flow_grpo",
-    title="flow_grpo (yifan123/flow_grpo @879042c, 2026-05-07) and DiffusionNFT (NVlabs/DiffusionNFT, 2025-09-22)",
-    keys=KEYS,
-    read=read,
-    rules=rules,
-    refuses_unknown=False,
-    form="`config/grpo.py:NAME`, `config/nft.py:NAME`: a configuration file and the name of one of its functions. "
-    "Functions of the file that these call are followed with their arguments, in arithmetic, conditions and `while`; "
-    "what else would have to be executed is refused with its line",
-    rewards=_REWARDS | {"hpsv2": _REWARDS_OF_NFT["hpsv2"]},
-)

@@ -49,19 +49,19 @@ class Tool:
     """One tool whose configurations can be converted."""
 
     name: str
-    title: str
-    """Name and version read, for the page."""
     keys: Mapping[str, Key]
     read: Callable[[str], Source]
     """Reads FILE of the command line."""
     rules: Callable[[Any], None]
     """Writes the lines of a Draft (engine.py)."""
-    refuses_unknown: bool
-    """Whether an unknown key is refused, as the tool itself does, and not listed."""
-    form: str
-    """What FILE is, for the page."""
     rewards: Mapping[str, tuple[dict[str, Any], str]]
     """Name of a reward -> our entry of it and a remark; empty: the tool names none."""
+    title: str
+    """Name and version read, for the page."""
+    form: str
+    """What FILE is, for the page."""
+    refuses_unknown: bool = True
+    """Whether an unknown key is refused, as the tool itself does, and not listed."""
 
 
 def read_keys(tool: str) -> dict[str, Key]:

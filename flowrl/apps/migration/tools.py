@@ -3,11 +3,16 @@
 from pathlib import Path
 
 from flowrl.apps.migration import diffusion_dpo, flow_factory, flow_grpo, trl
-from flowrl.apps.migration.table import Tool
+from flowrl.apps.migration.table import Tool, read_table
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.registry import suggest
 
-TOOLS: dict[str, Tool] = {tool.name: tool for tool in (flow_grpo.TOOL, diffusion_dpo.TOOL, trl.TOOL, flow_factory.TOOL)}
+_MODULES = {"flow_grpo": flow_grpo, "diffusion_dpo": diffusion_dpo, "trl": trl, "flow_factory": flow_factory}
+_REWARDS = {"flow_grpo": flow_grpo.REWARDS, "flow_factory": flow_factory.REWARDS}
+TOOLS: dict[str, Tool] = {
+    name: Tool(name, module.KEYS, module.read, module.rules, _REWARDS.get(name, {}), **read_table("tools", name))
+    for name, module in _MODULES.items()
+}
 """Name -> tool, in the order of docs/migration.md."""
 
 

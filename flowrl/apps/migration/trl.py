@@ -9,7 +9,7 @@ from typing import Any
 
 from flowrl.apps.migration.command_line import read_command
 from flowrl.apps.migration.engine import DTYPES, Draft
-from flowrl.apps.migration.table import REMEDY, Source, Tool, read_keys
+from flowrl.apps.migration.table import REMEDY, Source, read_keys
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import parse_yaml, read_text
 
@@ -174,17 +174,3 @@ def _advantages(draft: Draft) -> None:
     else:
         draft.put("algorithm.advantages.history", None, "per_prompt_stat_tracking")
         draft.unread("without per_prompt_stat_tracking there is no history", *keys)
-
-
-TOOL = Tool(
-    name="trl",
-    title="trl (huggingface/trl 0.23.1, the last with DDPO and AlignProp): DDPOConfig, AlignPropConfig and the flags "
-    "of examples/scripts/ddpo.py",
-    keys=KEYS,
-    read=read,
-    rules=rules,
-    refuses_unknown=True,
-    form="a shell script with the command, a YAML file of the options, or a .py file with one `DDPOConfig(...)` or "
-    "`AlignPropConfig(...)`",
-    rewards={},
-)

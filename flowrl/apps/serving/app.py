@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 import fastapi
 from starlette.requests import ClientDisconnect
@@ -133,14 +133,11 @@ def create_app(service: Service) -> fastapi.FastAPI:
     # No pages of its own: they would load scripts from elsewhere.
     app = fastapi.FastAPI(title="flowrl rewards", docs_url=None, redoc_url=None, openapi_url=None)
 
-    async def health(request: fastapi.Request) -> tuple[int, bytes]:
-        return service.health()
-
-    async def rewards(request: fastapi.Request) -> tuple[int, bytes]:
-        return 200, service.rewards()
-
-    async def metrics(request: fastapi.Request) -> tuple[int, bytes]:
-        return 200, counters.text().encode()
+    told: dict[str, Callable[[], tuple[int, bytes]]] = {
+        "/health": service.health,
+        "/rewards": lambda: (200, service.rewards()),
+        "/metrics": lambda: (200, counters.text().encode()),
+    }
 
     async def score(request: fastapi.Request) -> tuple[int, bytes]:
         started = time.perf_counter()
@@ -148,7 +145,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
         counters.time(time.perf_counter() - started)
         return 200, result
 
-    def add(path: str, work: Callable[[fastapi.Request], Awaitable[tuple[int, bytes]]], method: str = "GET") -> None:
+    def add(path: str, method: str) -> None:
         media = "text/plain; version=0.0.4" if path == "/metrics" else "application/json"
 
         async def endpoint(request: fastapi.Request) -> fastapi.Response:
@@ -156,7 +153,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
             try:
                 if path != "/health":
                     service.require_token(request.headers.get("authorization"))
-                status, body = await work(request)
+                status, body = told[path]() if path in told else await score(request)
             except Refusal as refusal:
                 counters.add("flowrl_refusals_total", kind=refusal.kind)
                 status, body = refusal.status, refusal.body()
@@ -169,8 +166,7 @@ def create_app(service: Service) -> fastapi.FastAPI:
 
         app.add_api_route(path, endpoint, methods=[method])
 
-    add("/health", health)
-    add("/rewards", rewards)
-    add("/metrics", metrics)
-    add("/score", score, "POST")
+    for path in told:
+        add(path, "GET")
+    add("/score", "POST")
     return app

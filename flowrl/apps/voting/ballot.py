@@ -4,13 +4,12 @@ import io
 import secrets
 import tempfile
 import threading
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from flowrl.apps.voting.pairs import VotePair
+from flowrl.apps.voting.pairs import Finished, VotePair
+from flowrl.apps.voting.waiting import Waiting
 from flowrl.core.errors import ConfigError, WriteError
 from flowrl.core.polls import Vote
 from flowrl.media import media
@@ -23,26 +22,6 @@ LONGEST_NAME = 40
 
 class Refusal(Exception):
     """An answer that cannot be taken, in words for the voter."""
-
-
-class Paper(Protocol):
-    """What people are asked: the pairs of a finished run, or those of a run that waits."""
-
-    def pairs(self, votes: Collection[Vote]) -> Sequence[VotePair]:
-        """The pairs that may be asked now, in the order in which they are asked for."""
-        ...
-
-    def turn(self) -> AbstractContextManager[None]:
-        """In this block a vote is added or taken back, and nobody counts."""
-        ...
-
-    def refusal(self, group: str, *images: str) -> str | None:
-        """Why no vote on these images of a group, or on any, counts any more, for the voter; None: it does."""
-        ...
-
-    def progress(self, votes: Collection[Vote], answered: int, total: int) -> dict[str, Any]:
-        """`progress`, how far a voter has come, in words; `waits`: whether pairs may come by themselves."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +50,7 @@ class Ballot:
     answered, or skipped, is not asked again unless the images are others.
     """
 
-    def __init__(self, paper: Paper, book: VoteBook) -> None:
+    def __init__(self, paper: Finished | Waiting, book: VoteBook) -> None:
         self.paper, self.book = paper, book
         self.pairs = paper.pairs(book.votes.values())
         self.unreadable: set[VotePair] = set()

@@ -46,17 +46,21 @@ class Finished:
         self._pairs = pairs
 
     def pairs(self, votes: Collection[Vote]) -> Sequence[VotePair]:
+        """The pairs that may be asked now, in the order in which they are asked for."""
         return self._pairs
 
     def turn(self) -> AbstractContextManager[None]:
+        """In this block a vote is added or taken back, and nobody counts."""
         return nullcontext()
 
     def refusal(self, group: str, *images: str) -> str | None:
+        """Why no vote on these images of a group, or on any, counts any more, for the voter; None: it does."""
         if not polls.of_training(group):
             return None
         return "That vote was one of the training, which has counted it: it stays."
 
     def progress(self, votes: Collection[Vote], answered: int, total: int) -> dict[str, Any]:
+        """`progress`, how far a voter has come, in words; `waits`: whether pairs may come by themselves."""
         return {"progress": f"{answered} of {total} answered", "waits": False}
 
 
