@@ -140,10 +140,6 @@ def _body(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
     columns, rows = card_facts.table(facts)
-    limits = card_facts.limits(facts)
-    stated = licence(base.path)
-    if stated is None:
-        limits.append("The licence is that of the base model, which is not known here. Look there before you publish.")
     training = card_facts.training(facts)
     weights = next(text for label, text in training if label == "Trained")
     name = facts.say(facts.at("algorithm", "name") or "a method of the user's own")
@@ -157,11 +153,14 @@ def _body(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
         columns=columns,
         on=card_facts.on(facts),
         verdicts=card_facts.verdicts(facts),
-        how=how(facts, base, layout, folder),
+        facts=facts,
+        of=of,
+        licence=licence(base.path),
+        **how(facts, base, layout, folder),
+        **card_facts.limits(facts),
         snippet=snippet(facts, base, layout, folder),
         training=training,
         rewards=card_facts.rewards(facts),
-        limits=limits,
         versions=", ".join(f"{name} {facts.say(it)}" for name, it in known.items() if it) or "not recorded",
     )
     return re.sub(r"\n{3,}", "\n\n", text)

@@ -129,10 +129,8 @@ def _data(facts: Facts) -> str:
 
 def rewards(facts: Facts) -> list[dict[str, str]]:
     """Rows of the rewards: those that were trained on, then those that were only watched."""
-    trained, watched = facts.at("rewards") or [], facts.at("eval", "rewards") or []
-    return [_reward(facts, entry, "trained on") for entry in trained] + [
-        _reward(facts, entry, "watched") for entry in watched
-    ]
+    roles = {"trained on": facts.at("rewards") or [], "watched": facts.at("eval", "rewards") or []}
+    return [_reward(facts, entry, role) for role, entries in roles.items() for entry in entries]
 
 
 def _reward(facts: Facts, entry: dict[str, Any], role: str) -> dict[str, str]:
@@ -182,58 +180,28 @@ def on(facts: Facts) -> str:
 def verdicts(facts: Facts) -> list[str]:
     """The verdict on the primary metric, then the remarks of the report."""
     if not facts.metrics:
-        return [escaped(text) + "." for text in ("no reward was evaluated",)]
+        return ["no reward was evaluated."]
     first = facts.metrics[0]
     sentence, _ = results.verdict(facts.run, first, facts.estimates[first.name])
-    told = [sentence[:1].upper() + sentence[1:] + "."]
-    return [
-        facts.say(text)
-        for text in told + [text for _, text in results.remarks(facts.run, facts.metrics, facts.estimates)]
-    ]
+    remarks = [text for _, text in results.remarks(facts.run, facts.metrics, facts.estimates)]
+    return [facts.say(text) for text in (sentence[:1].upper() + sentence[1:] + ".", *remarks)]
 
 
-def limits(facts: Facts) -> list[str]:
-    """What the numbers do not show, and what nobody checked."""
-    run, sentences = facts.run, list[str]()
-    if not run.finished:
-        sentences.append(f"The run has not finished: {run.iterations} of {facts.at('iterations')} iterations.")
-    if run.subject.name == "training prompts":
-        sentences.append("Every number is of prompts that it was trained on: nothing is known about others.")
-    count = run.after.num_distinct() if run.after and run.after.prompts else 0
-    if 0 < count < _FEW:
-        sentences.append(f"{count} evaluated prompts are few: the intervals are wide, and small changes do not show.")
-    trained = run.summary.get("trained_prompts")
-    if isinstance(trained, int) and 0 < trained < _FEW:
-        sentences.append(f"It was trained on {trained} prompts alone, and may do worse on all that is unlike them.")
-    sentences += _over_optimised(facts)
-    missing = [m for m in facts.known if math.isfinite(share := _unscored(facts, m)) and share > 0]
-    sentences += [
-        f"{facts.say(m.label)}: {100 * _unscored(facts, m):.1f} % of the pairs have no score." for m in missing
-    ]
-    if facts.learned_noise:
-        sentences.append("It has noise for the run's own prompts alone; other prompts are drawn as by the base.")
-    sentences.append(f"One training run (seed {facts.say(facts.at('seed'))}): another seed gives other numbers.")
-    if not any(entry.get("name") == "safety" for entry in facts.at("eval", "rewards") or []):
-        sentences.append(
-            "Nobody checked what it generates for safety, and no filter was added. Check before you deploy it."
-        )
-    return sentences
-
-
-def _over_optimised(facts: Facts) -> list[str]:
-    """Of training rewards against outputs that were only watched."""
-    trained, watched = facts.at("rewards") or [], facts.at("eval", "rewards") or []
-    if trained and not watched:
-        return [
-            "All numbers are of rewards that it was trained on. No other judge watched it, so over-optimised rewards "
-            "would not show."
-        ]
-    sentences = list[str]()
-    for metric in facts.known:
-        change = facts.estimates[metric.name]["difference"]
-        if metric.sure_tone(change) == "worse":
-            sentences.append(f"{facts.say(metric.label)} got worse ({metric.change(change.mean)}).")
-    return sentences
+def limits(facts: Facts) -> dict[str, Any]:
+    """What the template says the numbers do not show, and what nobody checked."""
+    run, watched = facts.run, facts.at("eval", "rewards") or []
+    unwatched, trained = bool(facts.at("rewards")) and not watched, run.summary.get("trained_prompts")
+    changes = {metric: facts.estimates[metric.name]["difference"] for metric in facts.known}
+    shares = {metric: _unscored(facts, metric) for metric in facts.known}
+    return {
+        "few": _FEW,
+        "evaluated": run.after.num_distinct() if run.after and run.after.prompts else 0,
+        "trained_prompts": trained if isinstance(trained, int) else 0,
+        "unwatched": unwatched,
+        "worse": {m: e for m, e in changes.items() if not unwatched and m.sure_tone(e) == "worse"},
+        "unscored": {metric: 100 * share for metric, share in shares.items() if share > 0},
+        "unsafe": not any(entry.get("name") == "safety" for entry in watched),
+    }
 
 
 def _unscored(facts: Facts, metric: Metric) -> float:

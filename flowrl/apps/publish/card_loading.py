@@ -81,34 +81,17 @@ class Base:
         return [], json.dumps(self.hub_id or Path(self.path).name)
 
 
-def how(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
-    """Sentences about the files, the programs that read them, and the few steps of a distilled model."""
-    known, text = declared(base.path, facts.at("model", "revision"), facts.at("model", "distilled")), ""
-    if known is not None:
-        steps = "" if known.nodes is None else f"; take {len(known.nodes)} steps"
-        text = f"The base model is distilled {facts.say(str(known))}{steps} and no classifier-free guidance. "
-    return text + _how(facts, base, layout, folder)
-
-
-def _how(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
-    of = base.hub_id or facts.named(base.path)
-    whose = "an asset of flowrl" if base.is_asset else "a model of the hub" if base.hub_id else "a folder of its own"
-    begins = f"The base model is {facts.say(of)}, {whose}."
-    if layout == "merged":
-        return "A whole pipeline with the update in its weights. Run this in the folder of this file, or give its name."
-    if layout in ("kohya", "comfyui") and not _is_read_here(base, layout):
-        return (
-            f"{begins} For ComfyUI copy the .safetensors to models/loras and take the node Load LoRA. Two files are "
-            "two experts: one node for each model. For diffusers export the run with --format diffusers. The base:"
-        )
-    if layout == "kohya":
-        return (
-            f"{begins} For ComfyUI copy {facts.say(_one(folder))} to models/loras and take the node Load LoRA. "
-            "diffusers does not read this layout of SD3; flowrl loads it into a diffusers pipeline:"
-        )
-    if facts.learned_noise:
-        return f"{begins} {facts.say(NOISE)} has a mean and a std of the initial noise for each prompt of the run:"
-    return f"{begins} Run this in the folder of this file, or give its name:"
+def how(facts: Facts, base: Base, layout: Layout, folder: Path) -> dict[str, Any]:
+    """What the template says about the files, the programs that read them, and a distilled model."""
+    place = "an asset of flowrl" if base.is_asset else "a model of the hub" if base.hub_id else "a folder of its own"
+    return {
+        "distilled": declared(base.path, facts.at("model", "revision"), facts.at("model", "distilled")),
+        "layout": layout,
+        "place": place,
+        "foreign": layout in ("kohya", "comfyui") and not _is_read_here(base, layout),
+        "file": _one(folder),
+        "noise": NOISE,
+    }
 
 
 def snippet(facts: Facts, base: Base, layout: Layout, folder: Path) -> str:
