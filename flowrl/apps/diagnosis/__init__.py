@@ -17,20 +17,6 @@ from flowrl.apps.diagnosis.evidence import PAGE, Change, Evidence, Lacking, Numb
 from flowrl.apps.gallery.runs import Run
 from flowrl.core.assets import table
 
-__all__ = [
-    "CHECKS",
-    "Change",
-    "Check",
-    "Diagnosis",
-    "Evidence",
-    "Finding",
-    "Lacking",
-    "Number",
-    "Seen",
-    "cause",
-    "diagnose",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Check:

@@ -2,8 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -78,12 +76,3 @@ def _evaluated_on(run: Run) -> str:
     share = held_out.get("source") if isinstance(held_out, dict) and held_out.get("share") is not None else None
     text = f"{run.base.num_distinct()} {run.subject.name}".replace("its own", "of its own")
     return f"{text} ({share})" if share else text
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, text) of each leaf of nested mappings."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)

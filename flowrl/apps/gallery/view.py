@@ -18,6 +18,7 @@ from flowrl.apps.gallery.tags import in_order
 from flowrl.apps.plain_text import Named
 from flowrl.core.assets import table
 from flowrl.media import media
+from flowrl.run.changes import leaves
 
 CURVES: dict[str, str] = table(Path(__file__).with_name("tables.yaml"))["curves"]
 DURING_TREES = 3
@@ -62,7 +63,7 @@ def view(run: Run, index: int, page: Page) -> dict[str, Any]:
         "more_curves": more_curves,
         "num_during": run.during[-1].num_distinct() if run.during else 0,
         "config_text": named(run.config_text),
-        "provenance": [(key, named(text)) for key, text in facts.flatten(run.provenance)],
+        "provenance": [(key, named(str(value))) for key, value in leaves(run.provenance).items()],
     } | _images(run, metrics, index, page, num_bytes([curves, more_curves, run.config_text]))
 
 

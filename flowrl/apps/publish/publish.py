@@ -1,13 +1,14 @@
 """An exported folder on the Hugging Face hub. Nothing is sent but by `push`, and nothing but the folder's files."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from flowrl.core.errors import ConfigError, UploadError
+from rich.filesize import decimal
 
-_UNITS = ("B", "kB", "MB", "GB")
+from flowrl.core.errors import ConfigError, UploadError
 
 
 class Hub(Protocol):
@@ -61,16 +62,8 @@ def listing(found: Sequence[tuple[str, int]]) -> str:
     README.md      900 B
     a.safetensors  2.5 MB
     """
-
-    def size(value: float) -> str:
-        for unit in _UNITS[:-1]:
-            if value < 1000:
-                return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-            value /= 1000
-        return f"{value:.1f} {_UNITS[-1]}"
-
     width = max((len(name) for name, _ in found), default=0)
-    return "\n".join(f"{name:<{width}}  {size(count)}" for name, count in found)
+    return "\n".join(f"{name:<{width}}  {re.sub('bytes?', 'B', decimal(count))}" for name, count in found)
 
 
 def push(folder: Path, repository: str, message: str, *, private: bool, api: Hub) -> str:
