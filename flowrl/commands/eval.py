@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from flowrl.run.assembly.parts import Parts
 
 
-SUITE = "With --suite"
-"""Heading of the options of a benchmark."""
 BATCH = 4
 """Images sampled at once where nothing is said."""
 

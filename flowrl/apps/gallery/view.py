@@ -193,15 +193,8 @@ def _trees(run: Run, anchor: str, place: Place) -> dict[str, Any] | None:
     for tree in result:
         name = f"{anchor}-{tree.tag}"
         sheet = place.image(tree.sheet, images.SHEET_PX, cells=max(tree.columns, tree.rows))
-        drawings.append(
-            {
-                "id": name,
-                "label": tree.label,
-                "caption": treechart.caption(tree),
-                "note": tree.note,
-                "svg": treechart.draw(tree, ranges, sheet, name),
-            }
-        )
+        svg = treechart.draw(tree, ranges, sheet, name)
+        drawings.append({"id": name, "of": tree, "caption": treechart.caption(tree), "svg": svg})
     last, key = result[-1], treechart.legend(result, ranges)
     return {"method": last.method.replace("_", " "), "prompt": last.prompt, "legend": key, "drawings": drawings}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import write_atomically, writing
+from flowrl.core.files import is_mapping, known_object, write_atomically, writing
 from flowrl.run.changes import differences
 
 FORMAT = "flowrl-pairs-1"
@@ -106,11 +106,8 @@ class PairFolder:
         write_atomically(self.path / HEADER, json.dumps(record, indent=1) + "\n")
 
     def _read(self, file: Path) -> dict[str, Any]:
-        try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-            good = record["format"] == FORMAT and set(record["done"]) == {f.name for f in dataclasses.fields(Done)}
-        except (ValueError, KeyError, TypeError):
-            good = False
-        if not good:
+        record = known_object(file)
+        done, names = record.get("done"), {field.name for field in dataclasses.fields(Done)}
+        if record.get("format") != FORMAT or not is_mapping(done) or set(done) != names:
             raise ConfigError(f"--out {self.path}: its {HEADER} is not of this command; choose a new folder")
         return record

@@ -19,14 +19,6 @@ from flowrl.display.units import duration
 
 _FEW = 50
 """Prompts below which the card calls the data small; `flowrl.statistics` takes wider intervals there."""
-_COLUMNS = {
-    "base": "base",
-    "base_best_guidance": "base, best guidance",
-    "tuned": "tuned",
-    "tuned_best_guidance": "tuned, best guidance",
-    "difference": "difference",
-    "difference_best_guidance": "difference, each at its best guidance",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +142,11 @@ def _reward(facts: Facts, entry: dict[str, Any], role: str) -> dict[str, str]:
 
 
 def table(facts: Facts) -> tuple[list[str], list[dict[str, Any]]]:
-    """(column heads, rows) of the numbers; the best guidance has a column where it was sought."""
+    """(columns, rows) of the numbers; the best guidance has a column where it was sought."""
     shown = facts.known
-    blocks = [b for b in _COLUMNS if "best_guidance" not in b or any(facts.estimates[m.name][b].known for m in shown)]
+    blocks = [
+        b for b in results.BLOCKS if "best_guidance" not in b or any(facts.estimates[m.name][b].known for m in shown)
+    ]
     rows: list[dict[str, Any]] = []
     for metric in shown:
         estimates = facts.estimates[metric.name]
@@ -163,7 +157,7 @@ def table(facts: Facts) -> tuple[list[str], list[dict[str, Any]]]:
         ]
         better = "lower is better" if metric.sign < 0 else "higher is better"
         rows.append({"label": f"{facts.say(metric.label)}, {better}", "cells": cells, "prompts": row["prompts"]})
-    return [_COLUMNS[block] for block in blocks], rows
+    return blocks, rows
 
 
 def on(facts: Facts) -> str:

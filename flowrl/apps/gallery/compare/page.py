@@ -173,18 +173,17 @@ def _seeds(runs: Sequence[Run], metric: Metric, one: Recipe, styles: dict[int, S
         return metric.interval(Estimate(found["mean"], found[f"low{kind}"], found[f"high{kind}"]))
 
     gain = one.gain
-    sure = math.isfinite(gain["low"]) and metric.tone(gain["low"], gain["high"])
     return {
         "run": one.runs[0],
         "swatch": styles[one.runs[0]].color,
         "seeds": ", ".join(str(runs[i].config.get("seed", DASH)) for i in one.runs),
-        "tuned": {"text": metric.value(one.tuned["mean"]), "interval": bounds(one.tuned, "")},
+        "tuned": metric.level(Estimate.of(one.tuned)),
         "sd": metric.value(one.tuned["sd"], unit="", digits=metric.decimals + 1),
         "gain": {"text": metric.change(gain["mean"]), "interval": bounds(gain, "")},
         "gain_sd": metric.value(gain["sd"], unit="", digits=metric.decimals + 1),
         "over_seeds": bounds(gain, "_seeds"),
         "over_prompts": bounds(gain, "_prompts"),
-        "tone": sure or "same",
+        "tone": metric.sure_tone(Estimate.of(gain)),
     }
 
 

@@ -140,7 +140,7 @@ class ResultsFolder:
     def write(self, rows: Iterable[Row]) -> None:
         """Replace all lines by these."""
         ordered = sorted(rows, key=lambda row: (row.id, row.k))
-        write_atomically(self.path / LINES, "".join(f"{_line(row)}\n" for row in ordered))
+        write_atomically(self.path / LINES, "".join(_line(row.plain()) for row in ordered))
         for file in self._files():
             if file.name != LINES:
                 file.unlink()
@@ -154,11 +154,7 @@ class ResultsFolder:
 
     def append(self, rows: Iterable[Row], rank: int) -> None:
         """Add lines of judged samples; they are on the disk when this returns."""
-        file = self.path / f"samples-{rank}.jsonl"
-        with writing(file), file.open("a", encoding="utf-8") as stream:
-            stream.write("".join(f"{_line(row)}\n" for row in rows))
-            stream.flush()
-            os.fsync(stream.fileno())
+        append_lines(self.path / f"samples-{rank}.jsonl", map(Row.plain, rows))
 
     # ---- images
 
@@ -198,8 +194,18 @@ def lines_of(file: Path, kind: type[Any]) -> Iterator[Any]:
             continue
 
 
-def _line(row: Row) -> str:
-    return json.dumps(json_ready(row.plain()), ensure_ascii=False)
+def append_lines(file: Path, records: Iterable[Any]) -> None:
+    """Add lines to a .jsonl, after one that a kill tore off too; they are on the disk when this returns."""
+    with writing(file), file.open("a+b") as stream:
+        stream.seek(max(stream.seek(0, os.SEEK_END) - 1, 0))
+        start = "" if stream.read(1) in (b"", b"\n") else "\n"
+        stream.write((start + "".join(map(_line, records))).encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _line(record: Any) -> str:
+    return json.dumps(json_ready(record), ensure_ascii=False) + "\n"
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,6 @@ Source: both orders as Pref-GRPO (CodeGoat24/Pref-GRPO) and LLM-as-a-judge, arXi
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor
 
 from flowrl.apps.command_line import reward_entries
-from flowrl.apps.suites.running.folder import ResultsFolder, lines_of
+from flowrl.apps.suites.running.folder import ResultsFolder, append_lines, lines_of
 from flowrl.apps.suites.running.runner import PATIENCE, Task
 from flowrl.core.errors import ConfigError, Remedy, RewardError, RewardFailure, described
-from flowrl.core.files import json_ready, writing
 from flowrl.data.prompts import distinct_numbers
 from flowrl.display.display import Progress
 from flowrl.display.phases import phase
@@ -189,7 +187,7 @@ def compare_folders(
             known[row.id, row.k] = row
             failed = [*failed, row] if row.preference is None else []
             answered |= row.preference is not None
-            _append(file, row)
+            append_lines(file, [asdict(row)])
             bar.update(1)
             if len(failed) >= PATIENCE:
                 raise _away(failed, out)
@@ -213,16 +211,6 @@ def _judged(
         numbers = [None if math.isnan(value) else value for value in (first, second, tuned_wins, biased)]
         answers, verdict = (numbers[0], numbers[1]), (numbers[2], numbers[3])
         yield PairRow(item.id, k, item.text, *answers, *verdict, mark, reason)
-
-
-def _append(file: Path, row: PairRow) -> None:
-    with writing(file), file.open("a+b") as stream:
-        # After a line that a kill tore off.
-        stream.seek(max(stream.seek(0, os.SEEK_END) - 1, 0))
-        start = b"" if stream.read(1) in (b"", b"\n") else b"\n"
-        stream.write(start + json.dumps(json_ready(asdict(row)), ensure_ascii=False).encode() + b"\n")
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _away(failed: Sequence[PairRow], out: Path) -> RewardFailure:
