@@ -144,9 +144,7 @@ def _reward(facts: Facts, entry: dict[str, Any], role: str) -> dict[str, str]:
 def table(facts: Facts) -> tuple[list[str], list[dict[str, Any]]]:
     """(columns, rows) of the numbers; the best guidance has a column where it was sought."""
     shown = facts.known
-    blocks = [
-        b for b in results.BLOCKS if "best_guidance" not in b or any(facts.estimates[m.name][b].known for m in shown)
-    ]
+    blocks = [b for b in results.BLOCKS if "best" not in b or any(facts.estimates[m.name][b].known for m in shown)]
     rows: list[dict[str, Any]] = []
     for metric in shown:
         estimates = facts.estimates[metric.name]
