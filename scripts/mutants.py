@@ -45,6 +45,7 @@ NEAR = {
     "algorithms": ("tests/algorithms",),
     "statistics": ("tests/statistics",),
     "core": ("tests/core/test_questions.py",),
+    "data": ("tests/data/test_priority.py",),
     "evaluation": ("tests/apps/suites",),
     "apps/suites": ("tests/apps/suites",),
 }

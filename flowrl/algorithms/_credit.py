@@ -43,9 +43,7 @@ class Rule:
 
     def retired(self, rewards: Tensor, weights: Tensor) -> Tensor:
         """Prompts of an iteration that are not drawn again, [P] bool."""
-        if self.groups is None:
-            return torch.zeros(rewards.shape[1], dtype=torch.bool)
-        return self.groups.retired(aggregate(rewards, weights))
+        return (self.groups or FilterConfig()).retired(aggregate(rewards, weights))
 
     def state_dict(self) -> dict[str, Any]:
         own = {} if self.history is None else {"history": self.history.state()}

@@ -20,6 +20,7 @@ from flowrl.training.base import checking
 def check(resolved: Resolved) -> None:
     """Refuse combinations that no component can check alone. Raises ConfigError: with key, value and remedy."""
     _check_source(resolved)
+    _check_priority(resolved)
     _check_rewards(resolved)
     _check_modality(resolved)
     check_guard(resolved)
@@ -222,6 +223,18 @@ def _check_source(resolved: Resolved) -> None:
         )
     if run.data.pairs.eval is not None and not resolved.method.prefers:
         raise ConfigError(f"data.pairs.eval: {name} compares no images", remedies=[Remedy(without="data.pairs.eval")])
+
+
+def _check_priority(resolved: Resolved) -> None:
+    """Refuse a priority of prompts by what the method does not have."""
+    by, size = resolved.run.data.priority and resolved.run.data.priority.by, resolved.group_size
+    why = f"spread at rollout.group_size={size}" if by == "spread" and size < 2 else ""
+    why = "advantages" if by == "ucb" and resolved.algorithm.config.credit_rule() is None else why
+    why = "prompts to draw, nor rewards" if by and resolved.members else why
+    if why:
+        raise ConfigError(
+            f"data.priority.by={by}: {resolved.algorithm.name} has no {why}", remedies=[Remedy({"data.priority": None})]
+        )
 
 
 def _check_rewards(resolved: Resolved) -> None:

@@ -22,11 +22,8 @@ def live(rewards: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 def group_moments(total: Tensor) -> tuple[Tensor, Tensor]:
     """(std, mean) of the rewards [P, G] of each group, over its valid samples; [P] float64 each."""
-    valid = total.isfinite()
-    count = valid.sum(dim=1).clamp(min=1)
-    mean = total.nan_to_num(0.0).sum(dim=1) / count
-    square = ((total - mean[:, None]).nan_to_num(0.0) ** 2).sum(dim=1) / count
-    return square.sqrt(), mean
+    mean = masked_mean(total, total.isfinite())
+    return masked_mean((total - mean).square(), total.isfinite()).squeeze(1).sqrt(), mean.squeeze(1)
 
 
 def masked_mean(values: Tensor, mask: Tensor, ddof: int = 0) -> Tensor:

@@ -44,10 +44,7 @@ class SelectConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FilterConfig:
-    """Groups that are trained, by mean and std of their weighted raw rewards.
-
-    Source: Edit-R1, arXiv 2510.16888; PKU-YuanGroup/UniWorld-V2.
-    """
+    """Groups that are trained, by mean and std of their weighted raw rewards (arXiv 2510.16888)."""
 
     least_std: float = 0.05
     """Groups with less are left out."""
@@ -65,8 +62,7 @@ class FilterConfig:
         """Groups whose prompts are not drawn again, [P] bool."""
         std, mean = group_moments(total)
         # The std of a group that was scored only in part may be small for that reason.
-        done = (std < self.least_std) & (mean > self.most_mean) & total.isfinite().all(dim=1)
-        return done if self.retire else torch.zeros_like(done)
+        return (std < self.least_std) & (mean > self.most_mean) & total.isfinite().all(dim=1) & self.retire
 
 
 def select(scores: Tensor, candidates: Tensor, config: SelectConfig) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.paths import CACHE, PAIRS, PROMPTS
 from flowrl.core.strict import require_positive
+from flowrl.data.priority import PriorityConfig
 
 _EVAL_SHARE = 0.1
 
@@ -95,6 +96,8 @@ class DataConfig:
     subset by the seed. With 0, or fewer than 32 prompts, training prompts are evaluated, and every result says so."""
     pairs: PairsConfig | None = None
     """Given images for methods that learn from them; null: the network draws its samples from prompts."""
+    priority: PriorityConfig | None = None
+    """Prompts are drawn by what was learned of them so far; null: each once an epoch."""
     max_prompts: int | None = None
     """Number of training prompts that are used, the first ones, `eval_share` of them held out; null: all."""
     max_eval_prompts: int | None = None

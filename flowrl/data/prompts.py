@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.rng import permutation
+from flowrl.credit.advantages import Advantages
 from flowrl.media.media import UNREADABLE, open_image
 from flowrl.models.base import ModelAdapter
 
@@ -86,6 +87,9 @@ class PromptSource:
         if numbers:
             after = self._walk(iteration)[-1][0] + 1
             self.since, self.retired = (iteration, after), self.retired | set(numbers)
+
+    def learn(self, prompts: Sequence[Prompt], total: Tensor, credit: Advantages) -> None:
+        """Take the weighted rewards [P, G] and the credit of an iteration's prompts; this order does not need them."""
 
     def _walk(self, iteration: int) -> list[tuple[int, int]]:
         """(position in the order, prompt) of the draws since the last retirement, at least those of this iteration."""

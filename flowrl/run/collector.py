@@ -123,7 +123,8 @@ class Collector:
         return Noise(self.config.seed, "rollout", iteration, shape, rollout.shared_noise)
 
     def metrics_row(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
-        """Metrics of an iteration's samples."""
+        """Metrics of an iteration's samples, of which the source of prompts learns."""
+        self.source.learn(rollout.prompts, aggregate(rollout.rewards, self.weights), credit)
         counts = self.world.gather(self.scorer.take_counts())
         text = self.dead_groups.warning(rollout, credit)
         if text is not None and self.world.main:

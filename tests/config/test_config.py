@@ -18,6 +18,7 @@ from flowrl.config.load import load_config, resolve, run_tree
 from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import apply_override, parse_yaml, validate
+from flowrl.data.priority import PriorityConfig
 from flowrl.models.base import ModelAdapter
 from flowrl.models.pipelines.distilled import Distilled
 from flowrl.scoring.build import build_rewards
@@ -137,6 +138,26 @@ def test_a_group_of_one_is_refused_where_samples_of_a_prompt_are_compared_and_le
     assert "filter compares the samples of a prompt" in refused(filtered, "rollout.sampler=null")
     for method in ("flow_grpo, advantages: {name: batch}", "ddpo", "dpok, sde_steps: [0]"):
         assert resolve(read(*one, f"algorithm={{name: {method}}}")).run.rollout.group_size == 1
+
+
+def test_a_priority_of_prompts_needs_prompts_rewards_and_what_it_is_by(read):
+    one = "rollout.group_size=1", "rollout.prompts_per_iteration=4", "optim.updates_per_iteration=1"
+    alone, bandit = "algorithm={name: ddpo}", "data.priority.by=ucb"
+    dpok, critic = "algorithm={name: dpok, sde_steps: [0]}", "algorithm={name: rwr}"
+    said = refusal(resolve, read(*one, alone, "data.priority={}"))
+    assert "data.priority.by=spread: ddpo has no spread at rollout.group_size=1" in said
+    assert "data.priority=null" in said
+    assert "data.priority.by=ucb: dpok has no advantages" in refusal(resolve, read(*one, dpok, bandit))
+    assert "data.priority.by=ucb: rwr has no advantages" in refusal(
+        resolve, read(critic, bandit, "rollout.sampler=null")
+    )
+    pairs = "algorithm={name: diffusion_dpo}", "rewards=[]", "data={pairs: {path: some.jsonl}, priority: {}}"
+    assert "diffusion_dpo has no prompts to draw, nor rewards" in refusal(
+        resolve, read(*pairs, "rollout.sampler=null", "eval.rewards=[]")
+    )
+    assert "rewards is empty" in refusal(resolve, read("rewards=[]", "data.priority={}"))
+    assert resolve(read(*one, alone, bandit)).run.data.priority == PriorityConfig(by="ucb")
+    assert resolve(read("data.priority={}")).run.data.priority == PriorityConfig()
 
 
 # ---- overrides

@@ -112,3 +112,23 @@ def test_a_solved_prompt_is_drawn_no_more_and_a_run_without_prompts_ends(place: 
 
     summary = train("name=done", "iterations=5", *words, "data.prompts=easy.txt", "rollout.prompts_per_iteration=2")
     assert (summary["status"], summary["iterations"]) == ("finished", 1)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_draws_by_the_same_priority(place: Path):
+    texts = ["a red circle", "a blue square", "two green circles", "three red squares", "a green triangle"]
+    lines = [json.dumps({"prompt": text, "task": text.split()[0]}) for text in texts]
+    (place / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    words = ["data.prompts=tasks.jsonl", "data.eval_prompts=null", "rollout.prompts_per_iteration=2"]
+    words.append("data.priority={by: ucb, group: task}")
+    train("name=whole", "iterations=3", *words)
+    train("name=parts", "iterations=1", *words)
+    train("name=parts", "iterations=3", *words, resume=True)
+    assert digest("parts", 3) == digest("whole", 3)
+    whole, parts = (
+        json.loads(Path(f"runs/{name}/checkpoints/iteration-000003/state.json").read_text())["source"]
+        for name in ("whole", "parts")
+    )
+    assert whole == parts
+    assert len(whole["seen"]) == 3  # kinds: a, two, three
+    assert sum(whole["seen"]) == 3 * 2 * 4

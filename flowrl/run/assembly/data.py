@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from flowrl.config.resolved import Resolved
 from flowrl.data.contents import Input, set_of
 from flowrl.data.given_samples import Given, GivenSource, require_encoder
+from flowrl.data.priority import PrioritySource
 from flowrl.data.prompts import Prompt, PromptSource, require_images
 from flowrl.data.text_cache import Texts
 from flowrl.display.display import working
@@ -80,6 +81,7 @@ def read(resolved: Resolved, kind: Training) -> Data:
     kind.check_prompts(prompts.train, prompts.evaluated)
     own = previews.preview_prompts(config)
     if config.data.pairs is None:
-        return Data(prompts, PromptSource(prompts.train, resolved.slots, config.seed), None, own)
+        order, by = (prompts.train, resolved.slots, config.seed), config.data.priority
+        return Data(prompts, PromptSource(*order) if by is None else PrioritySource(*order, by), None, own)
     given = Given(config.data.pairs, kind.method, config.seed, resolved.model.config.frames)
     return Data(prompts, given.source, given, own)
