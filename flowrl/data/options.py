@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.paths import CACHE, PAIRS, PROMPTS
 from flowrl.core.strict import require_positive
-from flowrl.data.priority import PriorityConfig
 
 _EVAL_SHARE = 0.1
 
@@ -78,6 +77,24 @@ class PairsConfig:
         require_positive(vars(self), "per_iteration", "max_eval")
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"caption_dropout={self.caption_dropout} is a share: give 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriorityConfig:
+    by: Literal["spread", "ucb"] = "spread"
+    """`spread`: prompts whose samples differ most in reward; `ucb` (DUMP): kinds of large advantages or few samples."""
+    group: str = "prompt"
+    """Kinds, which share their statistics: `prompt`, each by itself, or a key of the metadata, by its value."""
+    floor: float = 0.05
+    """Share of the chances that all prompts have alike, above 0; 1: all."""
+    temperature: float = 0.1
+    """Of `ucb`; lower is greedier."""
+    window: int = 300
+    """Newest samples of a kind that the mean is of, in whole groups."""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.floor <= 1 and self.temperature > 0 and self.window > 0):
+            raise ValueError(f"{self}: floor must be in (0, 1], temperature and window positive")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,6 @@ Source: SPO, arXiv 2509.13232. DUMP, arXiv 2504.09710; in ZhentingWang/DUMP rewa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -19,35 +17,8 @@ from flowrl.core.rng import stream
 from flowrl.core.tensors import floats, ints
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.groups import group_moments
+from flowrl.data.options import PriorityConfig
 from flowrl.data.prompts import Prompt, PromptSource, distinct_numbers, identity
-
-
-@dataclass(frozen=True, kw_only=True)
-class PriorityConfig:
-    by: Literal["spread", "ucb"] = "spread"
-    """`spread`: prompts whose samples differ most in reward; `ucb` (DUMP): kinds of large advantages or few samples."""
-    group: str = "prompt"
-    """Kinds, which share their statistics: `prompt`, each by itself, or a key of the metadata, by its value."""
-    floor: float = 0.05
-    """Share of the chances that all prompts have alike, above 0; 1: all."""
-    temperature: float = 0.1
-    """Of `ucb`; lower is greedier."""
-    window: int = 300
-    """Newest samples of a kind that the mean is of, in whole groups."""
-
-    def __post_init__(self) -> None:
-        if not (0 < self.floor <= 1 and self.temperature > 0 and self.window > 0):
-            raise ValueError(f"{self}: floor must be in (0, 1], temperature and window positive")
-
-    def kind(self, prompt: Prompt) -> object:
-        """What a prompt shares its statistics by. Raises ConfigError: it lacks the key."""
-        key, known = self.group, prompt.metadata
-        if key != "prompt" and key not in known:
-            raise ConfigError(
-                f"data.priority.group={key}: the metadata of the prompt {prompt.text[:60]!r} are {list(known)}",
-                remedies=[Remedy({"data.priority.group": name}) for name in ("prompt", *list(known)[:3])],
-            )
-        return identity(prompt) if key == "prompt" else str(known[key])
 
 
 class PrioritySource(PromptSource):
@@ -55,7 +26,8 @@ class PrioritySource(PromptSource):
 
     def __init__(self, prompts: Sequence[Prompt], per_iteration: int, seed: int, config: PriorityConfig) -> None:
         super().__init__(prompts, per_iteration, seed)
-        self.config, kinds = config, [config.kind(prompt) for prompt in self.prompts]
+        self.config = config
+        kinds = [self.kind(prompt) for prompt in self.prompts]
         self.kinds = np.array(distinct_numbers(kinds))
         self.numbers = dict(zip(kinds, self.kinds.tolist(), strict=True))
         self.seen, self.newest = [0] * len(self.numbers), [list[float]() for _ in self.numbers]
@@ -85,7 +57,7 @@ class PrioritySource(PromptSource):
         values, most = group_moments(total)[0] if spread else size, max(1, self.config.window // total.shape[1])
         for prompt, value, count in zip(prompts, floats(values), ints(counts), strict=True):
             if count > spread:  # one sample alone has no spread
-                kind = self.numbers[self.config.kind(prompt)]
+                kind = self.numbers[self.kind(prompt)]
                 self.seen[kind] += count
                 self.newest[kind] = [*self.newest[kind], value][-most:]
 
@@ -95,3 +67,13 @@ class PrioritySource(PromptSource):
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict(state)
         self.seen, self.newest = list(state["seen"]), list(state["newest"])
+
+    def kind(self, prompt: Prompt) -> object:
+        """What a prompt shares its statistics by. Raises ConfigError: it lacks the key."""
+        key, known = self.config.group, prompt.metadata
+        if key != "prompt" and key not in known:
+            raise ConfigError(
+                f"data.priority.group={key}: the metadata of the prompt {prompt.text[:60]!r} are {list(known)}",
+                remedies=[Remedy({"data.priority.group": name}) for name in ("prompt", *list(known)[:3])],
+            )
+        return identity(prompt) if key == "prompt" else str(known[key])

@@ -18,7 +18,7 @@ from flowrl.config.load import load_config, resolve, run_tree
 from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
 from flowrl.core.strict import apply_override, parse_yaml, validate
-from flowrl.data.priority import PriorityConfig
+from flowrl.data.options import PriorityConfig
 from flowrl.models.base import ModelAdapter
 from flowrl.models.pipelines.distilled import Distilled
 from flowrl.scoring.build import build_rewards

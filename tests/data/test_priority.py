@@ -15,7 +15,8 @@ from torch import Tensor
 from flowrl.algorithms.dance_grpo import SeparateConfig
 from flowrl.core.errors import ConfigError
 from flowrl.credit.advantages import AdvantageConfig, advantages
-from flowrl.data.priority import PriorityConfig, PrioritySource
+from flowrl.data.options import PriorityConfig
+from flowrl.data.priority import PrioritySource
 from flowrl.data.prompts import Prompt
 from tests.remedies import follows
 from tests.remedies.following import each_ends
@@ -214,11 +215,11 @@ def test_options_out_of_range_are_refused(options):
         PriorityConfig(**options)
 
 
-@follows("flowrl/data/priority.py:PriorityConfig.kind")
+@follows("flowrl/data/priority.py:PrioritySource.kind")
 def test_a_key_that_prompts_have_is_taken():
     each_ends(
         lambda remedy: source(group=remedy.settings.get("data.priority.group", "tasks")),
-        "data/priority.py:PriorityConfig.kind",
+        "data/priority.py:PrioritySource.kind",
     )
 
 
