@@ -65,16 +65,16 @@ def test_tables_stand_between_their_marks_and_rows_that_were_not_run_do_not(tmp_
     monkeypatch.setattr(rules, "PAGE", Path(tmp_path / "rules.md"))
     text = "head\n<!-- rules_flipped -->\nold\n<!-- end of rules_flipped -->\ntail\n"
     rules.PAGE.write_text(text)
-    cells = {"flipped/clean/0": cell("1111", "3333"), "flipped/sigmoid-30/0": cell("1111", "2222")}
+    cells = {"flipped/clean/0": cell("1111", "3333"), "flipped/sigmoid-30-no-kl/0": cell("1111", "2222")}
     for _ in range(2):
         rules.write_page(cells)
         page = rules.PAGE.read_text()
     assert page.startswith("head\n<!-- rules_flipped -->\n| row | seed |")
     assert page.endswith("```\n<!-- end of rules_flipped -->\ntail\n")
-    assert "| sigmoid-30 | 0 | 25.0 | +25.0" in page
+    assert "| sigmoid-30-no-kl | 0 | 25.0 | +25.0" in page
     assert "| clean: -25.0" in page
     assert "| 50 % | 12 | `01234567` |" in page
-    assert "sigmoid-30: flowrl train configs/lab/diffusion_dpo.yaml data.pairs.path=" in page
+    assert "sigmoid-30-no-kl: flowrl train configs/lab/diffusion_dpo.yaml data.pairs.path=" in page
     assert "robust" not in page
     assert "old" not in page
 
