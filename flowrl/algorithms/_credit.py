@@ -61,14 +61,11 @@ class Rule:
 
 def _memory(config: RuleConfig) -> RewardHistory | None:
     """What a rule remembers of earlier iterations, if anything."""
-    history = config.history
     if config.name == "smooth":
         return RewardHistory(partial(moments, ddof=config.ddof), 3)
-    if history is None:
-        return None
-    if history.decay is not None:
+    if (history := config.history) is not None and history.decay is not None:
         return RewardHistory(partial(expected, decay=history.decay), 3)
-    return RewardHistory(partial(newest, size=history.buffer_size), history.min_count)
+    return history and RewardHistory(partial(newest, size=history.buffer_size), history.min_count)
 
 
 def plain_rewards(rewards: Tensor, weights: Tensor) -> Advantages:

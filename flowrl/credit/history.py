@@ -46,13 +46,10 @@ class RewardHistory:
     """Numbers of every prompt that was drawn, keyed by its whole text and its images.
 
     The official code's key is the text's first 77 tokens, where longer prompts may collide.
-
-    Args:
-        update: what is known of a prompt with its rewards [n] of an iteration, from what was known before.
-        least: numbers without which nothing is known.
     """
 
     def __init__(self, update: Callable[[list[float], Tensor], list[float]], least: int) -> None:
+        """`update` makes what is known of a prompt of what was and its rewards [n]; less than `least` numbers are nothing."""
         self.update, self.least = update, least
         self.known: dict[Identity, list[float]] = {}
 

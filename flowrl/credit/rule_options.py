@@ -12,13 +12,8 @@ from flowrl.credit.history import HistoryConfig
 from flowrl.credit.selection import SelectConfig
 
 Std = Literal["global", "group", "none"]
-_OWN = {
-    "best_of": ["best_of"],
-    "history": ["batch"],
-    "nonzero_factor": ["median"],
-    "virtual_best": ["group", "per_reward"],
-}
-"""Options of some rules alone."""
+_OWN = {"best_of": "best_of", "history": "batch", "nonzero_factor": "median", "virtual_best": "group or per_reward"}
+"""Options of one rule alone, or of two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +39,11 @@ class RuleConfig:
     min_deviation: float = 0.1
     """Least deviation of the rule `median`, as a fraction of the group's std."""
     nonzero_factor: bool = False
-    """Times n / (samples whose advantage is not 0) in each group of n by the rule `median`, of which one is left out:
-    MC-GRPO's G and one more are `rollout.group_size` = G + 1."""
+    """Factor n / (advantages that are not 0) of each group of n by the rule `median` (MC-GRPO); its G samples and one
+    more, which is left out, are `rollout.group_size` = G + 1."""
     virtual_best: int = 0
-    """Samples with the highest value that the rewards can have, as which mean and std of every group count (NGRPO);
-    `group` and `per_reward` of methods on the steps of a rollout."""
+    """Samples of the highest value that the rewards can have, which mean and std of every group count in (NGRPO); of
+    `group` and `per_reward`, for methods on the steps of a rollout."""
     history: HistoryConfig | None = None
     """Mean and std of the rule `batch` from the prompt's own rewards, of this and earlier iterations, once there are
     enough; null: always from the batch."""
@@ -78,18 +73,13 @@ class RuleConfig:
         if self.name == "best_of" and self.std == "group":
             words = "std='group': a group's best of k rises with its spread, which this would divide out"
             raise OptionError(words, remedies=[Remedy({"std": "global"}), Remedy({"std": "none"})])
-        for key, (rule, *others) in _OWN.items():
+        for key, rules in _OWN.items():
             value = vars(self).get(key)  # a rule without the option has a class variable
-            if value and self.name not in (rule, *others):
-                std = {"std": "global"} if self.std == "group" and rule in ("batch", "best_of") else {}
-                words = f"{key} belongs to the rule {' or '.join((rule, *others))}, and the rule is {self.name!r}"
-                raise OptionError(
-                    words,
-                    remedies=[
-                        Remedy({"name": rule} | std),
-                        Remedy({key: type(value)() if isinstance(value, int) else None}),
-                    ],
-                )
+            if value and self.name not in rules.split():
+                std = {"std": "global"} if self.std == "group" and rules in ("batch", "best_of") else {}
+                off = type(value)() if isinstance(value, int) else None
+                words = f"{key} belongs to the rule {rules}, and the rule is {self.name!r}"
+                raise OptionError(words, remedies=[Remedy({"name": rules.split()[0]} | std), Remedy({key: off})])
 
     def rule(self) -> RuleConfig:
         """The rule that samples are compared by."""

@@ -42,14 +42,11 @@ class Scorers:
 
     def highest(self) -> list[Tensor]:
         """The highest value of each trained reward, for `virtual_best`. Raises ConfigError: one of them has none."""
-        entries = () if self.trained is None else self.trained.entries
+        key, entries = "algorithm.advantages.virtual_best", () if self.trained is None else self.trained.entries
         for entry in entries:
             if entry.weight and not math.isfinite(entry.highest()):
-                raise ConfigError(
-                    f"algorithm.advantages.virtual_best: the card of reward {entry.name!r} says no highest value; give "
-                    "the reward a clip [low, high], or its Card `high`",
-                    remedies=[Remedy({"algorithm.advantages.virtual_best": 0})],
-                )
+                words = f"{key}: the card of reward {entry.name!r} says no highest value; give it a clip [low, high]"
+                raise ConfigError(words, remedies=[Remedy({key: 0})])
         return [torch.tensor(entry.highest()) for entry in entries]
 
     def tried(self, adapter: ModelAdapter, prompts: RunPrompts, texts: Texts | None = None) -> None:
