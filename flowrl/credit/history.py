@@ -49,7 +49,7 @@ class RewardHistory:
     """
 
     def __init__(self, update: Callable[[list[float], Tensor], list[float]], least: int) -> None:
-        """`update` makes what is known of a prompt of what was and its rewards [n]; less than `least` numbers are nothing."""
+        """`update` makes what is known of what was and the rewards [n]; fewer than `least` numbers are nothing."""
         self.update, self.least = update, least
         self.known: dict[Identity, list[float]] = {}
 
