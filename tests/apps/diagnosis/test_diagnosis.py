@@ -1,10 +1,12 @@
 """Each finding comes from a run with its fault; a run without one has none; what a folder lacks is listed."""
 
+import inspect
 import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from string import Formatter
 
 import numpy as np
 import pytest
@@ -284,3 +286,25 @@ def test_every_advice_names_an_option_of_a_recipe():
     whole = {key for key in named if re.fullmatch(r"[a-z]+(\.\w+)+", key)}  # the rest have words of the check in them
     assert len(whole) > 10
     assert whole - known == set()
+
+
+def test_the_words_of_every_text_are_those_that_its_check_gives():
+    """A word that a check forgets would end `flowrl diagnose`, in a case that few runs have."""
+    for check in CHECKS:
+        source, cases = inspect.getsource(check.look), check.texts.get("cases", {})
+        entries = (check.texts, *cases.values())
+        texts = [
+            text for each in entries for part in ("sentence", "number", "change") for text in listed(each.get(part))
+        ]
+        words = {name for text in texts for _, name, _, _ in Formatter().parse(text) if name}
+        assert words - {"value", "limit", "noun"} <= given(source), check.name
+        assert {case for case in cases if f'"{case}"' not in source} == set(), check.name
+
+
+def given(source: str) -> set[str]:
+    """Names of keyword arguments and keys in a source."""
+    return {name for pair in re.findall(r'\b(\w+)=|"(\w+)": ', source) for name in pair if name}
+
+
+def listed(text: str | list[str] | None) -> list[str]:
+    return text if isinstance(text, list) else [text] if text else []
