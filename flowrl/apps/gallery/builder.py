@@ -74,11 +74,5 @@ def render(runs: Sequence[Run], place: Place, *, alike: bool, live: Mapping[str,
     shown = runs if len(runs) <= WHOLE else []
     page = Page(place, run_marks([run.name for run in runs]), num_bytes(compared))
     views = [view(run, index, page) for index, run in enumerate(shown)]
-    return rendered(
-        "index.html.j2",
-        runs=views,
-        names=[run.name for run in runs],
-        comparison=compared,
-        selection_seed=images.SELECTION_SEED,
-        live=live,
-    )
+    values = {"runs": views, "names": [run.name for run in runs], "comparison": compared, "live": live}
+    return str(rendered("index.html.j2", **values, selection_seed=images.SELECTION_SEED))

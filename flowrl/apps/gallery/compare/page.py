@@ -138,7 +138,6 @@ def _of_metric(
         "searched": any(standing.at_best.known for standing in table),
         "least": LEAST,
         "few": LEAST if any(change.told[0] < LEAST for change in changes) else 0,
-        "leader": label_of(shared.runs, table[0].run),
         "num_comparisons": 2 * len(table) - 1,
         "recipes": [_seeds(shared.runs, metric, one, styles) for one in seeds],
     }
