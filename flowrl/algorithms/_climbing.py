@@ -1,11 +1,15 @@
-"""Options that methods on the gradient of rewards share: hinge and pull of all, and the drawn end of a route."""
+"""Options that methods on the gradient of rewards share: hinge and pull of all, a route's drawn end, or its leaps."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from flowrl.algorithms._matching import AnchorConfig, pulling
 from flowrl.algorithms._options import Options
+from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.rng import stream
 from flowrl.core.strict import require_positive
 
@@ -48,3 +52,51 @@ class EndOptions(Options):
         """The step of an iteration from which the clean prediction is taken, the same on every process."""
         count = max(1, round(self.window * reach))
         return reach - 1 - int(stream(seed, "route_end", iteration).integers(count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeapOptions(Options):
+    """The steps k < j between which a route leaps, and how its gradient passes there."""
+
+    rho: float = 0.3
+    """Share of the gradient that goes through the network's input at step j, in [0, 1]; 0: no product of Jacobians."""
+    tau: float | None = 0.1
+    """A sample weighs 1 / (max(d_j, tau) + max(d_0, tau)), d the mean distance of a leap's end from where it lands;
+    null: all weigh alike."""
+    lengths: list[float] | None = None
+    """[a, b, c] of the Dirichlet distribution of the shares of steps after j, between k and j, before k; null: all
+    pairs alike."""
+    tail: int | None = None
+    """Steps after j at most, with `lengths`: what is more lies before k; null: any."""
+    window: float = 1.0
+    """Share of the steps, the last ones, that are drawn from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(vars(self), "tau", "tail")
+        if not 0 <= self.rho <= 1:
+            raise OptionError(f"rho={self.rho} must be in [0, 1]: a share", remedies=[Remedy({"rho": 0.3})])
+        if not 0 < self.window <= 1:
+            raise ValueError(f"window={self.window} must be in (0, 1]: a share of the steps")
+        if self.tail if self.lengths is None else len(self.lengths) != 3 or min(self.lengths) <= 0:
+            raise ValueError(f"lengths={self.lengths} must be three numbers above 0, or null without a tail")
+
+    def first(self, reach: int) -> int:
+        """The first step of the window."""
+        return reach - math.ceil(self.window * reach)
+
+    def pair(self, reach: int, iteration: int, seed: int) -> tuple[int, int]:
+        """(k, j) of an iteration, the same on every process; ValueError: too few steps."""
+        first, draws, least = self.first(reach), stream(seed, "leap", iteration), 2 if self.lengths is None else 3
+        if (count := reach - first) < least:
+            raise ValueError(f"the window has {count} of {reach} steps at sigma 0.05 or more; {least} are needed")
+        if self.lengths is None:
+            k, j = sorted(draws.choice(count, 2, replace=False).tolist())
+            return first + k, first + j
+        parts = np.rint(draws.dirichlet(self.lengths) * count).astype(int)
+        for bound in (0, 1):  # none is empty, and they add up
+            parts = parts.clip(min=bound)
+            parts[parts.argmax()] += count - parts.sum()
+        after, between, before = parts.tolist()
+        before += 0 if self.tail is None else max(after - self.tail, 0)
+        return first + before - 1, first + before - 1 + between

@@ -342,8 +342,8 @@ class GradientMethod(Method[G]):
     """A method on the gradient of differentiable rewards, pulled back along the steps of a deterministic rollout."""
 
     Config: ClassVar[type[Options]] = GradientOptions
-    nested: bool = False
-    """Whether the gradient reaches earlier steps through the network, by products with its Jacobian."""
+    tau: float | None = None
+    """A sample weighs 1 / sum over leaps of max(distance of their ends from where they land, tau); None: all alike."""
     predicts: bool = False
     """Whether rewards see the clean prediction at the end of the route, not the sample."""
     redrawn: int = 0
@@ -360,7 +360,7 @@ class GradientMethod(Method[G]):
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         """Steps of the ODE; what the route needs is kept."""
         route = self.route(levers(schedule), iteration, seed)
-        return replace(solver_plan(schedule), keep=tuple(sorted({*route.trained, route.end})))
+        return replace(solver_plan(schedule), keep=tuple(sorted({*route.trained, route.end}.union(*route.leaps))))
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         """The rewards themselves: nothing is compared."""

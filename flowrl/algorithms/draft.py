@@ -63,15 +63,14 @@ class Draft(GradientMethod[Config]):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.redrawn = config.low_variance
-        self.nested = config.steps > 1 or config.truncation == "normal"
 
     def route(self, reach: int, iteration: int, seed: int) -> Route:
         if self.config.steps > reach:
             raise ValueError(
                 f"steps={self.config.steps}: {reach} steps of the grid begin at sigma 0.05 or more; give that or less"
             )
-        steps = self._steps(reach, iteration, seed)
-        return Route(reach - 1, tuple(range(reach - 1, reach - 1 - steps, -1)))
+        trained = tuple(range(reach - 1, reach - 1 - self._steps(reach, iteration, seed), -1))
+        return Route(reach - 1, trained, through=trained[:-1])
 
     def _steps(self, reach: int, iteration: int, seed: int) -> int:
         """K of the iteration."""

@@ -3,38 +3,49 @@
 A deterministic step is linear in its latents and in the network's output there, x' = keep x + gain y(x), and so is the
 jump from a step to the clean prediction. With a = dR/dx' after it:
 
-    c = gain a                       dR/dtheta has the part (dy/dtheta)^T c
-    a <- keep a + (dy/dx)^T c        dR/dx, for the step before; without the product (DRTune, ReFL) keep a
+    c = gain a                            dR/dtheta has the part (dy/dtheta)^T c
+    a <- keep a + through (dy/dx)^T c     dR/dx, for the step before; `through` 0 leaves the product out
 
-Source: arXiv 2309.17400 (DRaFT), 2304.05977 (ReFL), 2405.00760 (DRTune).
+A leap from step a to a place b is such a step over several: x_b = keep x_a + sum of gain_i y_i over its supports i, by
+the integral of the polynomial through the outputs there (flows: of v over sigma; VP: of eps over sigma / alpha). One
+support, the start, is the long Euler step.
+
+Source: arXiv 2309.17400 (DRaFT), 2304.05977 (ReFL), 2405.00760 (DRTune), 2604.15311 (LeapAlign), 2606.11075 (FlowBP).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flowrl.core.tensors import floats
+from flowrl.core.types import Kept
 from flowrl.diffusion.plan import StepPlan
-from flowrl.diffusion.process import PredictionType, Process, euler_mean
+from flowrl.diffusion.process import FlowProcess, PredictionType, Process, euler_mean
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import GradientBatch, LossOutput, summed
 from flowrl.losses.matching import mean_square
 
 LEVER = 0.05
 """Least noise level of a step that is trained: below it the network moves the image by next to nothing."""
+SIDE = 0.25
+"""Factor on the gradient of a leap's trained supports but its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The factors of a step, or of the jump from it to the clean prediction: x' = keep x + gain y(x)."""
+    """The factors of a step, or of a leap's support: x' = keep x + gain y(x)."""
 
     step: int
     keep: float
     gain: float
+    through: float = 0.0
+    """Share of the gradient that goes on through the network's input; 0: it is detached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,24 @@ class Route:
     """The step whose clean prediction ends the path: those after it are jumped."""
     trained: tuple[int, ...]
     """Steps whose network outputs carry gradient, `end` or before it."""
+    through: tuple[int, ...] = ()
+    """Trained steps whose network's input carries gradient to earlier ones."""
+    rho: float = 1.0
+    """The share of it that does."""
+    first: int | None = None
+    """The step at which the route begins; None: the earliest trained."""
+    leaps: tuple[tuple[int, ...], ...] = ()
+    """Supports of each leap, its start first; the last leap first, which ends at clean latents, each other at the start
+    of the one after it. Empty: every step is one."""
+    rescale: float = 0.0
+    """r: trained gains are multiplied by 1 + r (sum of all |gain| over that of the trained - 1), of the route or, where
+    there are leaps, of each."""
+
+    def spans(self) -> list[tuple[Sequence[int], int | None]]:
+        """Supports and end of each leap, or of each step, the last one first; None: clean latents."""
+        first = min(self.trained) if self.first is None else self.first
+        spans = self.leaps or [(k,) for k in range(self.end, first - 1, -1)]
+        return [*zip(spans, [None, *(supports[0] for supports in spans[:-1])], strict=True)]
 
 
 def levers(schedule: Schedule) -> int:
@@ -56,19 +85,72 @@ def levers(schedule: Schedule) -> int:
     return int((schedule.sigmas[:-1] >= LEVER).sum())
 
 
-def links(plan: StepPlan, process: Process, kind: PredictionType, route: Route) -> list[Link]:
-    """The links of a route, late to early: the jump from its end, and every step down to the first trained one.
+def quadrature(nodes: Sequence[float], end: float) -> list[float]:
+    """Weights by which values at the nodes give the integral of their polynomial from the first node to `end`.
 
-    `kind` is what the network's output is.
+    >>> [round(weight, 9) for weight in quadrature([1.0, 0.75], 0.0)]
+    [1.0, -2.0]
     """
-    result: list[Link] = []
-    for k in range(route.end, min(route.trained) - 1, -1):
+    length = end - nodes[0]
+    at, powers = (np.array(nodes) - nodes[0]) / length, np.arange(len(nodes))
+    return (length * np.linalg.solve(at ** powers[:, None], 1 / (1 + powers))).tolist()
+
+
+def _clock(plan: StepPlan, process: Process, place: int | None) -> tuple[float, float]:
+    """(t, s) of a place of the grid, None: of clean data; d(x / s) / dt is v of a flow, s = 1, and eps of VP."""
+    if place is None:
+        return 0.0, 1.0
+    sigma, alphas = plan.schedule.sigmas[place], plan.schedule.alphas
+    alpha = process.alpha(sigma) if alphas is None else alphas[place]
+    return (float(sigma), 1.0) if isinstance(process, FlowProcess) else (float(sigma / alpha), float(alpha))
+
+
+def _leap(
+    plan: StepPlan, process: Process, kind: PredictionType, supports: Sequence[int], end: int | None
+) -> list[Link]:
+    """The links of a leap from its first support to the place `end`, None: to clean latents; late to early."""
+    result, clocks = list[Link](), [_clock(plan, process, k) for k in supports]
+    (goal, after), ends = _clock(plan, process, end), None if end is None else torch.tensor([end, end])
+    weights = quadrature([t for t, _ in clocks], goal)
+    for k, (t, scale), weight in zip(supports, clocks, weights, strict=True):
         # Row 0 is x = 1 and y = 0, row 1 the other way round.
         x, y = torch.eye(2)[:, :, None].unbind()
-        step = plan.steps(torch.tensor([k, k]), process)
+        step = plan.steps(torch.tensor([k, k]), process, ends=ends)
         prediction = process.predict(y, x, step.sigma, kind, step.alpha)
-        ahead = prediction.x0_hat if k == route.end else euler_mean(process, prediction, step)
-        result.append(Link(k, *floats(ahead.flatten())))
+        ahead = prediction.x0_hat if end is None else euler_mean(process, prediction, step)
+        keep, gain = floats(ahead.flatten())
+        if len(supports) > 1:  # what a part of the long step does; latents but the start's are given
+            part = weight / (goal - t)
+            keep, gain = after / scale + part * (keep - after / scale) if k == supports[0] else 1.0, part * gain
+        result.append(Link(k, keep, gain))
+    return result[::-1]
+
+
+def links(plan: StepPlan, process: Process, kind: PredictionType, route: Route) -> list[Link]:
+    """The links of a route, late to early, with the factors of its gradients; `kind` is that of the network's output."""
+    parts = [_leap(plan, process, kind, supports, end) for supports, end in route.spans()]
+    result = list[Link]()
+    for part in parts if route.leaps else [[*chain(*parts)]]:
+        size = {link.step: abs(link.gain) for link in part}
+        trained, sides = sum(size.get(k, 0) for k in route.trained), {link.step for link in part[:-1] if route.leaps}
+        factor = 1 + route.rescale * (sum(size.values()) / trained - 1) if route.rescale else 1.0
+        for link in part:
+            gain = factor * (SIDE if link.step in sides else 1.0) * link.gain
+            result.append(replace(link, gain=gain, through=route.rho if link.step in route.through else 0.0))
+    return result
+
+
+def misses(plan: StepPlan, process: Process, route: Route, kept: Mapping[int, Kept], x0: Tensor) -> list[Tensor]:
+    """Mean distance of the end of each leap, the last one first, from where it lands, [B] each; x0 [B, ...]."""
+    result, true = list[Tensor](), x0
+    for supports, end in route.spans():
+        (goal, after), clocks = _clock(plan, process, end), [_clock(plan, process, k) for k in supports]
+        start = kept[supports[0]].x.float()
+        landed = start / clocks[0][1]
+        for k, (t, scale), weight in zip(supports, clocks, quadrature([t for t, _ in clocks], goal), strict=True):
+            landed = landed + weight / t * (kept[k].x.float() / scale - kept[k].x0_hat)
+        result.append((true - after * landed).abs().flatten(1).mean(dim=1))
+        true = start
     return result
 
 
@@ -76,7 +158,7 @@ def pulled_back(
     gradient: Tensor,
     links: Sequence[Link],
     trained: Collection[int],
-    product: Callable[[int, Tensor], Tensor] | None = None,
+    product: Callable[[int, Tensor], Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
     """(step, c [B, ...]) of the trained steps, late to early; a product is taken before its c is handed out.
 
@@ -84,16 +166,16 @@ def pulled_back(
         gradient: dR/dx at the end of the first link, [B, ...].
         links: late to early.
         trained: their steps whose c is wanted.
-        product: (step, c) -> (dy/dx)^T c there, [B, ...]; None leaves it out.
+        product: (step, c) -> (dy/dx)^T c there, [B, ...].
 
-    >>> two = [Link(1, 1.0, -0.5), Link(0, 1.0, -0.5)]
+    >>> two = [Link(1, 1.0, -0.5, through=1.0), Link(0, 1.0, -0.5)]
     >>> [(k, float(c)) for k, c in pulled_back(torch.ones(1), two, (0, 1), lambda k, c: 3 * c)]
     [(1, -0.5), (0, 0.25)]
     """
-    for place, link in enumerate(links):
+    for link in links:
         c, gradient = link.gain * gradient, link.keep * gradient
-        if product is not None and place + 1 < len(links):
-            gradient = gradient + product(link.step, c)
+        if link.through:
+            gradient = gradient + link.through * product(link.step, c)
         if link.step in trained:
             yield link.step, c
 

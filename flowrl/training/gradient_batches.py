@@ -19,7 +19,7 @@ from flowrl.core.types import Condition, Step
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import expand
 from flowrl.losses.batches import GradientBatch
-from flowrl.losses.reward_gradients import Link, levers, links, pulled_back
+from flowrl.losses.reward_gradients import Link, levers, links, misses, pulled_back
 from flowrl.models.base import ModelAdapter
 from flowrl.scoring.gradient import RewardGradient
 from flowrl.scoring.scorer import Scorer
@@ -74,7 +74,13 @@ class GradientBatches(Work):
         self.rollout, self.adapter = iteration.rollout, context.networks.policy.adapter
         self.plan, self.kept = self.rollout.plan, self.rollout.samples.kept
         self.route = self.method.route(levers(context.schedule), iteration.number, context.seed)
-        self.links = links(self.plan, self.adapter.process, self.adapter.prediction_type, self.route)
+        process, tau = self.adapter.process, self.method.tau
+        self.links = links(self.plan, process, self.adapter.prediction_type, self.route)
+        self.weights: Tensor | None = None
+        """Of the samples, [B]; None: all weigh alike."""
+        if tau is not None:
+            missed = torch.stack(misses(self.plan, process, self.route, self.kept, self.rollout.samples.x0))
+            self.weights = 1 / missed.clamp(min=tau).sum(dim=0)
         identity, kept = self.rollout.identity, iteration.credit.kept
         for number, chunk in enumerate(self.chunks(kept.flatten().nonzero().squeeze(1), kept.shape[1])):
             rows = torch.isin(identity, chunk).nonzero().squeeze(1)
@@ -118,13 +124,17 @@ class GradientBatches(Work):
         assert climb is not None
         prompts = [rollout.prompts[rollout.samples.ids[row].slot] for row in rows.tolist()]
         slope = climb(clean, rollout.cond, rollout.rows[rows], prompts)
-        size = slope.gradient.flatten(1).norm(dim=1)
-        return slope.gradient, {
+        gradient, size = slope.gradient, slope.gradient.flatten(1).norm(dim=1)
+        metrics = {
             "reward_gradient/value": slope.value.nan_to_num(),
             "reward_gradient/norm": size,
             "reward_gradient/flat_share": (size == 0).float(),
             "reward_gradient/saturated_share": slope.saturated,
         }
+        if self.weights is not None:
+            weight = metrics["reward_gradient/leap_weight"] = sent(self.weights[rows], gradient.device)
+            gradient = expand(weight, gradient) * gradient
+        return gradient, metrics
 
     def _steps(
         self,
@@ -145,7 +155,7 @@ class GradientBatches(Work):
             # What is small would vanish in half precision.
             return size * torch.autograd.grad(policy.output(x, at(k), cond).float(), x, c / size)[0]
 
-        for k, c in pulled_back(gradient, links, self.route.trained, product if self.method.nested else None):
+        for k, c in pulled_back(gradient, links, self.route.trained, product):
             yield GradientBatch(places[k], at(k), cond, c, metrics)
 
     @torch.no_grad()
