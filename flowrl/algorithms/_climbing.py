@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,39 +63,33 @@ class LeapOptions(Options):
     """A sample weighs 1 / (max(d_j, tau) + max(d_0, tau)), d the mean distance of a leap's end from where it lands;
     null: all weigh alike."""
     lengths: list[float] | None = None
-    """[a, b, c] of the Dirichlet distribution of the shares of steps after j, between k and j, before k; null: all
-    pairs alike."""
+    """Three weights of the Dirichlet distribution of how many steps lie after j, between k and j, before k; null: all
+    pairs are alike."""
     tail: int | None = None
-    """Steps after j at most, with `lengths`: what is more lies before k; null: any."""
-    window: float = 1.0
-    """Share of the steps, the last ones, that are drawn from."""
+    """With `lengths`, steps after j at most: what is more lies before k."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(vars(self), "tau", "tail")
         if not 0 <= self.rho <= 1:
             raise OptionError(f"rho={self.rho} must be in [0, 1]: a share", remedies=[Remedy({"rho": 0.3})])
-        if not 0 < self.window <= 1:
-            raise ValueError(f"window={self.window} must be in (0, 1]: a share of the steps")
         if self.tail if self.lengths is None else len(self.lengths) != 3 or min(self.lengths) <= 0:
             raise ValueError(f"lengths={self.lengths} must be three numbers above 0, or null without a tail")
 
-    def first(self, reach: int) -> int:
-        """The first step of the window."""
-        return reach - math.ceil(self.window * reach)
-
     def pair(self, reach: int, iteration: int, seed: int) -> tuple[int, int]:
         """(k, j) of an iteration, the same on every process; ValueError: too few steps."""
-        first, draws, least = self.first(reach), stream(seed, "leap", iteration), 2 if self.lengths is None else 3
-        if (count := reach - first) < least:
-            raise ValueError(f"the window has {count} of {reach} steps at sigma 0.05 or more; {least} are needed")
+        draws, least = stream(seed, "leap", iteration), 2 if self.lengths is None else 3
+        if reach < least:
+            raise ValueError(
+                f"{reach} steps of the grid begin at sigma 0.05 or more, and leaps need {least}: give more"
+            )
         if self.lengths is None:
-            k, j = sorted(draws.choice(count, 2, replace=False).tolist())
-            return first + k, first + j
-        parts = np.rint(draws.dirichlet(self.lengths) * count).astype(int)
+            k, j = sorted(draws.choice(reach, 2, replace=False).tolist())
+            return k, j
+        parts = np.rint(draws.dirichlet(self.lengths) * reach).astype(int)
         for bound in (0, 1):  # none is empty, and they add up
             parts = parts.clip(min=bound)
-            parts[parts.argmax()] += count - parts.sum()
+            parts[parts.argmax()] += reach - parts.sum()
         after, between, before = parts.tolist()
         before += 0 if self.tail is None else max(after - self.tail, 0)
-        return first + before - 1, first + before - 1 + between
+        return before - 1, before - 1 + between

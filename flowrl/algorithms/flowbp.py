@@ -32,12 +32,11 @@ LEVEL = "experimental"
 @dataclass(frozen=True, kw_only=True)
 class Config(GradientOptions, LeapOptions):
     rule: Literal["sparse", "bridge", "lagrange"] = "sparse"
-    """`sparse`: steps alone; `bridge`: and the network's Jacobian at one of them; `lagrange`: two leaps. `rho` and
-    `lengths` are of the last two, `tau` of the last."""
+    """`sparse`; `bridge`, which takes `rho` and `lengths` too; `lagrange`, which takes them and `tau`."""
     steps: int = 4
     """Steps that are trained, of `sparse` and `bridge`; this has them in proportion before and after its step j."""
     bias: float = 1.0
-    """Their i-th (from 1) of the window, or of a side of j, is drawn with weight i^bias, each once."""
+    """The i-th of all steps, or of those on a side of j, is drawn with weight i^bias, each once."""
     rescale: float = 0.0
     """r in [0, 1]: how far the trained steps stand for the others."""
     order: int = 3
@@ -66,37 +65,34 @@ class FlowBp(GradientMethod[Config]):
         self.tau = config.tau if config.rule == "lagrange" else None
 
     def route(self, reach: int, iteration: int, seed: int) -> Route:
-        config, first = self.config, self.config.first(reach)
+        config, end = self.config, reach - 1
         if config.rule == "sparse":
-            trained = self._drawn(first, reach, config.steps, iteration, seed)
-            return Route(reach - 1, trained, first=first, rescale=config.rescale)
+            return Route(end, self._drawn(0, reach, config.steps, iteration, seed), rescale=config.rescale)
         k, j = config.pair(reach, iteration, seed)
         if config.rule == "lagrange":
             both = supports(j, reach, config.order), supports(k, j, config.order)
             trained = tuple(sorted((i for each in both for i in each[:2]), reverse=True))
-            return Route(reach - 1, trained, (j,), config.rho, leaps=both, rescale=config.rescale)
-        before, steps = j - first, min(config.steps, reach - first)
-        early = round(steps * before / (reach - first))
-        early = min(max(early, 1, steps - (reach - j)), before, steps - 1)
+            return Route(end, trained, (j,), config.rho, both, config.rescale)
+        steps = min(config.steps, reach)
+        early = min(max(round(steps * j / reach), 1, steps - (reach - j)), j, steps - 1)
         late = self._drawn(j + 1, reach, steps - early - 1, iteration, seed)
-        trained = (*late, j, *self._drawn(first, j, early, iteration, seed))
-        return Route(reach - 1, trained, (j,), config.rho, first=first, rescale=config.rescale)
+        trained = (*late, j, *self._drawn(0, j, early, iteration, seed))
+        return Route(end, trained, (j,), config.rho, rescale=config.rescale)
 
     def _drawn(self, start: int, stop: int, count: int, iteration: int, seed: int) -> tuple[int, ...]:
         """`count` of the steps from `start` to before `stop`, or all, late to early."""
         if start == stop:
             return ()
-        weight, draws = np.arange(1, stop - start + 1) ** self.config.bias, stream(seed, "steps", iteration, start)
+        weight, draws = (
+            np.linspace(0, 1, stop - start + 1)[1:] ** self.config.bias,
+            stream(seed, "steps", iteration, start),
+        )
         chosen = draws.choice(stop - start, min(count, stop - start), replace=False, p=weight / weight.sum())
         return tuple(sorted((start + chosen).tolist(), reverse=True))
 
 
 def supports(start: int, end: int, order: int) -> tuple[int, ...]:
-    """The steps whose outputs predict a leap's end, evenly apart from its start on, fewer than `order` in a short one.
-
-    >>> supports(2, 9, 3), supports(2, 4, 3)
-    ((2, 5, 8), (2, 3))
-    """
+    """The steps whose outputs predict a leap's end: its start and others evenly apart, all of a short one."""
     count = min(order, end - start)
     return tuple(start + round(place * (end - start - 1) / max(count - 1, 1)) for place in range(count))
 

@@ -60,18 +60,16 @@ class Route:
     """Trained steps whose network's input carries gradient to earlier ones."""
     rho: float = 1.0
     """The share of it that does."""
-    first: int | None = None
-    """The step at which the route begins; None: the earliest trained."""
     leaps: tuple[tuple[int, ...], ...] = ()
     """Supports of each leap, its start first; the last leap first, which ends at clean latents, each other at the start
     of the one after it. Empty: every step is one."""
     rescale: float = 0.0
-    """r: trained gains are multiplied by 1 + r (sum of all |gain| over that of the trained - 1), of the route or, where
-    there are leaps, of each."""
+    """r: trained gains are multiplied by 1 + r (sum of all |gain| over that of the trained - 1), of the whole route or,
+    where there are leaps, of each."""
 
     def spans(self) -> list[tuple[Sequence[int], int | None]]:
         """Supports and end of each leap, or of each step, the last one first; None: clean latents."""
-        first = min(self.trained) if self.first is None else self.first
+        first = 0 if self.rescale else min(self.trained)
         spans = self.leaps or [(k,) for k in range(self.end, first - 1, -1)]
         return [*zip(spans, [None, *(supports[0] for supports in spans[:-1])], strict=True)]
 
@@ -86,11 +84,7 @@ def levers(schedule: Schedule) -> int:
 
 
 def quadrature(nodes: Sequence[float], end: float) -> list[float]:
-    """Weights by which values at the nodes give the integral of their polynomial from the first node to `end`.
-
-    >>> [round(weight, 9) for weight in quadrature([1.0, 0.75], 0.0)]
-    [1.0, -2.0]
-    """
+    """Weights by which values at the nodes give the integral of their polynomial from the first node to `end`."""
     length = end - nodes[0]
     at, powers = (np.array(nodes) - nodes[0]) / length, np.arange(len(nodes))
     return (length * np.linalg.solve(at ** powers[:, None], 1 / (1 + powers))).tolist()
@@ -127,7 +121,7 @@ def _leap(
 
 
 def links(plan: StepPlan, process: Process, kind: PredictionType, route: Route) -> list[Link]:
-    """The links of a route, late to early, with the factors of its gradients; `kind` is that of the network's output."""
+    """The links of a route, late to early, with the factors of its gradients; `kind` is that of a network's output."""
     parts = [_leap(plan, process, kind, supports, end) for supports, end in route.spans()]
     result = list[Link]()
     for part in parts if route.leaps else [[*chain(*parts)]]:
@@ -140,8 +134,8 @@ def links(plan: StepPlan, process: Process, kind: PredictionType, route: Route) 
     return result
 
 
-def misses(plan: StepPlan, process: Process, route: Route, kept: Mapping[int, Kept], x0: Tensor) -> list[Tensor]:
-    """Mean distance of the end of each leap, the last one first, from where it lands, [B] each; x0 [B, ...]."""
+def misses(plan: StepPlan, process: Process, route: Route, kept: Mapping[int, Kept], x0: Tensor) -> Tensor:
+    """Mean distance of the end of each leap, the last one first, from where it lands, [leaps, B]; x0 [B, ...]."""
     result, true = list[Tensor](), x0
     for supports, end in route.spans():
         (goal, after), clocks = _clock(plan, process, end), [_clock(plan, process, k) for k in supports]
@@ -151,7 +145,7 @@ def misses(plan: StepPlan, process: Process, route: Route, kept: Mapping[int, Ke
             landed = landed + weight / t * (kept[k].x.float() / scale - kept[k].x0_hat)
         result.append((true - after * landed).abs().flatten(1).mean(dim=1))
         true = start
-    return result
+    return torch.stack(result)
 
 
 def pulled_back(

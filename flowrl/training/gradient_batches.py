@@ -74,14 +74,13 @@ class GradientBatches(Work):
         self.rollout, self.adapter = iteration.rollout, context.networks.policy.adapter
         self.plan, self.kept = self.rollout.plan, self.rollout.samples.kept
         self.route = self.method.route(levers(context.schedule), iteration.number, context.seed)
-        process, tau = self.adapter.process, self.method.tau
-        self.links = links(self.plan, process, self.adapter.prediction_type, self.route)
+        self.links = links(self.plan, self.adapter.process, self.adapter.prediction_type, self.route)
+        identity, kept, tau = self.rollout.identity, iteration.credit.kept, self.method.tau
         self.weights: Tensor | None = None
         """Of the samples, [B]; None: all weigh alike."""
-        if tau is not None:
-            missed = torch.stack(misses(self.plan, process, self.route, self.kept, self.rollout.samples.x0))
+        if tau is not None and self.kept:
+            missed = misses(self.plan, self.adapter.process, self.route, self.kept, self.rollout.samples.x0)
             self.weights = 1 / missed.clamp(min=tau).sum(dim=0)
-        identity, kept = self.rollout.identity, iteration.credit.kept
         for number, chunk in enumerate(self.chunks(kept.flatten().nonzero().squeeze(1), kept.shape[1])):
             rows = torch.isin(identity, chunk).nonzero().squeeze(1)
             self.shares.append(rows[self.order(len(rows), "climbs", number)])
@@ -109,6 +108,9 @@ class GradientBatches(Work):
         clean = sent((end.x0_hat if method.predicts else self.rollout.samples.x0)[rows], device)
         places = {k: sent(self.kept[k].x[rows], device) for k in self.route.trained}
         gradient, metrics = self._slope(clean, rows)
+        if self.weights is not None:
+            weight = sent(self.weights[rows], device)
+            gradient, metrics = expand(weight, gradient) * gradient, {**metrics, "reward_gradient/leap_weight": weight}
         yield from self._steps(share * gradient, metrics, places, self.links, cond)
         for draw in range(draws):
             x, clean = self._redrawn(rows, draw, cond)
@@ -124,17 +126,13 @@ class GradientBatches(Work):
         assert climb is not None
         prompts = [rollout.prompts[rollout.samples.ids[row].slot] for row in rows.tolist()]
         slope = climb(clean, rollout.cond, rollout.rows[rows], prompts)
-        gradient, size = slope.gradient, slope.gradient.flatten(1).norm(dim=1)
-        metrics = {
+        size = slope.gradient.flatten(1).norm(dim=1)
+        return slope.gradient, {
             "reward_gradient/value": slope.value.nan_to_num(),
             "reward_gradient/norm": size,
             "reward_gradient/flat_share": (size == 0).float(),
             "reward_gradient/saturated_share": slope.saturated,
         }
-        if self.weights is not None:
-            weight = metrics["reward_gradient/leap_weight"] = sent(self.weights[rows], gradient.device)
-            gradient = expand(weight, gradient) * gradient
-        return gradient, metrics
 
     def _steps(
         self,
