@@ -13,6 +13,7 @@ from tests.e2e.conftest import ROOT, assert_same_gradient, digest, inside
 from tests.e2e.test_preferences import make_pairs
 
 RECIPES = sorted((ROOT / "configs" / "lab").glob("*.yaml"))
+DRAFT = ROOT / "configs" / "lab" / "draft.yaml"
 SMALL = (
     "data.max_eval_prompts=2",
     "rollout.batch_size=8",
@@ -64,15 +65,20 @@ QUICK = ("flow_grpo", "sd-ddpo", "branch_grpo", "diffusion_nft")
 """Chains on both kinds of process, trees, finished samples; pairs and noise: test_preferences.py, test_find.py."""
 
 
+PULLED = ("algorithm.kl.coef=3", "iterations=2")
+"""Of draft: no lab recipe on the gradient of rewards has a pull to the untouched network, and a first update none."""
+
+
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param(file, marks=() if file.stem in QUICK else pytest.mark.slow, id=file.stem) for file in RECIPES],
 )
 def test_a_recipe_trains_and_goes_on_bitwise_after_an_interruption(place: Path, recipe: Path):
     make_all_pairs(place)
-    whole = fit(recipe, "name=whole", "iterations=2")
-    fit(recipe, "name=parts", "iterations=1")
-    fit(recipe, "name=parts", "iterations=2", resume=True)
+    pulled = PULLED[:1] if recipe.stem == "draft" else ()
+    whole = fit(recipe, "name=whole", "iterations=2", *pulled)
+    fit(recipe, "name=parts", "iterations=1", *pulled)
+    fit(recipe, "name=parts", "iterations=2", *pulled, resume=True)
     assert whole["status"] == "finished"
     assert digest("parts", 2) == digest("whole", 2)
     rows = [json.loads(line) for line in Path("runs/whole/metrics.jsonl").read_text().splitlines()]
@@ -80,6 +86,7 @@ def test_a_recipe_trains_and_goes_on_bitwise_after_an_interruption(place: Path, 
     assert max(row.get("grad/norm", 0.0) for row in rows) > 0
     # FIND's network is frozen: its loss asks for no evaluation.
     assert all((row["nfe/train"] > 0) == (recipe.stem != "find") for row in rows)
+    assert not pulled or rows[1]["policy/kl_reference"] > 0
     given = "pairs:" in recipe.read_text()
     assert all(("nfe/rollout" in row) != given for row in rows)
 
@@ -94,6 +101,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     make_all_pairs(folder)
     with inside(folder):
         jobs = [[str(recipe), *small(recipe), *ONE_UPDATE, f"name={recipe.stem}-2"] for recipe in RECIPES]
+        jobs.append([str(DRAFT), *small(DRAFT), *ONE_UPDATE, *PULLED, "name=pulled-2"])
         ranks.run(jobs, timeout_s=1800)
         yield
 
@@ -113,6 +121,19 @@ def test_two_processes_take_the_first_update_of_one(recipe: Path):
     alone, both = ({k: v for k, v in row.items() if not own_of_a_process(k)} for row in rows)
     assert both == pytest.approx(alone, rel=1e-4, abs=1e-5)
     assert_same_gradient(names[0], names[1])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two")
+def test_two_processes_feel_the_pull_of_one():
+    """Its second update is the first with one: the policy has left the reference."""
+    fit(DRAFT, "name=pulled-1", *ONE_UPDATE, *PULLED)
+    alone, both = (Path(f"runs/pulled-{count}/metrics.jsonl").read_text().splitlines() for count in (1, 2))
+    for one, other in zip(map(json.loads, alone), map(json.loads, both), strict=True):
+        shared = [{k: v for k, v in row.items() if not own_of_a_process(k)} for row in (one, other)]
+        assert shared[1] == pytest.approx(shared[0], rel=1e-3, abs=1e-5)
+    assert json.loads(both[1])["policy/kl_reference"] > 0
+    assert_same_gradient("pulled-1", "pulled-2", 2)
 
 
 def test_one_reward_in_two_entries_gives_separate_losses_from_one_pass(place: Path, monkeypatch: pytest.MonkeyPatch):
