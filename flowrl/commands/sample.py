@@ -19,7 +19,6 @@ from flowrl.commands._arguments import showing
 from flowrl.core.errors import ConfigError, ModelError, Remedy
 from flowrl.core.files import file_sha256, out_folder
 from flowrl.media import media, mp4
-from flowrl.media.media import UNREADABLE, open_image
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -203,7 +202,7 @@ def _image_arguments(pipeline: Any, record: Prompt, call: dict[str, Any]) -> dic
     from flowrl.models.generic.images import image_arguments
 
     try:
-        return image_arguments(pipeline, [open_image(file) for file in record.images], call)
+        return image_arguments(pipeline, [media.open_image(file) for file in record.images], call)
     except ModelError:
         raise
     except ValueError as error:
@@ -237,8 +236,8 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
 
     for file in images:
         try:
-            open_image(file)
-        except UNREADABLE as error:
+            media.open_image(file)
+        except media.UNREADABLE as error:
             raise ConfigError(f"--image {str(file)!r} cannot be read as an image: {error}") from None
     paths = tuple(str(file.resolve()) for file in images)
     records: list[Any] = []

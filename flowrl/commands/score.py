@@ -43,7 +43,9 @@ def command(
 
     Exit code 1 if a reward scored nothing.
     """
+    from flowrl.apps.command_line import reward_entries
     from flowrl.scoring.build import build_rewards, build_scorer
+    from flowrl.scoring.entries import check_plans, reward_plan
 
     if (check is None) == (not reward):
         raise ConfigError("give either --reward NAME (again for more) or --check NAME")
@@ -51,7 +53,10 @@ def command(
         raise ConfigError(
             f"--out {out}: --check writes no lines, it prints its findings", remedies=[Remedy(without="--out")]
         )
-    plans = _plans(reward or [str(check)], options or [], check=check is not None)
+    trees = reward_entries(reward or [str(check)], options or [], prefixes=True)
+    named = [(f"--reward {name}", reward_plan(tree, f"--reward {name}")) for name, tree in trees.items()]
+    check_plans(named, latents=check is not None)  # before anything is loaded
+    plans = [plan for _, plan in named]
     samples = [] if images is None else _samples(images, prompts, plans)
     if check is not None:
         raise SystemExit(0 if _check(plans[0], samples, prompts) else 1)
@@ -94,17 +99,6 @@ def _print_records(
 
 def _warn(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-def _plans(rewards: Sequence[str], options: Sequence[str], *, check: bool) -> list[RewardPlan]:
-    """The rewards with their options, before anything is loaded."""
-    from flowrl.apps.command_line import reward_entries
-    from flowrl.scoring.entries import check_plans, reward_plan
-
-    trees = reward_entries(rewards, options, prefixes=True)
-    plans = [(f"--reward {name}", reward_plan(tree, f"--reward {name}")) for name, tree in trees.items()]
-    check_plans(plans, latents=check)
-    return [plan for _, plan in plans]
 
 
 # ---- what is scored

@@ -10,9 +10,9 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from flowrl.apps.suites.running.folder import differences
 from flowrl.evaluation.suite import Suite, Table
 from flowrl.evaluation.suite_intervals import Part, stratified, together
-from flowrl.run.changes import differences
 from flowrl.statistics.paired import TIE_SHARE, flip_tests, holm, margin, outcomes
 
 
@@ -161,7 +161,7 @@ def unlike(headers: dict[str, dict[str, Any]]) -> str:
     if "base" not in headers:
         return ""
     before, after = ({key: headers[name]["made_with"].get(key) for key in keys} for name in ("base", "model"))
-    found = differences(before, after, ()).values()
+    found = differences(before, after)
     words = [one.replace(" was ", " (base ", 1).replace(", now ", ", model ", 1) + ")" for one in found]
     return f" Base and model differ in settings too: {'; '.join(words[:6])}." if words else ""
 

@@ -19,10 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import json_ready, read_object, write_atomically, writing
+from flowrl.core.files import is_mapping, json_ready, read_object, write_atomically, writing
 from flowrl.evaluation.suite import Item, Row
 from flowrl.media import media
-from flowrl.run.changes import differences
 
 FORMAT = "flowrl-suite-1"
 HEADER, LINES, IMAGES = "header.json", "samples.jsonl", "images"
@@ -86,7 +85,7 @@ class ResultsFolder:
         self._require_same({key: old["made_with"].get(key) for key in now}, now, "images made in another way", "")
 
     def _require_same(self, old: Any, new: Any, what: str, remedy: str) -> None:
-        changed = list(differences(old, new, ()).values())
+        changed = differences(old, new)
         if changed:
             raise ConfigError(
                 f"--out {self.path}: it holds {what}: {'; '.join(changed[:5])}. Give the old values to go on there, or "
@@ -211,3 +210,15 @@ def _line(record: Any) -> str:
 def _plain(value: Any) -> Any:
     """As it is read back from JSON."""
     return json.loads(json.dumps(json_ready(value), default=str))
+
+
+def differences(old: Any, new: Any, place: str = "") -> list[str]:
+    """Values that differ in two trees, as "key was 1, now 2".
+
+    >>> differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2})
+    ['a.b was 1, now 3']
+    """
+    if is_mapping(old) and is_mapping(new):
+        keys = dict.fromkeys((*old, *new))
+        return [one for key in keys for one in differences(old.get(key), new.get(key), f"{place}.{key}".lstrip("."))]
+    return [] if old == new else [f"{place} was {old!r}, now {new!r}"]
