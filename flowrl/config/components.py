@@ -1,21 +1,17 @@
 """Components by name with validated options: models, samplers and algorithms."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError, Fault, Remedy, described
 from flowrl.core.strict import Options, UnknownKey, config_class, validate
+from flowrl.models.pipelines.classes import GENERIC, Choice, choose
 from flowrl.scoring.entries import imported
-
-if TYPE_CHECKING:
-    from flowrl.models.pipelines.classes import Choice
 
 log = logging.getLogger("flowrl")
 
@@ -94,8 +90,6 @@ def model_component(options: Options, *, offline: bool = False) -> Component:
     """
     if options.get("name") is not None:
         return component("models", options, "model")
-    from flowrl.models.pipelines.classes import GENERIC, choose
-
     if options.get("pipeline") is not None:
         return component("models", {**options, "name": GENERIC}, "model")  # no other adapter takes a class by its name
     path, revision = options.get("path"), options.get("revision")

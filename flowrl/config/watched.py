@@ -9,7 +9,8 @@ from flowrl.config.resolved import Resolved
 from flowrl.config.schema import GuardConfig
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.core.registry import suggest
-from flowrl.scoring.entries import RewardPlan
+from flowrl.scoring.options import RewardEntry
+from flowrl.scoring.weighted import WeightedReward
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,8 @@ class Scored:
     """Output that opens its gate."""
 
     @classmethod
-    def of(cls, plan: RewardPlan) -> Scored:
-        entry = plan.entry
-        return cls(plan.outputs, entry.outputs, entry.weight, None if entry.gate is None else entry.gate.output)
+    def of(cls, outputs: tuple[str, ...], entry: RewardEntry | WeightedReward) -> Scored:
+        return cls(outputs, entry.outputs, entry.weight, None if entry.gate is None else entry.gate.output)
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -86,7 +86,10 @@ def require_watched(guard: GuardConfig, trained: Sequence[Scored], evaluated: Se
 
 
 def check_guard(resolved: Resolved) -> None:
-    """Refuse a guard with nothing to look at. Raises ConfigError: no evaluations in training, or no metric."""
+    """Refuse a guard that has nothing to look at, before anything is loaded.
+
+    Raises ConfigError: no evaluations during training, no prompts to evaluate, or no metric to watch.
+    """
     run, guard = resolved.run, resolved.run.guard
     if not guard.asked:
         return
@@ -107,7 +110,7 @@ def check_guard(resolved: Resolved) -> None:
 def _parts(resolved: Resolved) -> list[list[Scored]]:
     """The entries of `rewards` and of `eval.rewards` that are evaluated: not what people judge."""
     both = resolved.rewards, resolved.eval_rewards
-    return [[Scored.of(plan) for plan in plans if not plan.by_people] for plans in both]
+    return [[Scored.of(plan.outputs, plan.entry) for plan in plans if not plan.by_people] for plans in both]
 
 
 def unwatched(resolved: Resolved) -> list[str]:

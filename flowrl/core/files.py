@@ -5,14 +5,16 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from safetensors import SafetensorError
 
 from flowrl.core.errors import ConfigError, Remedy, WriteError
+
+_Made = TypeVar("_Made")
 
 
 @contextmanager
@@ -43,29 +45,28 @@ def cache_folder() -> Path:
     return Path(cache).expanduser().resolve()
 
 
-def out_folder(path: Path, file: str = "", option: str = "--out") -> Path:
+def out_folder(path: Path, file: str = "") -> Path:
     """The folder that a command writes to; it is made if it is missing.
 
     Args:
         path: folder as the user gave it.
         file: name of the file that the command writes there, if it is one.
-        option: option that names the folder, for messages.
 
     Raises ConfigError: it is a file, is named like one, or cannot be written.
     """
     holds = f", in which it writes {file}" if file else ""
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"{option} {path}: it is a file; give a folder{holds}")
+        raise ConfigError(f"--out {path}: it is a file; give a folder{holds}")
     if file and path.suffix == Path(file).suffix and not path.is_dir():
         raise ConfigError(
-            f"{option} {path}: it takes a folder{holds}", remedies=[Remedy(flag=f"{option} {path.with_suffix('')}")]
+            f"--out {path}: it takes a folder{holds}", remedies=[Remedy(flag=f"--out {path.with_suffix('')}")]
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-"):
             pass
     except OSError as error:
-        raise ConfigError(f"{option} {path}: it cannot be written ({error.strerror}); choose another place") from None
+        raise ConfigError(f"--out {path}: it cannot be written ({error.strerror}); choose another place") from None
     return path
 
 
@@ -86,6 +87,15 @@ def read_object(file: Path, remedy: str) -> dict[str, Any]:
     if not is_mapping(result):
         raise damaged(file, TypeError(f"it holds a {type(result).__name__}"), remedy)
     return result
+
+
+def parsed(file: Path, remedy: str, make: Callable[[dict[str, Any]], _Made]) -> _Made:
+    """What `make` makes of the JSON object in a file. Raises ConfigError: it is damaged, or of another version."""
+    record = read_object(file, remedy)
+    try:
+        return make(record)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(file, error, remedy) from error
 
 
 def known_object(file: Path) -> dict[str, Any]:

@@ -41,6 +41,19 @@ class Vote:
             raise ValueError(f"choice={self.choice!r} must be one of {', '.join(CHOICES)}")
 
 
+def wins_among(images: Sequence[str], votes: Iterable[Vote]) -> np.ndarray:
+    """How often image i was preferred to j, [D, D] float64; a tie is half for both. Votes on others are left out."""
+    place = {image: number for number, image in enumerate(images)}
+    table = np.zeros((len(place), len(place)))
+    for vote in votes:
+        if vote.choice != "skip" and {vote.first, vote.second} <= place.keys():
+            i, j = place[vote.first], place[vote.second]
+            share = {"first": 1.0, "second": 0.0, "tie": 0.5}[vote.choice]
+            table[i, j] += share
+            table[j, i] += 1.0 - share
+    return table
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """The samples of a prompt that people compare.
@@ -80,17 +93,8 @@ class Question:
         return min(self.votes_per_sample, len(self.distinct) - 1)
 
     def wins(self, votes: Iterable[Vote]) -> np.ndarray:
-        """How often image i was preferred to j, [D, D] float64; a tie is half for both."""
-        place = {image: number for number, image in enumerate(self.distinct)}
-        table = np.zeros((len(place), len(place)))
-        for vote in votes:
-            if vote.group != self.group or vote.choice == "skip" or not {vote.first, vote.second} <= place.keys():
-                continue
-            i, j = place[vote.first], place[vote.second]
-            share = {"first": 1.0, "second": 0.0, "tie": 0.5}[vote.choice]
-            table[i, j] += share
-            table[j, i] += 1.0 - share
-        return table
+        """`wins_among` its different images, [D, D] float64."""
+        return wins_among(self.distinct, (vote for vote in votes if vote.group == self.group))
 
     def missing(self, votes: Iterable[Vote]) -> np.ndarray:
         """Comparisons that each of the different images still lacks, [D] int."""

@@ -21,13 +21,8 @@ from typing import Any
 from flowrl.core.errors import UnknownName
 
 PACKAGE = Path(__file__).resolve().parents[1]
-FOLDERS: dict[str, str] = {
-    "models": "flowrl.models",
-    "samplers": "flowrl.samplers",
-    "algorithms": "flowrl.algorithms",
-    "rewards": "flowrl.rewards",
-    "suites": "flowrl.apps.suites",
-}
+FOLDERS: dict[str, str] = {kind: f"flowrl.{kind}" for kind in ("models", "samplers", "algorithms", "rewards")}
+FOLDERS["suites"] = "flowrl.apps.suites"
 BASES = {"samplers": ("flowrl.samplers.base", "Sampler"), "algorithms": ("flowrl.algorithms.base", "Method")}
 """Kind -> (module, class) that its components extend."""
 PLUGINS = {"rewards": "flowrl.rewards"}
@@ -136,7 +131,7 @@ def collision(kind: str, name: str) -> str | None:
 
 
 def require_known(kind: str, name: str) -> None:
-    """Refuse a name that is no component's, a dotted path or a `.py` file; nothing is imported.
+    """Refuse a name that is neither that of a component nor a dotted path or a `.py` file; nothing is imported.
 
     Raises UnknownName: with the nearest name, and all of them.
     """

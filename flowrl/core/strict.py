@@ -218,13 +218,11 @@ def _refuse_unknown(cls: type, value: Options, where: str) -> None:
             _refuse_unknown(nested, inner, place)
 
 
-_LIMITS = frozenset(
-    (
-        *("clip", "clip_range", "threshold", "veto_above", "advantage_max", "max_coef", "most_mean", "limit"),
-        *("max_grad_norm", "at_least", "at_most"),
-        *("spread", "turning"),  # refused by their own checks, with what to set instead
-    )
-)
+_LIMITS = {
+    *("clip", "clip_range", "threshold", "veto_above", "advantage_max", "max_coef", "most_mean", "limit"),
+    *("max_grad_norm", "at_least", "at_most"),
+    *("spread", "turning"),  # refused by their own checks, with what to set instead
+}
 """Options for which infinity means no limit."""
 
 
@@ -242,12 +240,7 @@ def _refuse_no_number(value: Any, where: str, cls: type | None, *, infinite: boo
         infinite: whether infinity is allowed.
     """
     fields = {} if cls is None else field_types(cls)
-    items: Iterable[tuple[Any, Any]] = ()
-    if is_mapping(value):
-        items = value.items()
-    elif is_list(value):
-        items = enumerate(value)
-    for key, inner in items:
+    for key, inner in value.items() if is_mapping(value) else enumerate(value) if is_list(value) else ():
         place = f"{where}.{key}" if where else str(key)
         takes, nested = infinite or key in _LIMITS, fields.get(str(key))
         if isinstance(inner, float) and (math.isnan(inner) or (math.isinf(inner) and not takes)):

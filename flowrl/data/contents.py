@@ -108,7 +108,10 @@ def file_of(one: Input) -> Path:
 
 
 def require_comparable(runs: Sequence[Path], *, accept: bool) -> list[str]:
-    """Sentences about files whose contents differ between runs. Raises ConfigError: `accept` is false, with some."""
+    """Sentences about files whose contents differ between runs.
+
+    Raises ConfigError: there are such files, and `accept` is false.
+    """
     records = [(run, record) for run in runs if (record := read(run)) is not None]
     result: list[str] = []
     for (first, one), (second, other) in itertools.combinations(records, 2):

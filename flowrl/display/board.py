@@ -4,24 +4,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from flowrl.core.assets import table
 from flowrl.display.units import duration
 
-HEADLINES = {"reward/total_mean": "reward", "policy/implicit_accuracy": "agreement", "policy/loss": "loss"}
+_WORDS = table(Path(__file__).with_suffix(".yaml"))
+HEADLINES: dict[str, str] = _WORDS["headlines"]
 """Keys of a metrics row and their words; the first that a row has stands for it."""
-PHASES = {
-    "iteration": "training",
-    "evaluation": "evaluating",
-    "text": "encoding the prompts",
-    "rollout": "",
-    "decode": "decoding the samples",
-    "reward": "scoring",
-    "maps": "computing saliency maps",
-    "explore": "exploring",
-    "images": "reading the images",
-    "update": "updating",
-}
+PHASES: dict[str, str] = _WORDS["phases"]
 """Names of phases (`phases.phase`, `Timer.phase`) and their words; "": the work around it has them."""
 ARROWS, ASCII_ARROWS = "\u2191\u2193\u2192", "^v="
 """Up, down, as before; where a terminal has none of them: ASCII."""

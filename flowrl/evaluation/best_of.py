@@ -5,20 +5,16 @@ The base's best of n is the fair rival of training: it costs n times the network
 training. Where the judge is one of what chose, the curve is that of the choice and not of what people see.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from flowrl.evaluation.results import Evaluation
+from flowrl.scoring.scorer import Scorer
 from flowrl.statistics.best_of import curves
 from flowrl.statistics.intervals import intervals
-
-if TYPE_CHECKING:
-    from flowrl.evaluation.results import Evaluation
-    from flowrl.scoring.scorer import Scorer
 
 
 def facts(base: Evaluation, tuned: Evaluation, trained: Scorer | None) -> dict[str, Any] | None:

@@ -19,6 +19,8 @@ from flowrl.statistics import paired
 from flowrl.statistics.intervals import NORMAL, interval
 
 Name = Literal["below base", "below best", "diversity", "degeneracy", "kl budget", "norm ratio"]
+Found = tuple[Name, str, dict[str, float]]
+"""An alarm without its iteration: name, what is said of the run, numbers."""
 KL, NORM_RATIO = "policy/kl_reference", "matching/norm_ratio"
 """Keys of the metrics row."""
 
@@ -121,15 +123,17 @@ class Guard:
         table, groups = now.scores.scores[self.metric], now.scores.groups
         change = paired.difference(base.scores.scores[self.metric], table, groups)
         state.looked, state.looks = iteration, state.looks + 1
+        found = (
+            self._below_base(change),
+            self._below_best(table, groups),
+            self._diversity(base, now),
+            self._degeneracy(base, now),
+            self._limit("kl budget", KL, self.options.kl_budget, "the KL to the reference", row),
+            self._limit("norm ratio", NORM_RATIO, self.options.norm_ratio, "the norm of the output over base's", row),
+        )
         alarms = [
-            *self._below_base(change, iteration),
-            *self._below_best(table, groups, iteration),
-            *self._diversity(base, now, iteration),
-            *self._degeneracy(base, now, iteration),
-            *self._limit("kl budget", KL, self.options.kl_budget, "the KL to the reference", row, iteration),
-            *self._limit(
-                "norm ratio", NORM_RATIO, self.options.norm_ratio, "the norm of the output over base's", row, iteration
-            ),
+            Alarm(name, iteration, f"After iteration {iteration} {text}.", numbers)
+            for name, text, numbers in filter(None, found)
         ]
         self._remember_best(table, change, iteration)
         state.beat = state.beat or self._ends(change)[0] > 0
@@ -143,27 +147,27 @@ class Guard:
         low, high = sorted((self.sign * change["low"], self.sign * change["high"]))
         return low, high
 
-    def _below_base(self, change: dict[str, float], iteration: int) -> list[Alarm]:
+    def _below_base(self, change: dict[str, float]) -> Found | None:
         """The loss against the base. One look in forty loses by chance alone, so it takes `patience` of them."""
         state = self.state
         state.base_losses = state.base_losses + 1 if self._ends(change)[1] < 0 else 0
         if state.base_losses < self.options.patience:
-            return []
+            return None
         text = f"{self._label} is {_times(state.base_losses)}worse than the base's, now by {_worded(change)}"
-        return [Alarm("below base", iteration, self._said(text, iteration), change)]
+        return "below base", text, change
 
-    def _below_best(self, table: np.ndarray, groups: np.ndarray, iteration: int) -> list[Alarm]:
+    def _below_best(self, table: np.ndarray, groups: np.ndarray) -> Found | None:
         """The loss against the best evaluation so far, whose luck is allowed for: it was picked among `looks` - 1."""
         state = self.state
         if not state.best:
-            return []
+            return None
         change = widened(paired.difference(np.asarray(state.table, dtype=np.float64), table, groups), state.looks - 1)
         state.losses = state.losses + 1 if self._ends(change)[1] < 0 else 0
         if state.losses < self.options.patience:
-            return []
+            return None
         text = f"{self._label} is {_times(state.losses)}worse than at iteration {state.best}, its best"
         text += f", now by {_worded(change)}"
-        return [Alarm("below best", iteration, self._said(text, iteration), change | {"best": state.best})]
+        return "below best", text, change | {"best": state.best}
 
     def _remember_best(self, table: np.ndarray, change: dict[str, float], iteration: int) -> None:
         state = self.state
@@ -176,29 +180,28 @@ class Guard:
 
     # ---- the images
 
-    def _diversity(self, base: Look, now: Look, iteration: int) -> list[Alarm]:
+    def _diversity(self, base: Look, now: Look) -> Found | None:
         share = self.options.diversity
         if share is None or base.signs is None or now.signs is None:
-            return []
+            return None
         before, after = base.signs.image_std, now.signs.image_std
         both = ~np.isnan(before) & ~np.isnan(after)
         if not both.any() or not before[both].sum() > 0:
-            return []
+            return None
         # The share is below the limit where after - limit * before is below 0, an ordinary mean over prompts.
         groups = now.scores.groups[both]
         rest = interval(after[both] - share * before[both], groups)
         kept = float(after[both].sum() / before[both].sum())
         if not rest["high"] < 0:
-            return []
+            return None
         text = f"the {self._noun}s of a prompt differ from each other by {kept:.0%} of what the base's do"
         text += f", less than {share:.0%}"
-        numbers = {"retention": kept, "least": share, "n": rest["n"]}
-        return [Alarm("diversity", iteration, self._said(text, iteration), numbers)]
+        return "diversity", text, {"retention": kept, "least": share, "n": rest["n"]}
 
-    def _degeneracy(self, base: Look, now: Look, iteration: int) -> list[Alarm]:
+    def _degeneracy(self, base: Look, now: Look) -> Found | None:
         limit = self.options.degeneracy
         if limit is None or base.signs is None or now.signs is None:
-            return []
+            return None
         found: list[tuple[float, str, dict[str, float]]] = []
         for name, words in WORDS.items():
             before, after = (values[~np.isnan(values)] for values in (base.signs.values[name], now.signs.values[name]))
@@ -213,31 +216,25 @@ class Guard:
                 numbers = {"base": level, "now": float(after.mean()), "std": spread, "distance": abs(moved) / spread}
                 found.append((abs(moved) / spread, f"{words} from {level:.3g} to {numbers['now']:.3g}", numbers))
         if not found:
-            return []
+            return None
         found.sort(key=lambda one: -one[0])
         text = f"the {self._noun}s have changed their kind: {', '.join(words for _, words, _ in found)}"
         text += f", more than {limit:g} standard deviations of the base's {self._noun}s"
-        return [Alarm("degeneracy", iteration, self._said(text, iteration), found[0][2])]
+        return "degeneracy", text, found[0][2]
 
     # ---- the row
 
-    def _limit(
-        self, name: Name, key: str, limit: float | None, words: str, row: Mapping[str, Any], iteration: int
-    ) -> list[Alarm]:
+    def _limit(self, name: Name, key: str, limit: float | None, words: str, row: Mapping[str, Any]) -> Found | None:
         value = row.get(key)
         if limit is None or not isinstance(value, int | float) or not value > limit:
-            return []
-        text = f"{words} ({key}) is {value:.4g}, above {limit:g}"
-        return [Alarm(name, iteration, self._said(text, iteration), {"value": float(value), "limit": limit})]
+            return None
+        return name, f"{words} ({key}) is {value:.4g}, above {limit:g}", {"value": float(value), "limit": limit}
 
     # ---- words
 
     @property
     def _label(self) -> str:
         return f"{self.metric} of the guard's prompts"
-
-    def _said(self, text: str, iteration: int) -> str:
-        return f"After iteration {iteration} {text}."
 
 
 def widened(change: dict[str, float], picked_from: int) -> dict[str, float]:

@@ -5,7 +5,7 @@ sentences: the terminal, the report, the comparison of runs, the model card, the
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,6 @@ class Moved:
     @property
     def hardly(self) -> bool:
         return self.levels < HALF_LEVEL
-
-    def plain(self) -> dict[str, Any]:
-        """Plain data, for `summary.json`."""
-        return asdict(self)
 
 
 def saved_pairs(before: Path, after: Path, prompts: Iterable[int]) -> Iterator[tuple[Path, Path]]:

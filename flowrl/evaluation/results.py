@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.core.files import damaged, evaluation_remedy, json_ready, read_object, write_atomically
+from flowrl.core.files import evaluation_remedy, json_ready, parsed, write_atomically
 from flowrl.media import digests
 
 
@@ -109,11 +109,7 @@ class Evaluation:
     @staticmethod
     def load(file: Path) -> Evaluation:
         """Read the file of `save`. Raises ConfigError: the file is damaged, or of another version."""
-        record = read_object(file, evaluation_remedy(file))
-        try:
-            return _evaluation(record)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(file, error, evaluation_remedy(file)) from error
+        return parsed(file, evaluation_remedy(file), _evaluation)
 
 
 def _evaluation(record: dict[str, Any]) -> Evaluation:

@@ -3,18 +3,14 @@
 Blur lowers it and noise raises it, so it says nothing without that of the base on the same prompts and noise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from flowrl.evaluation.results import Evaluation
 from flowrl.statistics import paired
-
-if TYPE_CHECKING:
-    from flowrl.evaluation.results import Evaluation
 
 METRIC = "eval/image_sharpness"
 """Key of the metrics row."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core import registry
+from flowrl.core.assets import table
 from flowrl.media import media
 from flowrl.media.eight_bits import EightBitImages, eight_bit
 from flowrl.training.image_std import group_image_std
@@ -20,19 +21,11 @@ from flowrl.training.image_std import group_image_std
 _LUMINANCE = (0.2126, 0.7152, 0.0722)
 _PARTS = (2, 3, 4)
 """Repeats across an image that are looked for."""
-SHARES = ("degeneracy_black", "degeneracy_flat")
-"""Signs that are 0 or 1 for an image: their mean is a share of images."""
-WORDS = {
-    "degeneracy_black": "dark images",
-    "degeneracy_flat": "flat images",
-    "degeneracy_saturation": "saturation",
-    "degeneracy_high_frequency": "share of high frequencies",
-    "repeated_tiles": "repeated tiles",
-    "edge_density": "edge density",
-}
+_TABLES = table(Path(__file__).with_suffix(".yaml"))
+WORDS: dict[str, str] = _TABLES["words"]
 """Sign -> its name in a sentence."""
-RISING = ("degeneracy_black", "degeneracy_flat", "repeated_tiles")
-"""Signs that are bad news only where they rise."""
+SHARES, RISING = tuple(_TABLES["shares"]), tuple(_TABLES["rising"])
+"""Signs that are 0 or 1 for an image, so that their mean is a share; those that are bad news only where they rise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,9 @@
 """The first frame of a video from an image of any size: the one rule by which it is fitted to the video's size."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from PIL import ImageOps
+from PIL.Image import Image, Resampling
 
 from flowrl.core.errors import OptionError, Remedy
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 MOST_ENLARGED = 2.0
 """Largest factor by which an image is enlarged: a smaller one has no detail for a frame of that size."""
@@ -47,8 +43,5 @@ def fitted_frame(image: Image, height: int, width: int, *, crop: bool = True) ->
 
     Source: Wan-Video/Wan2.2:wan/textimage2video.py (scaled by Lanczos to cover the size, centre crop).
     """
-    from PIL import Image as Pillow
-    from PIL import ImageOps
-
     require_frame(image.size, height, width, crop=crop)
-    return ImageOps.fit(image, (width, height), Pillow.Resampling.LANCZOS)
+    return ImageOps.fit(image, (width, height), Resampling.LANCZOS)

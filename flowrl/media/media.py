@@ -14,12 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
+from PIL import Image as Pillow
+from PIL import ImageOps
+from PIL.Image import Image
+from PIL.PngImagePlugin import PngInfo
+
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import is_mapping, loads, writing
 from flowrl.media import mp4
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from torch import Tensor
 
 SUFFIXES = (".png", ".webp", ".mp4")
@@ -62,9 +67,6 @@ def write(
         WriteError: the disk is full or not writable.
         ConfigError: an MP4 without the extra `video`, or of an odd height or width; a frame rate of 0.
     """
-    from PIL import Image as Pillow
-    from PIL.PngImagePlugin import PngInfo
-
     from flowrl.media.eight_bits import eight_bit
 
     frames = eight_bit(sample if sample.ndim == 4 else sample[None])
@@ -85,8 +87,6 @@ def write(
 
 def read_note(file: Path) -> dict[str, Any]:
     """The note of a file that `write` made; {} if there is none, as for files of other programs."""
-    from PIL import Image as Pillow
-
     try:
         if file.suffix == ".png":
             with Pillow.open(file) as opened:
@@ -129,8 +129,6 @@ def encode_video(path: Path, frames: Tensor, fps: float) -> None:
         ConfigError: another suffix, a frame rate of 0, an MP4 without the extra `video` or of an odd height or width.
         OSError: the file cannot be written.
     """
-    from PIL import Image as Pillow
-
     rate, suffix = mp4.require_rate(fps, "fps"), path.suffix.lower()
     if suffix == ".mp4":
         mp4.write(path, frames, rate)
@@ -277,8 +275,6 @@ def find(stem: Path) -> Path | None:
 
 def read_frames(file: Path) -> list[Image]:
     """RGB frames (`plain`) of a file, one of an image; raises as `decode_video` does, but for images."""
-    from PIL import Image as Pillow
-
     if is_video_file(file):
         return [Pillow.fromarray(frame) for frame in mp4.read(file)[0].permute(0, 2, 3, 1).contiguous().numpy()]
     return _frames(file)[0]
@@ -292,7 +288,6 @@ def read_levels(file: Path) -> Tensor:
 
 def _levels(file: Path) -> tuple[Tensor, float | None]:
     """(frames [F, 3, H, W] uint8, frames a second; None: an image)."""
-    import numpy as np
     import torch
 
     if is_video_file(file):
@@ -310,7 +305,6 @@ def read(file: Path) -> Tensor:
 
 def pixels(image: Image) -> Tensor:
     """An RGB image as a tensor [3, H, W], float32 in [0, 1]."""
-    import numpy as np
     import torch
 
     from flowrl.media.eight_bits import unit_floats
@@ -331,8 +325,6 @@ def fitted(image: Image, height: int, width: int, place: tuple[float, float] = (
 
     Source: SalesforceAIResearch/DiffusionDPO:train.py (torchvision's Resize and CenterCrop, for squares).
     """
-    from PIL import Image as Pillow
-
     scale = max(height / image.height, width / image.width)
     size = max(width, int(image.width * scale)), max(height, int(image.height * scale))
     if size != image.size:
@@ -356,12 +348,10 @@ def opened(path: str | Path | IO[bytes], formats: tuple[str, ...] | None = None)
         SyntaxError: a broken PNG.
         OSError: there is no file, it is not an image, or it is cut off.
     """
-    from PIL import Image
-
     try:
-        with Image.open(path, formats=formats) as image:
+        with Pillow.open(path, formats=formats) as image:
             yield image
-    except Image.DecompressionBombError as error:
+    except Pillow.DecompressionBombError as error:
         raise ValueError(f"it has more pixels than an image may have ({error}); make it smaller") from None
     # Errors of decoders about broken bytes; the block only decodes, so none of them is a fault of its own code.
     except (EOFError, struct.error, IndexError, KeyError, TypeError, OverflowError) as error:
@@ -379,9 +369,6 @@ def plain(image: Image) -> Image:
 
     Raises ValueError: grey of 32 bits or of floats, whose white is not known.
     """
-    import numpy as np
-    from PIL import Image, ImageOps
-
     # Pillow before 10.3 opens the 16-bit grey of a PNG, which knows no 32 bits, as "I".
     wide = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")
     if image.mode in ("I", "F") and not wide:
@@ -389,8 +376,8 @@ def plain(image: Image) -> Image:
         raise ValueError(f"it is {kind}, whose range is not known; save it with 8 or 16 bits")
     upright = ImageOps.exif_transpose(image)
     if wide:  # convert() would clip it at 255
-        return Image.fromarray(((np.asarray(upright).astype(np.uint32) + 128) // 257).astype(np.uint8)).convert("RGB")
+        return Pillow.fromarray(((np.asarray(upright).astype(np.uint32) + 128) // 257).astype(np.uint8)).convert("RGB")
     if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
         # The colour of a transparent pixel is arbitrary.
-        return Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA")).convert("RGB")
+        return Pillow.alpha_composite(Pillow.new("RGBA", upright.size, "white"), upright.convert("RGBA")).convert("RGB")
     return upright.convert("RGB")

@@ -1,7 +1,5 @@
 """The interface of a model family: encode, schedule, predict, decode. No loop, LoRA, EMA or device logic inside."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field

@@ -77,9 +77,10 @@ class Sd3(Native):
             )[0]
 
 
-def _without_t5(config: Config) -> dict[str, Any]:
-    return {} if config.load_t5 else {"text_encoder_3": None, "tokenizer_3": None}
-
-
-FAMILY = Family(adapter=Sd3, pipeline="StableDiffusion3Pipeline", channels=(16, 4), left_out=_without_t5)
+FAMILY = Family(
+    adapter=Sd3,
+    pipeline="StableDiffusion3Pipeline",
+    channels=(16, 4),
+    left_out=lambda config: {} if config.load_t5 else {"text_encoder_3": None, "tokenizer_3": None},
+)
 PIPELINE, build, skeleton, takes = FAMILY.pipeline, FAMILY.build, FAMILY.skeleton, FAMILY.takes

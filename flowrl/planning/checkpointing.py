@@ -1,7 +1,5 @@
 """`model.gradient_checkpointing: auto`: on where the updates would not fit the device without it, by the estimate."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -7,8 +7,6 @@ CPU's list is extended by CUDA's, and RMSNorm is one kernel, as on CUDA.
 Source: torch, aten/src/ATen/autocast_mode.h; docs.pytorch.org/docs/stable/amp.html#cuda-op-specific-behavior.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -7,8 +7,6 @@ make, so that a plan can measure them without those libraries.
     nf4      bitsandbytes: two weights a byte, a float32 scale per 64; the copy is made again in the backward pass
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any

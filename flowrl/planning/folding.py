@@ -10,8 +10,6 @@ the small network is extrapolated only where no moment grows faster with N than 
 peak for every larger N, and the result is that of the whole network to the byte. Anything else is measured whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

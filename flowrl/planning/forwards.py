@@ -1,7 +1,5 @@
 """The forwards of a run on meaningless inputs, on which its memory is measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -27,8 +27,6 @@ Not included: reward models, the backbone of saliency maps, the CUDA context (ab
 and fragmentation. Attention is counted as a fused kernel, without its matrix of weights. Add 10 to 20 %.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

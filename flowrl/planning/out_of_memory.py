@@ -1,7 +1,5 @@
 """The message of a lack of memory: the peak, the estimate of `flowrl plan`, and the options that lower it."""
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

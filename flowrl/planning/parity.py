@@ -1,7 +1,5 @@
 """Parity of a pipeline's own call and the adapter around it: for `flowrl doctor --model`, and before a training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

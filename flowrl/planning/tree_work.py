@@ -1,7 +1,5 @@
 """Forwards and latents of an iteration on trees, counted on the shape of the tree alone."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

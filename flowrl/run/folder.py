@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from flowrl.config.resolved import Resolved
@@ -91,19 +92,18 @@ class RunFolder:
                 f"{self.key}: the run folder {self.path} cannot be written ({error.strerror}); choose another place"
             ) from None
         if not _locked(descriptor):
+            deadline = time.monotonic() + wait_s
             with working(f"waiting for the process that uses {self.path}"):
-                self._wait_for(descriptor, time.monotonic() + wait_s)
+                while not _locked(descriptor):
+                    if time.monotonic() > deadline:
+                        os.close(descriptor)
+                        raise ConfigError(
+                            f"the run folder {self.path} is in use by another process; wait for it, or choose another "
+                            "name"
+                        )
+                    time.sleep(0.1)
         self._lock = descriptor
         return descriptor
-
-    def _wait_for(self, descriptor: int, deadline: float) -> None:
-        while not _locked(descriptor):
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise ConfigError(
-                    f"the run folder {self.path} is in use by another process; wait for it, or choose another name"
-                )
-            time.sleep(0.1)
 
     def hold(self) -> bool:
         """Lock the folder, or take over the lock that the launcher of this process holds; whether that was so.
@@ -189,7 +189,10 @@ class RunFolder:
         return start
 
     def agree_on_sets(self, sets: Sequence[Input], start: int, accept: bool) -> None:
-        """Compare scanned data sets' contents. Raises ConfigError: another set than the run was started with."""
+        """Hold data sets, once they are scanned, against the folder's record, and update that.
+
+        Raises ConfigError: another set than the run was started with, and `accept` is false.
+        """
         inputs.update(self.path, contents.read(self.path), sets, start, accept)
 
     def forget_after(self, iteration: int) -> None:
@@ -231,8 +234,6 @@ def commit() -> str:
 
 def provenance(resolved: Resolved, device: str, processes: int) -> dict[str, Any]:
     """Code, versions, hardware, command and seed, for `provenance.json`."""
-    import torch
-
     return versions() | {
         "commit": commit(),
         "command": " ".join(["flowrl", *sys.argv[1:]]),

@@ -25,8 +25,7 @@ from flowrl.core.files import file_sha256
 from flowrl.display.console import log
 from flowrl.models.lora_formats.files import PICKLES, lora_file
 from flowrl.models.lora_formats.naming import to_diffusers
-from flowrl.models.lora_formats.reading import names_and_header, read_contents, read_finite
-from flowrl.models.lora_formats.refused import other_update, refuse_header
+from flowrl.models.lora_formats.reading import names_and_header, other_update, read_contents, read_finite, refuse_header
 
 # The first tensor of each adapted module, in the forms that diffusers' own converters leave.
 _FIRST = re.compile(r"(?:[._]lora[._](?:A|down)|\.lokr_w1(?:_a)?)(?:\.weight)?$")

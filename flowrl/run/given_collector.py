@@ -96,15 +96,12 @@ class PairCollector:
         return read.x0.index_copy(0, mine, drawn.samples.x0)
 
     def metrics_row(self, rollout: Rollout, credit: Advantages) -> dict[str, Any]:
-        """Metrics of an iteration's data."""
-        return {"pairs/unreadable": int(credit.dead.sum())} | self._epochs()
-
-    def _epochs(self) -> dict[str, float]:
-        """Share of the set that an iteration draws, for labelled images of each class."""
+        """Metrics of an iteration's data: among them the share of the set that it draws, of labels of each class."""
         count, source = self.given.options.per_iteration, self.given.source
+        row: dict[str, float] = {"pairs/unreadable": int(credit.dead.sum())}
         if not isinstance(source, LabelledSource):
-            return {"pairs/epochs_per_iteration": count / len(self.given.records)}
-        return {
+            return row | {"pairs/epochs_per_iteration": count / len(self.given.records)}
+        return row | {
             f"pairs/{word}_epochs_per_iteration": count * share / len(source.classes[sign])
             for word, sign, share in (("liked", 1, source.share), ("disliked", -1, 1 - source.share))
         }

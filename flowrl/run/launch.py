@@ -65,7 +65,8 @@ def launch(
         warn: called with a warning before anything starts, if they will be slow.
     """
     port, cores = free_port(), os.cpu_count() or processes
-    usable = _usable_cores()
+    # Such as those of this process's container.
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else cores
     if processes > usable:
         warn(f"{processes} processes on {usable} CPU core{'s' if usable > 1 else ''}: they take turns, which is slower")
     children: list[subprocess.Popen] = []
@@ -105,14 +106,6 @@ def launch(
             child.wait()
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _usable_cores() -> int:
-    """CPU cores that this process may use, such as those of its container."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count() or 1
 
 
 def _wait(children: list[subprocess.Popen], received: Sequence[int] = (), grace_s: float = _GRACE_S) -> int:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from flowrl.config.load import run_tree
 from flowrl.core.files import file_sha256
+from flowrl.models.pipelines.classes import config_folder
 
 
 def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | None) -> dict[str, Any]:
@@ -21,9 +23,6 @@ def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | No
         call: arguments of the pipeline's call.
         guidance: guidance scale of the command line; None: the call's, else the pipeline's default.
     """
-    from flowrl.config.load import run_tree
-    from flowrl.models.pipelines.classes import config_folder
-
     folder = Path(model)
     is_run = (folder / "config.yaml").is_file()
     path = str(run_tree(folder)["model"]["path"]) if is_run else model

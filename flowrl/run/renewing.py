@@ -1,7 +1,5 @@
 """Judges of latents, renewed on the run's own samples: what they are asked about moves away from what they learned."""
 
-from __future__ import annotations
-
 import io
 
 import torch

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ class Report:
             if tuned is not None:
                 place = self.folder.path / "eval"
                 found = moved.measure(moved.saved_pairs(place / base.tag, place / tuned.tag, range(len(base.prompts))))
-                result["moved"] = None if found is None else found.plain()
+                result["moved"] = None if found is None else asdict(found)
             self.folder.write_json("summary.json", result)
         return result
 

@@ -7,7 +7,6 @@ and a failure of what was asked for is the answer, not the end of the run.
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -152,31 +151,18 @@ def _save(session: Session, saver: Saver, options: dict[str, Any]) -> Answer:
     return f"iteration {iteration} is saved and kept: {paths['checkpoint']}, {paths['adapter']}", {"paths": paths}
 
 
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    """Options of a request for images."""
-
-    prompts: tuple[Prompt, ...]
-    texts: Texts
-    steps: int
-    guidance: float
-    seed: int
-
-
 def _sample(session: Session, saver: Saver, options: dict[str, Any]) -> Answer:
     """Images of the preview prompts, or of others, by the weights that count."""
     run, iteration, world = saver.folder.path, session.iteration, session.world
-    wish = _wish(session, options)
+    prompts, texts, steps, guidance, seed = _wish(session, options)
     base = run / requests.ASKED
     name = world.gather(_free(base, f"iteration-{iteration:06d}") if world.main else "")[0]
-    setting = Setting(name, iteration, wish.guidance, wish.steps, save="images")
+    setting = Setting(name, iteration, guidance, steps, save="images")
     with phase("sampling"), session.weights.using(session.optimizer.role):
-        session.parts.previews.draw(
-            setting, wish.prompts, wish.texts, requests.ASKED, seed=wish.seed, stop=session.stop
-        )
+        session.parts.previews.draw(setting, prompts, texts, requests.ASKED, seed=seed, stop=session.stop)
     files = sorted(os.path.relpath(file, run) for file in (base / name).glob("[0-9]*-0.*"))
-    facts = {"paths": {"images": files}, "prompts": [prompt.text for prompt in wish.prompts]}
-    facts |= {"guidance_scale": wish.guidance, "num_inference_steps": wish.steps, "seed": wish.seed}
+    facts = {"paths": {"images": files}, "prompts": [prompt.text for prompt in prompts]}
+    facts |= {"guidance_scale": guidance, "num_inference_steps": steps, "seed": seed}
     return f"{len(files)} samples of iteration {iteration}: {os.path.relpath(base / name, run)}", facts
 
 
@@ -189,8 +175,11 @@ def _free(folder: Path, name: str) -> str:
     return result
 
 
-def _wish(session: Session, options: dict[str, Any]) -> _Wish:
-    """A request's options, else the run's own. Raises ConfigError: of a wrong kind, or a prompt it cannot draw."""
+def _wish(session: Session, options: dict[str, Any]) -> tuple[tuple[Prompt, ...], Texts, int, float, int]:
+    """(prompts, their embeddings, steps, guidance scale, seed) of a request for images, else the run's own.
+
+    Raises ConfigError: of a wrong kind, or a prompt it cannot draw.
+    """
     drawn = session.parts.previews
     given, steps, guidance, seed = (options.get(key) for key in ("prompts", "steps", "guidance", "seed"))
     if not (isinstance(given or [], list) and all(isinstance(text, str) for text in given or [])):
@@ -214,7 +203,7 @@ def _wish(session: Session, options: dict[str, Any]) -> _Wish:
     except ValueError as error:
         raise ConfigError.about(error) from None
     scale = session.eval_guidance if guidance is None else float(guidance)
-    return _Wish(prompts, texts, steps or session.eval_steps, scale, seed or 0)
+    return prompts, texts, steps or session.eval_steps, scale, seed or 0
 
 
 def _embedded(session: Session, given: Sequence[str]) -> tuple[tuple[Prompt, ...], Texts]:

@@ -10,11 +10,10 @@
 A trainer is a session with a folder, signals and a loop.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,7 @@ from flowrl.run.assembly.parts import assemble
 from flowrl.run.collector import Collector
 from flowrl.run.gauges import Gauges
 from flowrl.run.given_collector import HeldOutPairs, PairCollector
-from flowrl.run.people.asking import let_ask
+from flowrl.run.people.asking import Asking, People
 from flowrl.run.renewing import Renewing
 from flowrl.run.telling import tell
 from flowrl.scoring.scorer import Scorer
@@ -58,7 +57,7 @@ from flowrl.training.signals import Signals
 from flowrl.training.world import World, join
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """The parts of a run, loaded and ready to work, and the steps of an iteration.
 
     Args:
@@ -102,7 +101,9 @@ class Session:
         if given is None:
             if training and self.rewards is not None:
                 slots = self.config.rollout.prompts_per_iteration
-                let_ask(self.rewards, parts.evaluator.folder, self.world, self.stop, slots)
+                people = People.of(self.rewards, parts.evaluator.folder, self.world, self.stop, slots)
+                if people is not None:
+                    self.rewards.asking = partial(Asking, people)
             self.collector = Collector(parts, self.stop, training=training)
         else:
             self.collector = PairCollector(given, parts.sampling, parts.learner, self.stop)
@@ -119,9 +120,6 @@ class Session:
         self._under_way, self._timer, self._sums = 0, Timer(), Sums()
         self._gated = False
         self._gauges = Gauges(parts.sampling)
-
-    def __enter__(self) -> Session:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -8,7 +8,11 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL.Image import Image
+from PIL.Image import new as new_image
 
 from flowrl.config.trackers import Entry
 from flowrl.core.strict import Options
@@ -16,7 +20,6 @@ from flowrl.media import media
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
-    from PIL.Image import Image
 
 FOLDER = "trackers"
 """Folder of a run folder with the files of trackers that write to the disk."""
@@ -43,13 +46,6 @@ class Mark:
     """The last iteration that was sent; 0 is the base's evaluation."""
     sending: int = -1
     """The last iteration of those under way; equal to `sent` unless the program was killed in between."""
-
-
-@runtime_checkable
-class TakesImages(Protocol):
-    """A tracker with images."""
-
-    def log_images(self, values: Any, step: int | None = None, **options: Any) -> None: ...
 
 
 def make(entry: Entry, folder: Path, mark: Mark, configuration: Options) -> GeneralTracker:
@@ -104,13 +100,11 @@ def _wandb_dir(entry: Entry, folder: Path) -> Path:
 
 def log_images(entry: Entry, tracker: Any, files: Sequence[Path], step: int) -> None:
     """Send images of an evaluation, to a tracker that takes them."""
-    import numpy as np
-
     how = entry.kind.images
     if how == "file":
         for file in files:
             tracker.log_artifact(str(file), f"{IMAGES}/{step:06d}")
-    elif files and isinstance(tracker, TakesImages):
+    elif files and "log_images" in dir(tracker):
         arrays = [np.asarray(_image(file)) for file in files]
         if how == "batch":
             tracker.log_images({IMAGES: np.stack(arrays)}, step=step, dataformats="NHWC")
@@ -122,14 +116,12 @@ def log_images(entry: Entry, tracker: Any, files: Sequence[Path], step: int) -> 
 
 def _image(file: Path) -> Image:
     """An image of at most `_LARGEST_PX`; of a video some frames side by side."""
-    from PIL import Image as Pillow
-
     frames = media.read_frames(file)
     wanted = sorted({round(place * (len(frames) - 1) / (_FRAMES - 1)) for place in range(_FRAMES)})
     shown = [frames[number] for number in wanted]
     for frame in shown:
         frame.thumbnail((_LARGEST_PX, _LARGEST_PX))
-    sheet = Pillow.new("RGB", (sum(frame.width for frame in shown), shown[0].height))
+    sheet = new_image("RGB", (sum(frame.width for frame in shown), shown[0].height))
     for place, frame in enumerate(shown):
         sheet.paste(frame, (place * frame.width, 0))
     return sheet
@@ -141,11 +133,8 @@ def flat(tree: Any, prefix: str = "") -> dict[str, str | int | float | bool]:
     >>> flat({"a": {"b": 1, "c": [2, {"d": None}]}, "e": []})
     {'a.b': 1, 'a.c.0': 2, 'a.c.1.d': 'null', 'e': '[]'}
     """
-    items: list[tuple[str, Any]] = []
-    if isinstance(tree, Mapping):
-        items = [(str(key), value) for key, value in tree.items()]
-    elif isinstance(tree, list):
-        items = [(str(number), value) for number, value in enumerate(tree)]
+    pairs = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list) else ()
+    items: list[tuple[str, Any]] = [(str(key), value) for key, value in pairs]
     if not items:
         return {prefix: tree if isinstance(tree, str | int | float | bool) else json.dumps(tree)}
     return {

@@ -1,7 +1,5 @@
 """A run: a session with a folder, signals and a loop of iterations, evaluations and checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What surrounds the scoring of an iteration's samples: people may be asked there, and a run may wait for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol

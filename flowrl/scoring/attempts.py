@@ -1,7 +1,5 @@
 """One reward on one batch: what is known already, tries, and the search for the samples that make a batch fail."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -62,7 +60,8 @@ class Attempts:
     def _known_or_scored(self, batch: Batch) -> dict[str, Tensor]:
         if self.cache is None or batch.needs_gradient:  # a score from the cache has none
             return self._scored(batch)
-        keys = self.cache.keys(batch.images, batch.prompts, batch.metadata)
+        samples = zip(batch.images, batch.prompts, batch.metadata, strict=True)
+        keys = [self.cache.key(*sample) for sample in samples]
         result = [self.cache.get(key, self.outputs) for key in keys]
         rows = [i for i, scores in enumerate(result) if scores is None]
         self.counts.cached += len(batch) - len(rows)

@@ -1,7 +1,5 @@
 """The rewards of a run: built, and refused where they do not fit model or prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from flowrl.core.errors import ConfigError, described

@@ -4,8 +4,6 @@ A sample's key is a SHA-256 over the pixels with their shape and dtype, the prom
 scorer's fingerprint (name, version, options). NaN is never kept, so a failure is tried again the next time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -14,25 +12,15 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from flowrl.core.files import loads
-from flowrl.reward import Images
 
 FORMAT = 1
 ENTRIES = 65_536
 """Samples that the memory holds; the one that was not used for longest goes first."""
-
-
-class Store(Protocol):
-    """Output name -> value, by key."""
-
-    def get(self, key: str) -> dict[str, float] | None: ...
-
-    def put(self, key: str, scores: Mapping[str, float]) -> None: ...
 
 
 class Memory:
@@ -82,6 +70,10 @@ class Folder:
         os.replace(temporary, file)
 
 
+Store = Memory | Folder
+"""Output name -> value, by key."""
+
+
 class ScoreCache:
     """Scores of one scorer.
 
@@ -118,9 +110,6 @@ class ScoreCache:
         except (OSError, TypeError):
             return None
         return digest.hexdigest()
-
-    def keys(self, images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> list:
-        return [self.key(*sample) for sample in zip(images, prompts, metadata, strict=True)]
 
     def get(self, key: str | None, outputs: Sequence[str]) -> dict[str, float] | None:
         """The scores under a key, or None; a file that does not hold a number for each output is none."""

@@ -1,7 +1,5 @@
 """One call of a reward: its batch handed out, its surroundings kept, what it returns checked against its card."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -1,7 +1,5 @@
 """Options of every entry of `rewards`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Annotated

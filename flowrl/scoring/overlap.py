@@ -1,18 +1,16 @@
 """Scoring in parallel: some rewards score finished images while the next ones are sampled or read.
 
 Only rewards whose cards say `overlap` take part, and next to a GPU those with `overlap_on_gpu`. Each has a thread of
-its own, which has its batches in their order; the latter have a CUDA stream of their own too (streams.py). Each sample
+its own, which has its batches in their order; the latter have a CUDA stream of their own too. Each sample
 meets the reward as it would without, tries and masks are the Scorer's, and the batches do not depend on timing, so that
 the scores are the same. `Ahead` has the samples of a rollout, whose batches are parts of one whole; `Beside` has
 batches that are complete in themselves.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from flowrl.core.errors import Abandoned
 from flowrl.media.eight_bits import EightBitImages
 from flowrl.reward import Card
 from flowrl.scoring.scorer import Scorer, Scores
-from flowrl.scoring.streams import SideStream
 from flowrl.scoring.surroundings import BESIDE, OF_THE_PROCESS, Batch, Latents, Settings
 from flowrl.scoring.time_limits import Ambient
 from flowrl.scoring.weighted import WeightedReward
@@ -31,6 +28,32 @@ Outputs = dict[str, Tensor]
 CPU = torch.device("cpu")
 _ASK_S = 0.2
 """Seconds between two looks at whether to stop, while a slow reward is waited for."""
+
+
+class SideStream:
+    """A CUDA stream for a reward that scores on the GPU while it samples: the kernels of both run side by side."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        """The work that this thread has asked of the GPU so far: a decoded batch, moved or loaded weights."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    @contextmanager
+    def after(self, mark: torch.cuda.Event) -> Iterator[None]:
+        """Work of this thread goes into the stream, after what `mark` names.
+
+        At the end the stream is idle: no memory that this thread frees is still read, and scores are there.
+        """
+        self.stream.wait_event(mark)
+        with torch.cuda.stream(self.stream):
+            try:
+                yield
+            finally:
+                self.stream.synchronize()
 
 
 def overlaps(card: Card, device: torch.device) -> bool:
@@ -185,7 +208,7 @@ class Ahead:
         return self.lanes.combine(result, self.errors)
 
 
-class Beside:
+class Beside(AbstractContextManager["Beside"]):
     """Scores of one batch after another, each as `Scorer.score` gives them; used as a context.
 
     Where a reward overlaps, a batch's scores come back when the next batch is added, or with the rest; so no more than
@@ -196,9 +219,6 @@ class Beside:
     def __init__(self, scorer: Scorer | None, device: torch.device = CPU) -> None:
         self.lanes = None if scorer is None else Lanes(scorer, device, parts=False)
         self._waiting: deque[tuple[Any, dict[int, Outputs], dict[int, Future[Outputs]], list[str]]] = deque()
-
-    def __enter__(self) -> Beside:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self.lanes is not None:

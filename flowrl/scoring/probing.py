@@ -1,7 +1,5 @@
 """The rewards of a run tried on noise before anything is trained: does each score, and is a score its sample's own?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

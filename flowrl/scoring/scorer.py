@@ -1,7 +1,5 @@
 """Several rewards on one batch: retried, masked, summed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -77,13 +75,10 @@ def check_entries(entries: Sequence[WeightedReward], distinct: Sequence[Weighted
                 f"rewards: the gate of {entry.name!r} names the output {entry.gate.output!r}; there are {outputs}"
             )
         other = first[id(entry.reward)]
-        compared = {
-            "retries": (entry.retries, other.retries),
-            "isolate": (entry.isolate, other.isolate),
-            "cache": (entry.cache, other.cache),
-        }
-        for option, (mine, theirs) in compared.items():
-            if mine is not theirs and mine != theirs:
+        alike = {"retries": entry.retries == other.retries, "isolate": entry.isolate == other.isolate}
+        alike["cache"] = entry.cache is other.cache
+        for option, same in alike.items():
+            if not same:
                 raise ValueError(
                     f"rewards: two entries of {entry.name!r} are scored in one pass and cannot differ in {option}; "
                     "set it alike in both"

@@ -1,7 +1,5 @@
 """Whether a score is its sample's own: the same alone as in a batch, and the same when it is asked for twice."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Grad mode, autocast, the current GPU with its stream and context variables belon
 score is bitwise the one that the starting thread would have computed.
 """
 
-from __future__ import annotations
-
 import contextvars
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -67,7 +65,11 @@ class TimeLimit:
     def __call__(self, images: Any, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor | Mapping[str, Tensor]:
         if any(getattr(image, "requires_grad", False) for image in images):
             return self.score(images, prompts, metadata)
-        self._require_idle()
+        if self._late is not None and not self._late.ended.wait(0 if self._waited else self.limit_s):
+            self._waited = True
+            raise TimeoutError(
+                f"a call that gave no scores within timeout={self.limit_s:g} s still runs; no other is made beside it"
+            )
         work = partial(Ambient().run, self.score, images, prompts, metadata)
         call = Background(work, "flowrl-reward")
         # Late until it has ended: an interrupt may leave this wait, too.
@@ -76,13 +78,3 @@ class TimeLimit:
             raise TimeoutError(f"it gave no scores within timeout={self.limit_s:g} s; the call goes on in its thread")
         self._late = None
         return call.result()
-
-    def _require_idle(self) -> None:
-        if self._late is None:
-            return
-        if not self._late.ended.wait(0 if self._waited else self.limit_s):
-            self._waited = True
-            raise TimeoutError(
-                f"a call that gave no scores within timeout={self.limit_s:g} s still runs; no other is made beside it"
-            )
-        self._late = None

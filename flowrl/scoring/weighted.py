@@ -1,7 +1,5 @@
 """A reward as a run uses it: its share of the training value, its transform, its gate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 

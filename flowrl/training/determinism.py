@@ -33,7 +33,10 @@ def prepare() -> None:
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """In deterministic mode, refuse what has no deterministic kernel. Raises ConfigError: naming the operation."""
+    """Inside the block refuse what has no deterministic kernel, if the process is in deterministic mode at all.
+
+    Raises ConfigError: naming the operation.
+    """
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if not torch.are_deterministic_algorithms_enabled():
         yield

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError, Remedy
@@ -25,9 +26,6 @@ from flowrl.models.generic.options import RATES
 from flowrl.models.generic.reentry import Visit
 from flowrl.models.memory.options import require_own_call
 from flowrl.models.memory.savings import give_memory_back, place
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 PROBE_GUIDANCE = 4.0  # above every pipeline's threshold, so that both prompts are encoded
 
@@ -131,9 +129,8 @@ class Generic(ModelAdapter):
 
     def _answers(self, cond: Condition) -> dict[str, Any]:
         """Options of an entry that hand back encoded rows; they may share a forward."""
-        assert self._template is not None
         options = self.images.rebuild(cond)
-        answers = {"encode_prompt": self._template.rebuild(cond), **options.pop("answers", {})}
+        answers = {"encode_prompt": self._learned().rebuild(cond), **options.pop("answers", {})}
         return {"answers": answers, **options}
 
     def _probe_images(self, prompts: Sequence[str]) -> list[Image]:
@@ -197,7 +194,6 @@ class Generic(ModelAdapter):
 
     def _encode(self, prompts: list[str], images: Sequence[Image]) -> Condition:
         """Rows of prompts that may be encoded together; one prompt if there are images."""
-        assert self._template is not None
 
         def enter(batch: int) -> Visit:
             texts = prompts if batch == len(prompts) else prompts * batch
@@ -205,7 +201,7 @@ class Generic(ModelAdapter):
 
         with arithmetic(self.config.vae_precision):  # of reference images
             visit = enter(len(prompts))
-        cond = self._template.condition(visit.returned["encode_prompt"], len(prompts))
+        cond = self._learned().condition(visit.returned["encode_prompt"], len(prompts))
         if not images:
             return cond
         self.images.learn(enter)

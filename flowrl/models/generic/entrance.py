@@ -50,18 +50,15 @@ class Entrance:
         self.num_frames = frames_of(pipeline, self.call.fixed, self.reentry.parameters, first)
         told = rate_of(self.call.fixed, self.reentry.parameters, "model.call.")
         self.fps = told if config.fps is None else float(config.fps)
-        self._freeze()
-        switch_on(pipeline, self.networks.values(), config)
-
-    def _freeze(self) -> None:
-        for part in self.pipeline.components.values():
+        for part in pipeline.components.values():
             if isinstance(part, nn.Module):
                 part.eval()
-                if not any(part is network for network in self.networks.values()):
+                if part not in self.networks.values():
                     part.requires_grad_(False)
-        if self.pipeline.components.get("safety_checker") is not None:
+        if pipeline.components.get("safety_checker") is not None:
             # It would blacken images before they are scored.
-            self.pipeline.safety_checker = None
+            pipeline.safety_checker = None
+        switch_on(pipeline, self.networks.values(), config)
 
     def lora_targets(self) -> tuple[str, ...]:
         """The family's module suffixes that the network has."""

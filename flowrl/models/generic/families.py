@@ -15,6 +15,8 @@ from flowrl.core.assets import table
 from flowrl.models.base import network_config
 
 Guidance = Literal["cfg", "true_cfg", "embedded", "guider", "none"]
+SCALES: dict[str, str] = {"cfg": "guidance_scale", "embedded": "guidance_scale", "true_cfg": "true_cfg_scale"}
+"""Kind of guidance -> the argument of the call that gives its scale."""
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 """Attention projections of diffusers' transformers and UNets; a network is adapted where it has them."""

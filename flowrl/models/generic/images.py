@@ -21,9 +21,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from PIL.Image import Image
+from PIL.Image import new as new_image
 from torch import Tensor
 
 from flowrl.core.errors import ModelError
@@ -34,9 +36,6 @@ from flowrl.models.generic.encoding import same
 from flowrl.models.generic.families import Family, family_of, holds_image, mask_place
 from flowrl.models.generic.options import Size, find_networks
 from flowrl.models.generic.reentry import Prepared, Visit
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 Sizes = tuple[tuple[int, int], ...]
 Place = tuple[str, int, int]
@@ -49,9 +48,7 @@ ANY = 1000  # a list of images has no limit of its own
 @cache
 def blank(size: tuple[int, int], grey: int = 128) -> Image:
     """An image of one colour; size is (width, height)."""
-    from PIL import Image
-
-    return Image.new("RGB", size, (grey, 255 - grey, grey // 2))
+    return new_image("RGB", size, (grey, 255 - grey, grey // 2))
 
 
 def content(images: Sequence[Image]) -> int:
@@ -109,8 +106,10 @@ class ReferenceImages:
     """Size of the generated images; None if the call is never entered and fits images by itself."""
     crop: bool = True
     """A frame of another aspect ratio is cropped, not refused."""
-    rows: set[Place] | None = None
-    """Parts with one row per sample; None: not known yet."""
+    learned: bool = False
+    """`rows` and `single` are known."""
+    rows: set[Place] = field(default_factory=set)
+    """Parts with one row per sample."""
     single: set[Place] = field(default_factory=set)
     layouts: list[Layout] = field(default_factory=list)
     free: Tensor | None = None
@@ -219,21 +218,20 @@ class ReferenceImages:
 
         Raises ModelError: a part has neither one row per sample nor the same value for every number of samples.
         """
-        if self.rows is not None:
+        if self.learned:
             return
         one = self._parts(enter(1))
         # If a call takes one prompt only, every part of one row has one per sample.
         two = None if self.family.singly else self._parts(enter(2))
-        rows, single = set(), set()
         for place, a in one.items():
             b = a if two is None else two[place]
             if torch.is_tensor(a) and torch.is_tensor(b) and a.ndim and len(a) == 1 and (two is None or len(b) == 2):
-                rows.add(place)
+                self.rows.add(place)
             elif not same(a, b):
                 raise ModelError(f"{self.kind}: {place[0]}() returns a part {place[2]} that depends on the batch")
             elif place[0] == EMBED:
-                single.add(place)
-        self.rows, self.single = rows, single
+                self.single.add(place)
+        self.learned = True
 
     def _parts(self, visit: Visit) -> dict[Place, Any]:
         """All encodings of the images, without the latents."""
@@ -252,7 +250,6 @@ class ReferenceImages:
         Raises ModelError: a part depends on the images without one row per sample.
         """
         assert visit.prepared is not None
-        assert self.rows is not None
         parts, latents = self._parts(visit), visit.prepared.latents
         entries: dict[str, Tensor | list[Tensor]] = {
             LAYOUT: torch.tensor([self._layout(visit, parts, tuple(image.size for image in images))]),
@@ -269,7 +266,6 @@ class ReferenceImages:
         return Condition(entries).to(latents.device).tensors
 
     def _layout(self, visit: Visit, parts: dict[Place, Any], sizes: Sizes) -> int:
-        assert self.rows is not None
         assert visit.prepared is not None
         constants = {place: part for place, part in parts.items() if place not in self.rows | self.single}
         for number, known in enumerate(self.layouts):
@@ -305,7 +301,7 @@ class ReferenceImages:
             return {}
         kept = self.layouts[int(cond[LAYOUT][0])]
         parts = dict(kept.constants)
-        for place in self.rows or ():
+        for place in self.rows:
             parts[place] = torch.stack(cond[_name(place)])
         for place in self.single:
             parts[place] = cond[_name(place)][0]

@@ -15,7 +15,7 @@ from flowrl.core.registry import suggest
 from flowrl.media.media import FPS
 from flowrl.media.mp4 import require_rate
 from flowrl.models.base import check_size, network_config
-from flowrl.models.generic.families import DECIDED, Family, Guidance, family_of, guidance_of
+from flowrl.models.generic.families import DECIDED, SCALES, Family, Guidance, family_of, guidance_of
 from flowrl.models.pipelines.distilled import Distilled
 from flowrl.models.pipelines.paths import lacks
 
@@ -40,15 +40,14 @@ def find_networks(pipeline: Any) -> dict[str, nn.Module]:
 def guidance_arguments(pipeline: Any, scale: float, call: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments, besides `call`, that set the pipeline's guidance to `scale`. Raises ModelError: it takes none."""
     kind = _guidance(pipeline)
-    if kind in ("cfg", "embedded"):
-        return {"guidance_scale": scale}
-    if kind == "true_cfg":
-        # Without a negative prompt the pipeline ignores the scale.
-        return {"true_cfg_scale": scale, "negative_prompt": call.get("negative_prompt", "")}
+    if kind == "none":
+        raise ModelError(f"{type(pipeline).__name__} takes no guidance scale", remedies=[Remedy(without="--guidance")])
     if kind == "guider":
         pipeline.guider.guidance_scale = scale
         return {}
-    raise ModelError(f"{type(pipeline).__name__} takes no guidance scale", remedies=[Remedy(without="--guidance")])
+    # Without a negative prompt the pipeline ignores a scale of true CFG.
+    negative = {"negative_prompt": call.get("negative_prompt", "")} if kind == "true_cfg" else {}
+    return {SCALES[kind]: scale} | negative
 
 
 def _guidance(pipeline: Any) -> Guidance:
@@ -234,8 +233,7 @@ class Call:
 
     def _check(self, given: dict[str, Any], family: Family) -> None:
         kind = type(self.pipeline).__name__
-        scale = {"cfg": "guidance_scale", "embedded": "guidance_scale", "true_cfg": "true_cfg_scale"}.get(self.guidance)
-        ours = DECIDED | ({scale: "rollout.guidance_scale"} if scale else {})
+        ours = DECIDED | ({SCALES[self.guidance]: "rollout.guidance_scale"} if self.guidance in SCALES else {})
         ours |= dict.fromkeys(family.images, "data.prompts")
         for name in given:
             if name in ours:
@@ -270,10 +268,9 @@ class Call:
             # For noise that is thrown away or that a decoder adds, instead of the global generator.
             options["generator"] = torch.Generator().manual_seed(0)
         negative = self.negative
-        if self.guidance in ("cfg", "embedded"):
-            options["guidance_scale"] = guidance_scale
-        elif self.guidance == "true_cfg":
-            options["true_cfg_scale"] = guidance_scale
+        if self.guidance in SCALES:
+            options[SCALES[self.guidance]] = guidance_scale
+        if self.guidance == "true_cfg":
             negative = (negative or "") if guidance_scale > 1 else None
         elif self.guidance == "guider":
             self.pipeline.guider.guidance_scale = guidance_scale

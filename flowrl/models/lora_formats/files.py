@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor, nn
 
 PICKLES = {".bin", ".ckpt", ".pt", ".pth"}
@@ -38,8 +39,6 @@ def lora_places(path: Path, components: dict[str, nn.Module]) -> Iterator[tuple[
 
 def read_lora(file: Path, component: str = "transformer") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(denoiser tensors by module, LoRA settings) of a file in diffusers' layout; settings may be empty."""
-    from safetensors import safe_open
-
     prefix = f"{component}."
     with safe_open(file, framework="pt") as source:
         tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118, it is no dict

@@ -13,7 +13,7 @@ right.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from flowrl.core.assets import table
 from flowrl.core.errors import ModelError
 from flowrl.core.files import loads
-from flowrl.models.lora_formats.refused import KNOWN
 
+KNOWN = table(Path(__file__).with_name("known.yaml"))
+"""What files of LoRAs are told by."""
 PEFT_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 HALF = re.compile(
@@ -327,3 +329,34 @@ def _scale(contents: LoraContents, module: str, rank: int, told: list[tuple[_Tol
     if not math.isfinite(found[0][1]):
         raise ModelError(f"{label}: {found[0][0]} is no finite scale ({module})")
     return found[0][1]
+
+
+# ---- what is not read
+
+
+def refuse_keys(keys: list[str]) -> str | None:
+    """Why a file with these tensors is not read; None where nothing speaks against it."""
+    return _first(KNOWN["updates"] + KNOWN["others"], keys)
+
+
+def other_update(keys: list[str]) -> str | None:
+    """What a file is that is no product of two matrices; None for a LoRA."""
+    return _first(KNOWN["updates"], keys)
+
+
+def _first(kinds: Sequence[Sequence[str]], keys: list[str]) -> str | None:
+    for pattern, reason in kinds:
+        found = next((key for key in sorted(keys) if re.search(pattern, key)), None)
+        if found is not None:
+            return f"{reason} ({found})"
+    return None
+
+
+def refuse_header(about: dict[str, str]) -> str | None:
+    """Why a file with this header is not read."""
+    if re.search(r"split_qkv\W+true", about.get("ss_network_args", ""), re.IGNORECASE):
+        return (
+            "was trained with split_qkv=True, whose alpha is written for one part and read for the fused rank "
+            "(sd-scripts#2204): train with split_qkv=False, or merge it with sd-scripts"
+        )
+    return None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError, Remedy
@@ -18,8 +19,15 @@ from flowrl.models.base import LoraSettings
 from flowrl.models.lora_formats.families import family_of
 from flowrl.models.lora_formats.files import PICKLES, lora_file, lora_places
 from flowrl.models.lora_formats.naming import Members, linear_layers, names_of
-from flowrl.models.lora_formats.reading import HALF, LoraContents, names_and_header, read_contents
-from flowrl.models.lora_formats.refused import KNOWN, refuse_header, refuse_keys
+from flowrl.models.lora_formats.reading import (
+    HALF,
+    KNOWN,
+    LoraContents,
+    names_and_header,
+    read_contents,
+    refuse_header,
+    refuse_keys,
+)
 from flowrl.models.weights.precision import ADAPTER
 
 _EXPERTS = ("high_noise", "low_noise")
@@ -33,7 +41,6 @@ def start_from(path: str, networks: dict[str, nn.Module], lora: LoraSettings) ->
     Raises ModelError: files that do not fit, with the reason and the remedy.
     """
     from peft import set_peft_model_state_dict
-    from safetensors import SafetensorError
 
     found = []
     try:

@@ -42,11 +42,10 @@ class Block:
         return type(self.block).forward.__get__(memo[id(self.block)])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            if self.carrying is None:
-                self.carrying = frozenset(key for key, value in _named(args, kwargs) if value.requires_grad)
-            return self._run(args, kwargs)
-        if self.carrying is None:
+        training = torch.is_grad_enabled()
+        if training and self.carrying is None:
+            self.carrying = frozenset(key for key, value in _named(args, kwargs) if value.requires_grad)
+        if training or self.carrying is None:
             return self._run(args, kwargs)
         with torch.enable_grad():
             for key, value in _named(args, kwargs):
@@ -70,7 +69,7 @@ def _warning() -> Iterator[None]:
 
     Backward passes, whose attention is what the strict degree changes, run outside.
     """
-    refuses = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    refuses = torch.get_deterministic_debug_mode() == 2
     if refuses:
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:

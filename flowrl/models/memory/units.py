@@ -4,8 +4,6 @@ diffusers recomputes an AutoencoderKL by whole resolutions, and the largest of t
 of Wan and Qwen-Image not at all, because their units change lists that all of them share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from contextvars import Token
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -71,13 +70,6 @@ class People:
             for mark in (run / FOLDER).glob(f"{polls.ROUND}*/.{what}-*"):
                 mark.unlink(missing_ok=True)
         return cls(run, world, stop)
-
-
-def let_ask(scorer: Scorer, run: Path | None, world: World, stop: Stop, slots: int) -> None:
-    """Let the rewards of people ask in the iterations of a run that trains on `scorer`; the rest as `People.of`."""
-    people = People.of(scorer, run, world, stop, slots)
-    if people is not None:
-        scorer.asking = partial(Asking, people)
 
 
 @dataclass(slots=True)

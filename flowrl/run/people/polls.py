@@ -17,9 +17,10 @@ import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import damaged, json_ready, read_object, write_atomically, writing
+from flowrl.core.files import json_ready, parsed, read_object, write_atomically, writing
 from flowrl.core.polls import Closed, Question, Vote
 from flowrl.data.natural import natural
 from flowrl.run.people.votes import LOG, read_votes
@@ -34,6 +35,10 @@ def place_of(folder: Path, group: str) -> Path | None:
     """File of a question by its name in the votes; None: it is the name of something else."""
     found = _NAME.fullmatch(group)
     return None if found is None else folder / found[1] / f"{found[2]}.json"
+
+
+def _file(folder: Path, iteration: int, slot: int, end: str = ".json") -> Path:
+    return folder / f"{ROUND}{iteration:06d}" / f"slot-{slot:04d}{end}"
 
 
 def of_training(group: str) -> bool:
@@ -74,8 +79,7 @@ def put(folder: Path, question: Question) -> Closed | None:
         WriteError: it could not be written.
         ConfigError: a file of it is damaged.
     """
-    file = place_of(folder, question.group)
-    assert file is not None
+    file = _file(folder, question.iteration, question.slot)
     with turn(folder):
         known = closed(folder, question)
         if known is None:
@@ -87,46 +91,35 @@ def put(folder: Path, question: Question) -> Closed | None:
 
 def forget_others(folder: Path, iteration: int) -> None:
     """Take back the open questions of other iterations, which a run that went back in time has left."""
-    others = [question for question in open_questions(folder) if question.iteration != iteration]
-    for question in others:
-        file = place_of(folder, question.group)
-        assert file is not None
-        with turn(folder):  # a vote is kept for good, or refused
-            file.unlink(missing_ok=True)
+    for question in open_questions(folder):
+        if question.iteration != iteration:
+            with turn(folder):  # a vote is kept for good, or refused
+                _file(folder, question.iteration, question.slot).unlink(missing_ok=True)
 
 
 def closed(folder: Path, question: Question) -> Closed | None:
     """A question's scores; None while open, or of other images. Raises ConfigError: the file is damaged."""
-    file = place_of(folder, question.group)
-    assert file is not None
-    file = file.with_name(file.stem + _CLOSED)
-    if not file.is_file():
-        return None
-    record = read_object(file, _REMEDY)
-    try:
-        images = tuple(map(str, record["images"]))
-        result = Closed(
-            scores=tuple(float("nan") if score is None else float(score) for score in record["scores"]),
-            missing=tuple(map(int, record["missing"])),
-            votes=int(record["votes"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged(file, error, _REMEDY) from None
+    file = _file(folder, question.iteration, question.slot, _CLOSED)
+
+    def make(record: Mapping[str, Any]) -> tuple[tuple[str, ...], Closed]:
+        scores = tuple(float("nan") if score is None else float(score) for score in record["scores"])
+        missing, votes = tuple(map(int, record["missing"])), int(record["votes"])
+        return tuple(map(str, record["images"])), Closed(scores=scores, missing=missing, votes=votes)
+
+    images, result = parsed(file, _REMEDY, make) if file.is_file() else ((), None)
     return result if images == question.images else None
 
 
 def close(folder: Path, question: Question, result: Closed) -> None:
     """Keep a question's scores; the turn must be held. Raises WriteError: not written, and the question is open."""
-    file = place_of(folder, question.group)
-    assert file is not None
-    record = json_ready({"images": question.images} | asdict(result))
-    write_atomically(file.with_name(file.stem + _CLOSED), json.dumps(record, indent=1) + "\n")
+    file = _file(folder, question.iteration, question.slot, _CLOSED)
+    write_atomically(file, json.dumps(json_ready({"images": question.images} | asdict(result)), indent=1) + "\n")
 
 
 def reopen(folder: Path, iteration: int, slots: Iterable[int]) -> None:
     """Open again those of an iteration's questions that were closed without all of their votes."""
     for slot in sorted(set(slots)):
-        file = folder / f"{ROUND}{iteration:06d}" / f"slot-{slot:04d}{_CLOSED}"
+        file = _file(folder, iteration, slot, _CLOSED)
         with turn(folder):
             if file.is_file() and any(read_object(file, _REMEDY).get("missing", [])):
                 file.unlink()
@@ -151,18 +144,18 @@ def open_questions(folder: Path, iteration: int | None = None) -> list[Question]
 
 
 def _read(file: Path) -> Question:
-    record = read_object(file, _REMEDY)
-    try:
-        return Question(
+    return parsed(
+        file,
+        _REMEDY,
+        lambda record: Question(
             iteration=int(record["iteration"]),
             slot=int(record["slot"]),
             prompt=str(record["prompt"]),
             samples=tuple(map(int, record["samples"])),
             images=tuple(map(str, record["images"])),
             votes_per_sample=int(record["votes_per_sample"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged(file, error, _REMEDY) from None
+        ),
+    )
 
 
 class Log:

@@ -8,24 +8,22 @@
 One process writes a folder: it holds the lock of `VoteBook`. A last line that a kill cut off is dropped.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import fsync, is_mapping, loads, write_atomically, writing
-from flowrl.core.polls import Vote
+from flowrl.core.files import fsync, loads, write_atomically, writing
+from flowrl.core.polls import Vote, wins_among
 from flowrl.statistics.bradley_terry import strengths
 
 FOLDER = "votes"
@@ -86,12 +84,7 @@ def strength_records(votes: Sequence[Vote]) -> list[dict[str, Any]]:
     """
     decided = [vote for vote in votes if vote.choice != "skip"]
     names = list(dict.fromkeys(image for vote in decided for image in (vote.first, vote.second)))
-    place = {image: k for k, image in enumerate(names)}
-    wins = np.zeros((len(place), len(place)))
-    for vote in decided:
-        i, j = place[vote.first], place[vote.second]
-        share = {"first": 1.0, "second": 0.0, "tie": 0.5}[vote.choice]
-        wins[i, j], wins[j, i] = wins[i, j] + share, wins[j, i] + 1.0 - share
+    wins = wins_among(names, decided)
     found, result = strengths(wins), list[dict[str, Any]]()
     for i, j in np.argwhere(np.triu(wins + wins.T)).tolist():
         won, lost = (i, j) if found[i] >= found[j] else (j, i)
@@ -101,7 +94,7 @@ def strength_records(votes: Sequence[Vote]) -> list[dict[str, Any]]:
     return result
 
 
-class VoteBook:
+class VoteBook(AbstractContextManager["VoteBook"]):
     """The votes of a folder, written by this process alone; a context that frees the folder.
 
     Args:
@@ -140,10 +133,7 @@ class VoteBook:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, place.encode(), 0)
 
-    def __enter__(self) -> VoteBook:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -175,7 +165,6 @@ class VoteBook:
         return next((n for n, vote in reversed(self.votes.items()) if vote.voter == voter), None)
 
     def _append(self, event: dict[str, Any]) -> int:
-        assert is_mapping(event)
         rest = (json.dumps(event | {"at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n").encode()
         with writing(self.folder / LOG, "the votes before it are safe"):
             with (self.folder / LOG).open("ab", buffering=0) as log:
