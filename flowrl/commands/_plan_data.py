@@ -40,6 +40,7 @@ def data_here(resolved: Resolved) -> Data:
 
     run, data, own = resolved.run, resolved.run.data, resolved.training.own_prompts
     sources = {"prompts": data.prompts, "eval_prompts": data.eval_prompts}
+    sources |= {"anchor.path": None if data.anchor is None else data.anchor.path}
     if data.pairs is not None:
         sources |= {"pairs.path": data.pairs.path, "pairs.eval": data.pairs.eval}
     remote = {key: value for key, value in sources.items() if hub_id(value) is not None}
@@ -78,12 +79,25 @@ def data_here(resolved: Resolved) -> Data:
         count = len(given.records)
         texts |= {(text, ()) for text in given.captions()} if data.caches_text else set()
         lines += [f"{given.pairs.report}", f"{len(given.held_out_numbers)} held-out pairs"]
+    lines += [] if "anchor.path" in remote else _anchor(resolved, texts)
     if count is not None and count < resolved.slots:
         lines.append("fewer than are drawn in an iteration: some are drawn twice")
     searched = None
     if run.eval.best_guidance and prompts is not None and (data.pairs is None or given is not None):
         searched = len(captions(prompts, given))
     return Data(tuple(lines), len(texts), bool(remote), any(images for _, images in texts), evaluated, searched)
+
+
+def _anchor(resolved: Resolved, texts: set[Any]) -> list[str]:
+    """Sentences about the images of `data.anchor`, whose captions are added to the `texts` that are cached."""
+    from flowrl.run.assembly.data import anchor_images
+
+    given = anchor_images(resolved)
+    if given is None:
+        return []
+    texts |= {(text, ()) for text in given.captions()} if resolved.run.data.caches_text else set()
+    line = f"data.anchor: {given.options.per_iteration} images an iteration, beside the update forwards counted below"
+    return [f"{given.pairs.report}", line]
 
 
 def evaluations(resolved: Resolved, data: Data) -> str:

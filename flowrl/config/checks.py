@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 
 from flowrl.config import few_steps
 from flowrl.config.resolved import Resolved
@@ -15,12 +16,14 @@ from flowrl.scoring.build import require_modality
 from flowrl.scoring.entries import RewardPlan, check_plans
 from flowrl.scoring.gradient import require_paths
 from flowrl.training.base import checking
+from flowrl.training.kinds import training_of
 
 
 def check(resolved: Resolved) -> None:
     """Refuse combinations that no component can check alone. Raises ConfigError: with key, value and remedy."""
     _check_source(resolved)
     _check_priority(resolved)
+    _check_anchor(resolved)
     _check_rewards(resolved)
     _check_modality(resolved)
     check_guard(resolved)
@@ -180,6 +183,9 @@ def check_trained(resolved: Resolved, plan: StepPlan, adapter: ModelAdapter) -> 
     few_steps.check_plan(resolved, plan, adapter)
     with checking(resolved.algorithm.name):
         resolved.algorithm.config.check_trained(resolved.run.samples_per_iteration, len(plan.train))
+    if resolved.anchor is not None:
+        with checking("sft", "data.anchor"):
+            training_of(resolved.anchor.build()).check_grid(plan.schedule, resolved.run.seed)
 
 
 def _check_source(resolved: Resolved) -> None:
@@ -235,6 +241,19 @@ def _check_priority(resolved: Resolved) -> None:
         raise ConfigError(
             f"data.priority.by={by}: {resolved.algorithm.name} has no {why}", remedies=[Remedy({"data.priority": None})]
         )
+
+
+def _check_anchor(resolved: Resolved) -> None:
+    """Refuse given images beside the prompts that no network is fitted to, or that are the run's own samples."""
+    options, run, why = resolved.run.data.anchor, resolved.run, ""
+    if options is None:
+        return
+    if resolved.training.frozen:
+        why = f": {resolved.algorithm.name} trains no network, so none is fitted to the images"
+    if Path(options.path.removeprefix("hf:")).resolve().is_relative_to(run.folder.resolve()):
+        why = f".path={options.path!r} is in the run's folder: its own samples would hold the network where it has gone"
+    if why:
+        raise ConfigError(f"data.anchor{why}", remedies=[Remedy({"data.anchor": None})])
 
 
 def _check_rewards(resolved: Resolved) -> None:

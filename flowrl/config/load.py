@@ -134,6 +134,10 @@ def _with_components(run: RunConfig, *, offline: bool) -> Resolved:
     model = model_component(run.model, offline=offline)
     algorithm = component("algorithms", run.algorithm, "algorithm", "flow_grpo")
     algorithm = on_its_nodes(algorithm, model, run.algorithm)
+    anchor = None
+    if run.data.anchor is not None:
+        times = {"times": run.data.anchor.times}
+        anchor = on_its_nodes(component("algorithms", times, "data.anchor", "sft"), model, times)
     resolved = Resolved(
         run=run,
         model=model,
@@ -141,6 +145,7 @@ def _with_components(run: RunConfig, *, offline: bool) -> Resolved:
         algorithm=algorithm,
         rewards=tuple(reward_plan(options, f"rewards.{i}") for i, options in enumerate(run.rewards)),
         eval_rewards=tuple(reward_plan(o, f"eval.rewards.{i}") for i, o in enumerate(run.eval.rewards)),
+        anchor=anchor,
     )
     if run.optim.weight_decay is None:  # written into the run's configuration, as what it was trained with
         optim = replace(run.optim, weight_decay=resolved.training.weight_decay)

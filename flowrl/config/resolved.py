@@ -23,6 +23,8 @@ class Resolved:
     algorithm: Component
     rewards: tuple[RewardPlan, ...]
     eval_rewards: tuple[RewardPlan, ...]
+    anchor: Component | None = None
+    """The method by which the network is fitted to the images of `data.anchor`."""
 
     @cached_property
     def method(self) -> Any:
@@ -75,6 +77,8 @@ class Resolved:
         tree = to_tree(self.run)
         for place, part in (("model", self.model), ("algorithm", self.algorithm)):
             tree[place] = part.reference | to_tree(part.config)
+        if self.anchor is not None:
+            tree["data"]["anchor"]["times"] = to_tree(self.anchor.config)["times"]
         if self.training.takes_sampler:
             tree["rollout"]["sampler"] = self.sampler.reference | to_tree(self.sampler.config)
         return tree

@@ -99,18 +99,22 @@ class Given:
         algorithm: the method: its members of a slot, and its options for single images.
         seed: seed of the order.
         num_frames: frames of the model's videos; 1: images.
+        key: the configuration key, for messages.
 
     Raises ConfigError: a set that cannot be used.
     """
 
-    def __init__(self, options: PairsConfig, algorithm: Any, seed: int, num_frames: int = 1) -> None:
+    def __init__(
+        self, options: PairsConfig, algorithm: Any, seed: int, num_frames: int = 1, key: str = "data.pairs"
+    ) -> None:
+        self.key, self.method = key, algorithm
         self.options, self.members, self.seed = options, tuple(algorithm.members), seed
         paired = "rejected" in self.members
         videos = Frames(num_frames, cut=options.frames == "cut") if num_frames > 1 else None
         self.graded = algorithm.graded
         """Whether the rewards of a pair are its margin and 0."""
         form = {"paired": paired, "graded": self.graded, "videos": videos}
-        self.pairs = load_preferences(options.path, "data.pairs.path", options.records, **form)
+        self.pairs = load_preferences(options.path, f"{key}.path", options.records, **form)
         self.records: PreferenceSet | LabelledSet = self.pairs
         self.source: PreferenceSource | LabelledSource
         if "labelled" in self.members:
@@ -139,16 +143,17 @@ class Given:
 
     def facts(self) -> dict[str, Any]:
         """Contents of the sets and the reasons of skipped records, for provenance.json."""
-        result = {"pairs": self.pairs.report.facts()}
+        name = self.key.partition(".")[2]
+        result = {name: self.pairs.report.facts()}
         if isinstance(self.records, LabelledSet):
-            result["pairs"]["images"] = self.records.counts
+            result[name]["images"] = self.records.counts
         return result if self.held_out is None else result | {"eval_pairs": self.held_out.report.facts()}
 
     def contents(self) -> list[Input]:
         """Contents of the sets by their scans, with names and sizes of their files; no image is read."""
         result = []
         for key, source, pairs in (
-            ("data.pairs.path", self.options.path, self.pairs),
+            (f"{self.key}.path", self.options.path, self.pairs),
             ("data.pairs.eval", self.options.eval, self.held_out),
         ):
             if pairs is not None:
@@ -171,8 +176,8 @@ class Given:
         share = self.options.records.max_broken
         if self.lost > share * self.asked + 4 * math.sqrt(share * (1 - share) * self.asked) + 1:
             raise TooManyLost(
-                f"data.pairs.path={self.options.path!r}: {self.lost} of {self.asked} pairs drawn so far have an image "
-                f"that cannot be read, more than data.pairs.records.max_broken={share} explains; mend the images "
+                f"{self.key}.path={self.options.path!r}: {self.lost} of {self.asked} pairs drawn so far have an image "
+                f"that cannot be read, more than {self.key}.records.max_broken={share} explains; mend the images "
                 "(the warnings name them), or raise it, and go on with --resume"
             )
 

@@ -1,13 +1,14 @@
-"""The options of `data`: prompts, held-out prompts, and given pairs."""
+"""The options of `data`: prompts, held-out prompts, given pairs, and given images beside the prompts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from flowrl.core.errors import OptionError, Remedy
 from flowrl.core.paths import CACHE, PAIRS, PROMPTS
-from flowrl.core.strict import require_positive
+from flowrl.core.strict import Options, require_positive
 
 _EVAL_SHARE = 0.1
+_POSITIVE = ("per_iteration", "max_eval", "per_update", "coef")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +47,13 @@ class PreferenceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairsConfig:
-    """Given images or videos, as preference pairs."""
+class GivenConfig:
+    """Given images or videos with captions."""
 
     path: Annotated[str, PAIRS]
-    """Preference set to train on (docs/preferences.md): a file, folder or pattern, or `hf:PATH:SPLIT`."""
-    eval: Annotated[str | None, PAIRS] = None
-    """Held-out pairs, same forms: evaluations report the share that the network prefers as the data do; null: none."""
+    """Set to train on (docs/preferences.md): a file, folder or pattern, or `hf:PATH:SPLIT`."""
     records: PreferenceOptions = field(default_factory=PreferenceOptions)
-    """Columns of both sets, and the largest share of broken records."""
-    per_iteration: int = 64
-    """Pairs of an iteration over all processes; single images for a method that takes those."""
-    max_eval: int | None = None
-    """Largest number of held-out pairs, a random subset by the seed, whose latents stay in memory; null: 500."""
+    """Columns of the set, and the largest share of broken records."""
     caption_dropout: float = 0.2
     """Share of the pairs, 0 to 1, whose caption is replaced by the empty one, which guidance needs."""
     crop: Literal["center", "random"] = "center"
@@ -74,7 +69,7 @@ class PairsConfig:
     """Mirroring of half of the pairs, at random; false: where captions say left or right, or images hold text."""
 
     def __post_init__(self) -> None:
-        require_positive(vars(self), "per_iteration", "max_eval")
+        require_positive(vars(self), *(name for name in _POSITIVE if name in vars(self)))
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"caption_dropout={self.caption_dropout} is a share: give 0 to 1")
 
@@ -98,6 +93,37 @@ class PriorityConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairsConfig(GivenConfig):
+    """Given images or videos, as preference pairs."""
+
+    eval: Annotated[str | None, PAIRS] = None
+    """Held-out pairs, with the same columns: evaluations report the share that the network prefers as the data do;
+    null: none."""
+    per_iteration: int = 64
+    """Pairs of an iteration over all processes; single images for a method that takes those."""
+    max_eval: int | None = None
+    """Largest number of held-out pairs, a random subset by the seed, whose latents stay in memory; null: 500."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataAnchorConfig(GivenConfig):
+    """Given images beside the prompts, to which the network is fitted in every optimizer step."""
+
+    per_update: int = 32
+    """Images of an optimizer step over all processes."""
+    coef: float = 0.01
+    """Weight of the network's mean squared error on the noised images beside the method's own loss of a row."""
+    times: Options | None = None
+    """Rule of the times that the images are noised to, as of `sft`; `{name: subset, count: 1, fraction: 1}` draws among
+    the rollout's noise levels."""
+
+    def pairs(self, updates: int) -> PairsConfig:
+        """The images of an iteration of so many optimizer steps."""
+        shared = {item.name: vars(self)[item.name] for item in fields(GivenConfig)}
+        return PairsConfig(per_iteration=self.per_update * updates, **shared)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Training prompts or pairs, and the prompts of evaluations."""
 
@@ -115,6 +141,8 @@ class DataConfig:
     """Given images for methods that learn from them; null: the network draws its samples from prompts."""
     priority: PriorityConfig | None = None
     """Prompts are drawn by what was learned of them so far; null: each once an epoch."""
+    anchor: DataAnchorConfig | None = None
+    """Given images beside the prompts, whose matching error is added to the loss; null: none."""
     max_prompts: int | None = None
     """Number of training prompts that are used, the first ones, `eval_share` of them held out; null: all."""
     max_eval_prompts: int | None = None
@@ -149,6 +177,8 @@ class DataConfig:
             raise ValueError(
                 f"prompts={self.prompts!r}: captions of the pairs are the prompts; leave it out, or leave out pairs"
             )
+        if self.pairs is not None and self.anchor is not None:
+            raise OptionError("anchor: pairs are given images already", remedies=[Remedy({"anchor": None})])
         if self.pairs is not None and self.eval_share not in (0, _EVAL_SHARE):
             raise ValueError(f"eval_share={self.eval_share} has no meaning with pairs; give pairs.eval or eval_prompts")
 

@@ -283,8 +283,8 @@ class ModelAdapter:
         Raises ModelError: the adapter has no encoder, or another size or number of frames.
         """
         raise ModelError(
-            f"model: {type(self).__name__} makes no latents of images, so a method that trains on given images "
-            "cannot use it; use a native adapter of an image family, or wan for videos (docs/models.md)"
+            f"model: {type(self).__name__} makes no latents of images, so it can be fitted to no given images; "
+            "use a native adapter of an image family, or wan for videos (docs/models.md)"
         )
 
     def to(self, device: torch.device) -> None:

@@ -12,7 +12,7 @@ also where a forward runs under autocast (cuda_rules.py).
               in `encode` the text encoders instead of moments, EMA and embeddings
     transient encode      one batch of prompts through the largest text encoder
               rollout     a forward without gradients at rollout.batch_size, doubled by CFG
-              decode      the VAE at rollout.batch_size; with pairs `images`, its encoder
+              decode      the VAE at rollout.batch_size; of given images `images`, its encoder
               evaluation  the larger of those two at eval.batch_size
               gradient    of a reward's gradient: the VAE and the rewards' image networks forward and backward at
                           algorithm.decoded_at_once, beside the gradients of an earlier microbatch
@@ -240,7 +240,9 @@ def _phases(resolved: Resolved) -> tuple[str, ...]:
     """Phases of an iteration and of evaluations on the device."""
     drawn = ("rollout",) if resolved.drawn else ()
     climbed = ("gradient",) if climbed_at_once(resolved) else ()
-    return (*drawn, "images" if resolved.members else "decode", "evaluation", *climbed, "update")
+    read = ("images",) if resolved.members or resolved.anchor else ()
+    decoded = () if resolved.members else ("decode",)
+    return (*drawn, *read, *decoded, "evaluation", *climbed, "update")
 
 
 def climbed_at_once(resolved: Resolved) -> int:
@@ -284,7 +286,7 @@ def _measure(
     """(transient bytes of every phase with operations per sample of a forward and per edge of an update; the reasons
     for those that cannot be measured)."""
     run, config, vae = resolved.run, resolved.model.config, adapter.pipeline.vae
-    guidance = run.rollout.guidance_scale
+    guidance, reads = run.rollout.guidance_scale, "images" in _phases(resolved)
     eval_guidance = guidance if run.eval.guidance_scale is None else run.eval.guidance_scale
     batch, edges, shown = run.rollout.batch_size, run.optim.batch_size, run.eval.batch_size
     in_training = resolved.training.guidance(adapter, guidance)
@@ -309,7 +311,7 @@ def _measure(
         same = eval_guidance == guidance
         held_out = forward if same else attempt("rollout", lambda: forwards.predict(adapter, batch, eval_guidance))
         decode = attempt("decode", lambda: forwards.decode(adapter, batch))
-        given = attempt("images", lambda: forwards.latents(adapter, batch)) if resolved.members else (0, 0.0)
+        given = attempt("images", lambda: forwards.latents(adapter, batch)) if reads else (0, 0.0)
         # One by one, a batch takes hardly more than an image; otherwise bytes are proportional to it.
         images = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
         slope = attempt("gradient", lambda: forwards.slope(adapter, count, seeing), grad=True) if count else (0, 0.0)

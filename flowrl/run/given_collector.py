@@ -20,7 +20,7 @@ from flowrl.evaluation.results import Agreement
 from flowrl.rollout.loop import RunOptions
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.trajectories import Asked, Rollout, Trajectories
-from flowrl.training.base import Iteration
+from flowrl.training.base import Iteration, UpdateContext
 from flowrl.training.determinism import strict
 from flowrl.training.learner import Learner
 from flowrl.training.metrics import Sums, Timer
@@ -40,8 +40,8 @@ class PairCollector:
 
     exhausted = False
 
-    def __init__(self, given: Given, sampling: Sampling, learner: Learner, stop: Stop = NEVER) -> None:
-        self.given, self.sampling, self.learner, self.stop = given, sampling, learner, stop
+    def __init__(self, given: Given, sampling: Sampling, context: UpdateContext, stop: Stop = NEVER) -> None:
+        self.given, self.sampling, self.context, self.stop = given, sampling, context, stop
         self.world, self.weights = sampling.world, torch.ones(1)
 
     def collect(self, iteration: int, timer: Timer, sums: Sums) -> Rollout:
@@ -52,9 +52,9 @@ class PairCollector:
             Elsewhere: another process failed.
             TooManyLost: too many images cannot be read.
         """
-        sampling, given, seed = self.sampling, self.given, self.learner.context.seed
+        sampling, given, seed = self.sampling, self.given, self.context.seed
         numbers, size = given.source.draw(iteration), len(given.members)
-        plan = self.learner.method.plan(sampling.schedule, sampling.sampler, iteration, seed)
+        plan = self.context.method.plan(sampling.schedule, sampling.sampler, iteration, seed)
         own = [SampleId(*pair) for pair in shard(len(numbers), size, self.world.rank, self.world.size)]
         slots, rows = slots_and_rows(own)
         look = Look(given.options, seed, iteration)
@@ -64,7 +64,7 @@ class PairCollector:
 
         def prepare() -> tuple[Latents, Condition]:
             with timer.phase("images"):
-                size = self.learner.context.rollout_batch_size
+                size = self.context.rollout_batch_size
                 result = latents_of(of_slot, own, sampling.adapter, batch_size=size, look=look, stop=self.stop.here)
             with timer.phase("text"):
                 return result, sampling.texts.lookup([look.caption(slot, result.texts[slot]) for slot in slots])
@@ -81,16 +81,16 @@ class PairCollector:
 
     def _completed(self, plan: StepPlan, read: Latents, own: Asked, iteration: int, timer: Timer, sums: Sums) -> Tensor:
         """The latents [B, ...], with those that the method's behaviour network draws."""
-        sampling, learner, place = self.sampling, self.learner, self.given.members.index("drawn")
+        sampling, context, place = self.sampling, self.context, self.given.members.index("drawn")
         mine = torch.tensor([row for row, i in enumerate(own.ids) if i.sample == place], dtype=torch.int64)
         asked = Asked([own.ids[row] for row in mine.tolist()], own.cond, own.rows[mine])
-        noise = Noise(learner.context.seed, "rollout", iteration, sampling.adapter.latent_shape())
-        size, before = learner.context.rollout_batch_size, sampling.counter.rows
+        noise = Noise(context.seed, "rollout", iteration, sampling.adapter.latent_shape())
+        size, before = context.rollout_batch_size, sampling.counter.rows
         # A slot has one drawn sample: as many batches are made elsewhere as for groups of one.
         most = largest_shard(self.given.options.per_iteration, 1, self.world.size)
         with Progress(len(mine), f"iteration {iteration}: sampling", show=self.world.main) as bar:
             options = RunOptions(progress=bar.update, stop=self.stop.in_step)
-            with timer.phase("rollout"), strict(), learner.networks.weights.using(learner.method.behaviour):
+            with timer.phase("rollout"), strict(), context.networks.weights.using(context.method.behaviour):
                 drawn = sampling.draw(plan, noise, asked, batch_size=size, options=options, most=most)
         sums.add("nfe/rollout", sampling.counter.rows - before, len(mine))
         return read.x0.index_copy(0, mine, drawn.samples.x0)

@@ -28,6 +28,7 @@ from flowrl.config.schema import RunConfig
 from flowrl.core.types import Condition
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.step_values import by_gains
+from flowrl.data.given_samples import GivenSource
 from flowrl.display.console import log
 from flowrl.display.display import Progress
 from flowrl.display.phases import phase
@@ -41,6 +42,7 @@ from flowrl.models.weights.roles import Weights
 from flowrl.planning.checkpointing import decided
 from flowrl.rollout.flop import RowFlop, row_flop
 from flowrl.rollout.trajectories import Rollout
+from flowrl.run.anchoring import Anchor
 from flowrl.run.assembly.parts import assemble
 from flowrl.run.collector import Collector
 from flowrl.run.gauges import Gauges
@@ -106,8 +108,9 @@ class Session(AbstractContextManager["Session"]):
                     self.rewards.asking = partial(Asking, people)
             self.collector = Collector(parts, self.stop, training=training)
         else:
-            self.collector = PairCollector(given, parts.sampling, parts.learner, self.stop)
+            self.collector = PairCollector(given, parts.sampling, parts.learner.context, self.stop)
             self.held_out = HeldOutPairs(given, parts.sampling, parts.learner) if given.held_out_numbers else None
+        self.anchor = Anchor(parts, self.stop) if parts.data.anchor is not None and training else None
         trained = () if self.rewards is None else self.rewards.entries
         self.renewing = Renewing(self.rewards, parts.sampling)
         self.tree = EvalTree(self.resolved, self.method, trained, parts.evaluator)
@@ -175,7 +178,10 @@ class Session(AbstractContextManager["Session"]):
         self._under_way, self._timer, self._sums = iteration, Timer(), Sums()
         self._gauges.begin()
         with self._timer.phase("iteration"):
-            return self.collector.collect(iteration, self._timer, self._sums)
+            rollout = self.collector.collect(iteration, self._timer, self._sums)
+            if self.anchor is not None:
+                self.anchor.collect(iteration, self._timer, self._sums)
+            return rollout
 
     def credit(self, rollout: Rollout) -> Advantages:
         """Advantages of all samples of the rollout, [P, G], on every process."""
@@ -317,7 +323,7 @@ class Session(AbstractContextManager["Session"]):
     # ---- its state
 
     def _memory(self) -> dict[str, Any]:
-        parts = {"algorithm": self.method, "source": self.parts.data.source, "collector": self.collector}
+        parts = {"algorithm": self.method, **self.parts.data.sources, "collector": self.collector}
         return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -336,7 +342,7 @@ class Session(AbstractContextManager["Session"]):
     ) -> None:
         """Restore `state` of the end of an iteration.
 
-        `other_data`: the given images are another set than then.
+        `other_data`: given images may be another set than then.
 
         Raises ModelError: it is of another model.
         """
@@ -350,8 +356,9 @@ class Session(AbstractContextManager["Session"]):
         if split["algorithm"]:
             self.method.load_tensors(split["algorithm"])
         self.renewing.load_state(split["judges"])
-        if not other_data:
-            self.parts.data.source.load_state_dict(plain["source"])  # for given images it only names their set
+        for name, source in self.parts.data.sources.items():
+            if not (other_data and isinstance(source, GivenSource)):  # for given images it only names their set
+                source.load_state_dict(plain[name])
         self.collector.load_state_dict(plain["collector"])
         self.iteration, self.remembered = iteration, self._memory()
 

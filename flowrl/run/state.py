@@ -265,8 +265,7 @@ def load(session: Session, folder: Path, iteration: int, accept_changes: bool = 
     part = slice(world.rank, None, world.size) if own else slice(None)
     result: list[Checkpoint] = []
     world.agree(lambda: result.append(checkpoint.load(folder, iteration, wanted, part)))
-    other_data = accept_changes and session.config.data.pairs is not None
-    session.load_state(iteration, result[0].tensors, result[0].state, other_data=other_data)
+    session.load_state(iteration, result[0].tensors, result[0].state, other_data=accept_changes)
     return result[0].state
 
 

@@ -136,8 +136,8 @@ class Trainer:
         parts = self.session.parts
         if self.world.main:
             facts = provenance(self.resolved, str(self.world.device), self.world.size)
-            if parts.data.given is not None:
-                facts["data"] = parts.data.given.facts()
+            if parts.data.images:
+                facts["data"] = {name: fact for each in parts.data.images for name, fact in each.facts().items()}
             if training:
                 facts["text"] = text_lengths(parts.sampling.adapter, self.resolved.model.config, parts.data.prompts)
             self.folder.write_json("provenance.json", facts)

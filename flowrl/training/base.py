@@ -152,12 +152,12 @@ class Demand:
 
 
 @contextmanager
-def checking(name: str) -> Iterator[None]:
-    """A ValueError inside the block becomes a ConfigError that names the method."""
+def checking(name: str, place: str = "algorithm") -> Iterator[None]:
+    """A ValueError inside the block becomes a ConfigError that names the method and the place of its options."""
     try:
         yield
     except ValueError as error:
-        raise ConfigError.about(error, f"algorithm ({name}): ", place="algorithm") from None
+        raise ConfigError.about(error, f"{place} ({name}): ", place=place) from None
 
 
 M = TypeVar("M", bound=Method)

@@ -33,6 +33,8 @@ class Learner:
         """Gradient norm of the last update; None: there was none."""
         self.before_update: Callable[[Work, int], None] | None = None
         """Called with the data of an iteration and the number of the share that the next update is about to train."""
+        self.add_gradient: Callable[[int, int], None] | None = None
+        """Adds a gradient to that of the loss, called with the number of the update in the iteration and its rows."""
 
     def update(
         self, iteration: int, rollout: Rollout, credit: Advantages, sums: Sums, *, gate: torch.dtype | None = None
@@ -66,9 +68,11 @@ class Learner:
         count = self.method.passes * len(work.shares)
         bar = Progress(count, f"iteration {iteration.number}: updating", show=self.world.main)
         with bar:
-            for number in list(range(len(work.shares))) * self.method.passes:
+            for update, number in enumerate(list(range(len(work.shares))) * self.method.passes):
                 if self.before_update is not None:
                     self.before_update(work, number)
+                if self.add_gradient is not None:
+                    self.add_gradient(update, work.sizes[number])
                 self._one_update(work, number, sums)
                 bar.update(1)
         self.method.after_iteration(self.optimizer.updates, self.networks.weights)

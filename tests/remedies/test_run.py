@@ -99,6 +99,21 @@ def unbounded(remedy: Remedy) -> None:
         Scorers(stand_in(entries=[entry]), None).highest()
 
 
+def few_anchor_images(remedy: Remedy) -> None:
+    from flowrl.algorithms import sft
+    from flowrl.run.anchoring import Anchor
+    from flowrl.training.base import UpdateContext
+    from flowrl.training.options import OptimConfig
+
+    method, count, world = sft.build(sft.Config()), get(remedy, "data.anchor.per_update", 2), stand_in(size=4)
+    rest = {"networks": None, "rollout_batch_size": 1, "seed": 0, "counter": None, "schedule": None}
+    context = UpdateContext(method=method, optim=OptimConfig(updates_per_iteration=1), world=world, **rest)
+    images = stand_in(method=method, options=stand_in(per_iteration=count), seed=0)
+    config = stand_in(data=stand_in(anchor=stand_in(per_update=count, coef=1.0)))
+    learner, data = stand_in(context=context, optimizer=None), stand_in(anchor=images)
+    Anchor(stand_in(data=data, resolved=stand_in(run=config), learner=learner, sampling=None), stand_in())
+
+
 def taken_port(remedy: Remedy) -> None:
     from flowrl.apps.gallery.local import _bound
 
@@ -227,6 +242,7 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("run/assembly/learner.py:require_whole_groups",
      lambda remedy: whole_groups(remedy, ("a",), "data.pairs.per_iteration")),
     ("run/assembly/rewards.py:Scorers.highest", unbounded),
+    ("run/anchoring.py:Anchor.__init__", few_anchor_images),
     ("apps/gallery/local.py:_bound", taken_port),
     ("data/text_files.py:text_folder", folder_of_texts),
     ("data/options.py:DataConfig.__post_init__ 1 2", cached_texts),

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from flowrl.config.resolved import Resolved
+from flowrl.core.rng import derive
 from flowrl.data.contents import Input, set_of
 from flowrl.data.given_samples import Given, GivenSource, require_encoder
 from flowrl.data.priority import PrioritySource
@@ -27,13 +28,26 @@ class Data:
     """Images that the run learns from; None: the network draws its samples."""
     previews: tuple[Prompt, ...] = ()
     """The user's own prompts (`eval.preview_prompts`)."""
+    anchor: Given | None = None
+    """Images to which the network is fitted beside (`data.anchor`)."""
+
+    @property
+    def images(self) -> list[Given]:
+        """The sets of given images."""
+        return [each for each in (self.given, self.anchor) if each is not None]
+
+    @property
+    def sources(self) -> dict[str, PromptSource | GivenSource]:
+        """Name in a checkpoint -> source."""
+        return {"source": self.source} | ({} if self.anchor is None else {"anchor": self.anchor.source})
 
     def require_fit(self, adapter: ModelAdapter, resolved: Resolved) -> None:
         """Refuse prompts that the model cannot take, with ConfigError that names the prompt and the remedy."""
-        # Captions of pairs have no reference images.
-        listed = ("data.prompts", self.prompts.listed) if self.given is None else ("data.pairs", [Prompt("")])
-        for key, prompts in (listed, self.prompts.looked_up):
-            require_images(prompts, adapter, key, listed[1][0])
+        listed = [("data.prompts", self.prompts.listed)] if self.given is None else []
+        # Captions of given images have no reference images.
+        listed += [(each.key, [Prompt("")]) for each in self.images]
+        for key, prompts in (*listed, self.prompts.looked_up):
+            require_images(prompts, adapter, key, listed[0][1][0])
         previews.require_fit(self.previews, adapter, resolved.model.config)
 
     def embed(self, resolved: Resolved, adapter: ModelAdapter, world: World) -> tuple[Texts | None, Texts]:
@@ -43,7 +57,7 @@ class Data:
             ModelError: the model cannot encode the given images.
             ConfigError, WriteError: as of `embedded`.
         """
-        if self.given is not None:
+        if self.images:
             require_encoder(adapter)
         # In a table of their own: that of the run stays as it is without them.
         shown = Texts(adapter, self.previews, cache=True, free=False) if self.previews else None
@@ -51,7 +65,7 @@ class Data:
 
     def texts(self, *, cache: bool) -> list[str | Prompt]:
         """All that is embedded ahead, if anything is."""
-        captions = self.given.captions() if self.given is not None and cache else ()
+        captions = [text for each in self.images for text in each.captions()] if cache else ()
         return [*self.prompts.train, *self.prompts.evaluated, *captions]
 
     def describe(self) -> str:
@@ -63,7 +77,7 @@ class Data:
 
     def sets(self, resolved: Resolved) -> list[Input]:
         """Contents of the run's data sets, as they were scanned: pairs, and prompts of data sets."""
-        result = [] if self.given is None else self.given.contents()
+        result = [entry for each in self.images for entry in each.contents()]
         data, prompts = resolved.run.data, self.prompts
         named = [("prompts", data.prompts, prompts.listed), ("eval_prompts", data.eval_prompts, prompts.evaluated)]
         for key, source, listed in named:
@@ -71,6 +85,16 @@ class Data:
                 rows = [[prompt.text, prompt.metadata] for prompt in listed]
                 result.append(set_of(f"data.{key}", source, f"{len(rows)} prompts", {"rows": rows}))
         return result
+
+
+def anchor_images(resolved: Resolved) -> Given | None:
+    """The images of `data.anchor`, where it is given. Raises ConfigError: a set that cannot be used."""
+    run, options = resolved.run, resolved.run.data.anchor
+    if options is None or resolved.anchor is None:
+        return None
+    pairs = options.pairs(run.optim.updates_per_iteration * resolved.method.passes)
+    frames, seed = resolved.model.config.frames, derive(run.seed, "anchor")
+    return Given(pairs, resolved.anchor.build(), seed, frames, "data.anchor")
 
 
 @working("reading the prompts and images")
@@ -82,6 +106,7 @@ def read(resolved: Resolved, kind: Training) -> Data:
     own = previews.preview_prompts(config)
     if config.data.pairs is None:
         order, by = (prompts.train, resolved.slots, config.seed), config.data.priority
-        return Data(prompts, PromptSource(*order) if by is None else PrioritySource(*order, by), None, own)
+        source = PromptSource(*order) if by is None else PrioritySource(*order, by)
+        return Data(prompts, source, None, own, anchor_images(resolved))
     given = Given(config.data.pairs, kind.method, config.seed, resolved.model.config.frames)
     return Data(prompts, given.source, given, own)
