@@ -111,7 +111,8 @@ def few_anchor_images(remedy: Remedy) -> None:
     images = stand_in(method=method, options=stand_in(per_iteration=count), seed=0)
     config = stand_in(data=stand_in(anchor=stand_in(per_update=count, coef=1.0)))
     learner, data = stand_in(context=context, optimizer=None), stand_in(anchor=images)
-    Anchor(stand_in(data=data, resolved=stand_in(run=config), learner=learner, sampling=None), stand_in())
+    parts = {"data": data, "resolved": stand_in(run=config), "learner": learner, "sampling": stand_in(world=world)}
+    Anchor(stand_in(**parts), stand_in())
 
 
 def taken_port(remedy: Remedy) -> None:
