@@ -144,8 +144,7 @@ def _hash(text: str) -> int:
 def parse(caption: str) -> MovingScene:
     """The scene that a caption asks for, also one of two objects that no list has.
 
-    Raises:
-        ValueError: the caption is not one of this world's.
+    Raises ValueError: the caption is not one of this world's.
 
     >>> parse("a red circle moves left").actors[0].direction
     'left'

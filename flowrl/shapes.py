@@ -131,8 +131,7 @@ def _by_caption() -> dict[str, Scene]:
 def parse(caption: str) -> Scene:
     """The scene that a caption asks for.
 
-    Raises:
-        ValueError: the caption is not one of this world's.
+    Raises ValueError: the caption is not one of this world's.
 
     >>> parse("a red circle left of a blue square").relation
     'left of'

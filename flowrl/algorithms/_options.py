@@ -28,8 +28,7 @@ ClipRange = float | list[float]
 def clip_bounds(clip_range: ClipRange) -> tuple[float, float]:
     """(fall, rise) of a clip range of one number or two.
 
-    Raises:
-        ValueError: it is something else, or a number is not above 0.
+    Raises ValueError: it is something else, or a number is not above 0.
 
     >>> clip_bounds(0.2), clip_bounds([0.2, 0.28])
     ((0.2, 0.2), (0.2, 0.28))
@@ -79,8 +78,7 @@ class Options:
     def terms(self, num_steps: int) -> int:
         """Training times of a sample on a grid of so many steps.
 
-        Raises:
-            ValueError: the grid has fewer nodes than the rule needs.
+        Raises ValueError: the grid has fewer nodes than the rule needs.
         """
         return self.default_terms
 
@@ -96,16 +94,14 @@ class Options:
     def stochastic_steps(self, schedule: Schedule, iteration: int, seed: int) -> Sequence[int] | None:
         """Steps of an iteration that are stochastic and trained, where there is no tree; None: all but the last.
 
-        Raises:
-            ValueError: they do not fit the grid, naming the key.
+        Raises ValueError: they do not fit the grid, naming the key.
         """
         return None
 
     def tree(self, num_steps: int, iteration: int, seed: int) -> Branching | None:
         """The tree of an iteration on a grid of so many steps; None: there is none.
 
-        Raises:
-            ValueError: it does not fit the grid, naming the key.
+        Raises ValueError: it does not fit the grid, naming the key.
         """
         return None
 

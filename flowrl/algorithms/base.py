@@ -173,8 +173,7 @@ class Method(Generic[C]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take the state of a checkpoint.
 
-        Raises:
-            ValueError: the state is another method's, or names a role that there is not.
+        Raises ValueError: the state is another method's, or names a role that there is not.
         """
         own = self.rule.load_state_dict(state)
         name = name_of(self)
@@ -206,6 +205,8 @@ class EdgeMethod(Method[C]):
     steps, each once a pass."""
     critic: Critic | None = None
     """The network that expects the rewards of `transitions`."""
+    adjoint: bool = False
+    """Whether the loss takes the lean adjoint of the rewards after each edge (`training/adjoint_batches.py`)."""
     path_weight: float = 0.0
     """Weight of a leaf's log-prob where a tree's leaves are averaged; 0: all alike."""
     sde_steps: Sequence[int] | None = None
@@ -223,10 +224,8 @@ class EdgeMethod(Method[C]):
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         """Stochastic and trained where the tree of the iteration is, else at the steps that the options name."""
         tree = self.config.tree(len(schedule), iteration, seed)
-        if tree is None:
-            steps = self.config.stochastic_steps(schedule, iteration, seed)
-        else:
-            steps = [k for k, taken in enumerate(tree.stochastic) if taken]
+        branching = None if tree is None else [k for k, taken in enumerate(tree.stochastic) if taken]
+        steps = self.config.stochastic_steps(schedule, iteration, seed) if branching is None else branching
         return replace(window(schedule, sampler.default_noise_level(), steps), tree=tree)
 
     def on_tree(self, credit: Advantages, leaves: LeafRewards, iteration: int) -> Advantages:

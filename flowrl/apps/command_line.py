@@ -94,9 +94,8 @@ def call_of(
 
     `known`: how the model is distilled to few steps.
 
-    Raises:
-        ConfigError: an argument that the call does not have, that the command sets, or that does not fit the model.
-        ModelError: a guidance scale for a pipeline without one, or steps or CFG that a distilled model does not take.
+    Raises ConfigError: an argument that the call does not have, that the command sets, or that does not fit the model;
+    ModelError: a guidance scale for a pipeline without one, or steps or CFG that a distilled model does not take.
     """
     require_finite(guidance)
     call = dict(own)

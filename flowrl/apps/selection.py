@@ -36,9 +36,8 @@ class BestOf:
             prompt: theirs.
             seed: of the first.
 
-        Raises:
-            RewardFailure: fewer than `keep` have a score.
-            ConfigError: a reward that does not judge what the model makes.
+        Raises RewardFailure: fewer than `keep` have a score; ConfigError: a reward that does not judge what the model
+        makes.
         """
         count = len(levels)
         for entry in self.scorer.distinct:

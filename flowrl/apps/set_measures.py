@@ -36,8 +36,7 @@ def lines(base: Path, tuned: Path, features: str) -> list[str]:
         tuned: the other one.
         features: `grids`, 8 x 8 mean colours; else a CLIP or DINO: a folder, a hub id, or tiny-clip.
 
-    Raises:
-        ConfigError: too few images, or one that was selected by a score.
+    Raises ConfigError: too few images, or one that was selected by a score.
     """
     before, after = _features(base, features), _features(tuned, features)
     seed = min(1, len(before) - 1)

@@ -35,9 +35,7 @@ def credit_rules() -> dict[str, str]:
 def described(kind: str, name: str) -> dict[str, Any]:
     """A component as plain data, from its module: kind, name, about, level, page, card, options.
 
-    Raises:
-        UnknownName: there is no such component; with the nearest names.
-        ConfigError: it has no options to show.
+    Raises UnknownName: there is no such component, with the nearest names; ConfigError: it has no options to show.
     """
     from flowrl.commands._option_texts import option_texts
 

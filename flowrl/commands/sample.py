@@ -195,9 +195,7 @@ def stem(number: int, sample: int, note: dict[str, Any]) -> str:
 def _image_arguments(pipeline: Any, record: Prompt, call: dict[str, Any]) -> dict[str, Any]:
     """Arguments of the call for the images of a record, fitted to the size where they are frames.
 
-    Raises:
-        ConfigError: an image that cannot be a frame of this size.
-        ModelError: too few images, or too many.
+    Raises ConfigError: an image that cannot be a frame of this size; ModelError: too few images, or too many.
     """
     from flowrl.models.generic.images import image_arguments
 

@@ -58,9 +58,7 @@ def _train(config: str, overrides: list[str], resume: bool, accept: bool | list[
 def report(run: Finished) -> None:
     """Build the run's page, `gallery/index.html`.
 
-    Raises:
-        ConfigError: a file of the run folder is damaged.
-        WriteError: the disk is full or not writable.
+    Raises ConfigError: a file of the run folder is damaged; WriteError: the disk is full or not writable.
     """
     from flowrl.apps.gallery import build
     from flowrl.display.console import log

@@ -84,9 +84,8 @@ def model_component(options: Options, *, offline: bool = False) -> Component:
         options: the options of `model`.
         offline: read the hub's cache on this machine alone.
 
-    Raises:
-        ConfigError: a bad option, or one of another adapter.
-        ModelError: there is no such model, or its class is not known.
+    Raises ConfigError: a bad option, or one of another adapter; ModelError: there is no such model, or its class is not
+    known.
     """
     if options.get("name") is not None:
         return component("models", options, "model")

@@ -89,8 +89,7 @@ def _findings(name: str, thing: Any) -> Iterable[Finding]:
 def _made(place: str | Path | ModuleType, options: dict[str, Any]) -> tuple[str, Any]:
     """(name, component) of a file, a built-in name, a dotted path or a module; of a method its `Component`.
 
-    Raises:
-        ConfigError: there is none.
+    Raises ConfigError: there is none.
     """
     if isinstance(place, ModuleType):
         module, kind = place, _kind(place)

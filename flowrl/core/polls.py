@@ -143,9 +143,8 @@ class Occasion(Protocol):
     ) -> list[tuple[Question, Closed]]:
         """A question for each prompt with an image that is finite, and its scores, once all were closed, now or before.
 
-        Raises:
-            Abandoned: the run is to stop.
-            ConfigError, WriteError: a file of the votes is damaged, or cannot be written.
+        Raises Abandoned: the run is to stop; ConfigError, WriteError: a file of the votes is damaged, or cannot be
+        written.
         """
         ...
 

@@ -42,9 +42,7 @@ class Frames:
         Args:
             sources: the chosen one, and the rejected one if there is one.
 
-        Raises:
-            Unfit: naming the reason, the values and the remedy.
-            ConfigError: a file that needs the extra `video`.
+        Raises Unfit: naming the reason, the values and the remedy; ConfigError: a file that needs the extra `video`.
         """
         if self.count is None and not all(map(may_be_video, sources)):
             return

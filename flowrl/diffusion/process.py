@@ -17,8 +17,7 @@ PredictionType = Literal["velocity", "eps", "v", "x0"]
 def expand(value: Tensor, like: Tensor) -> Tensor:
     """[B] as [B, 1, ...] to multiply `like` [B, ...]; the only broadcast in the code.
 
-    Raises:
-        ValueError: `value` is not [B].
+    Raises ValueError: `value` is not [B].
 
     >>> import torch
     >>> expand(torch.ones(2), torch.zeros(2, 3, 4)).shape

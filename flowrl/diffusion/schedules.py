@@ -43,8 +43,7 @@ class Schedule:
         Timesteps of a flow are proportional to sigma. Those of a VP table are its indices, and the log-SNR is linear
         between two of them; beyond its ends the nearest.
 
-        Raises:
-            ValueError: neither: only the grid's own nodes are known.
+        Raises ValueError: neither: only the grid's own nodes are known.
 
         >>> Schedule(torch.tensor([0.8, 0.4, 0.0]), torch.tensor([800.0, 400.0])).timestep_at(torch.tensor([0.5]))
         tensor([500.])

@@ -65,8 +65,7 @@ class Solver:
     def grid(self, schedule: Schedule) -> Schedule:
         """The grid that it walks in place of `schedule`.
 
-        Raises:
-            ValueError: it cannot walk that one.
+        Raises ValueError: it cannot walk that one.
         """
         return schedule
 

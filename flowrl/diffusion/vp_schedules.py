@@ -60,8 +60,7 @@ def spaced(
 ) -> Tensor:
     """Timesteps of a grid, [K] int64, falling; `distilled` is the M of `lcm`.
 
-    Raises:
-        ValueError: more steps than there are timesteps, or a timestep past the last one.
+    Raises ValueError: more steps than there are timesteps, or a timestep past the last one.
 
     >>> spaced(4, "leading", steps_offset=1).tolist(), spaced(4, "trailing").tolist(), spaced(4, "lcm").tolist()
     ([751, 501, 251, 1], [999, 749, 499, 249], [999, 759, 499, 259])

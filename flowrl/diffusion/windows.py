@@ -19,8 +19,7 @@ from flowrl.core.types import SampleId
 def random_window(num_steps: int, size: int, low: int, high: int, seed: int, iteration: int) -> tuple[int, ...]:
     """`size` neighbouring steps inside [low, high), the start uniform: Flow-GRPO-Fast.
 
-    Raises:
-        ValueError: the window is empty, does not fit, or could hold the last step.
+    Raises ValueError: the window is empty, does not fit, or could hold the last step.
 
     >>> random_window(10, 3, 0, 3, seed=0, iteration=1)
     (0, 1, 2)

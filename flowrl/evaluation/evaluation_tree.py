@@ -74,9 +74,7 @@ class EvalTree:
 
         `iteration` is the finished one; 0 has the plan of the first.
 
-        Raises:
-            Abandoned: on all processes; nothing is written.
-            Elsewhere: the first process failed.
+        Raises Abandoned: on all processes, and nothing is written; Elsewhere: the first process failed.
         """
         evaluator, sampling, seed = self.evaluator, self.evaluator.sampling, self.resolved.run.seed
         plan = self.method.plan(sampling.schedule, sampling.sampler, max(iteration, 1), seed)

@@ -157,9 +157,7 @@ class Previews:
     ) -> None:
         """Draw images of prompts into the folder `place`/TAG of the run.
 
-        Raises:
-            Abandoned, Diverged: on all processes.
-            Elsewhere: another process failed.
+        Raises Abandoned, Diverged: on all processes; Elsewhere: another process failed.
         """
         drawn = replace(
             self.evaluator,

@@ -101,6 +101,8 @@ class GradientBatch:
     """c: the gradient of the rewards at the network's output there, [M, ...] float32."""
     metrics: Mapping[str, Tensor]
     """What the rewards said, name -> [M]."""
+    clean: Tensor | None = None
+    """The finished samples, [M, ...], where `latents` are they, noised again; c is then the gradient at them."""
 
     def __len__(self) -> int:
         return len(self.coefficient)

@@ -66,6 +66,8 @@ class Route:
     rescale: float = 0.0
     """r: trained gains are multiplied by 1 + r (sum of all |gain| over that of the trained - 1), of the whole route or,
     where there are leaps, of each."""
+    noised: bool = False
+    """Finished samples are noised again to each of `trained`, in place of their own latents there."""
 
     def spans(self) -> list[tuple[Sequence[int], int | None]]:
         """Supports and end of each leap, or of each step, the last one first; None: clean latents."""

@@ -125,9 +125,8 @@ def encode_video(path: Path, frames: Tensor, fps: float) -> None:
         frames: [F, 3, H, W] uint8.
         fps: frames a second; of a WebP a frame's time is a whole number of ms, and the exact rate is kept as a mark.
 
-    Raises:
-        ConfigError: another suffix, a frame rate of 0, an MP4 without the extra `video` or of an odd height or width.
-        OSError: the file cannot be written.
+    Raises ConfigError: another suffix, a frame rate of 0, an MP4 without the extra `video` or of an odd height or
+    width; OSError: the file cannot be written.
     """
     rate, suffix = mp4.require_rate(fps, "fps"), path.suffix.lower()
     if suffix == ".mp4":
@@ -342,11 +341,9 @@ UNREADABLE = (OSError, SyntaxError, ValueError)
 def opened(path: str | Path | IO[bytes], formats: tuple[str, ...] | None = None) -> Generator[Image]:
     """The image of a file, decoded inside the block; `formats` of Pillow that it may have, None: any.
 
-    Raises:
-        ValueError: a broken header, or more pixels than an image may have (a decompression bomb), by the last of its
-            headers, which is the one that is decoded.
-        SyntaxError: a broken PNG.
-        OSError: there is no file, it is not an image, or it is cut off.
+    Raises ValueError: a broken header, or more pixels than an image may have (a decompression bomb), by the last of its
+    headers, which is the one that is decoded; SyntaxError: a broken PNG; OSError: there is no file, it is not an image,
+    or it is cut off.
     """
     try:
         with Pillow.open(path, formats=formats) as image:

@@ -75,10 +75,8 @@ def library(file: str | Path) -> Any:
 def facts(file: Path) -> tuple[int, float, tuple[int, int]]:
     """(number of frames, frames a second, (width, height)) by the header alone; 0 frames where it does not say.
 
-    Raises:
-        ConfigError: PyAV is not installed.
-        OSError: there is no file, or it is not a video.
-        ValueError: no video in it, or a frame rate of 0.
+    Raises ConfigError: PyAV is not installed; OSError: there is no file, or it is not a video; ValueError: no video in
+    it, or a frame rate of 0.
     """
     av = library(file)
     with _opened(av, file) as container:
@@ -91,10 +89,8 @@ def read(file: Path) -> tuple[Tensor, float]:
 
     Frames are taken as they are stored: a variable rate is not evened out, and the rate is the mean.
 
-    Raises:
-        ConfigError: PyAV is not installed.
-        OSError: there is no file, it is not a video, or it is cut off.
-        ValueError: no frame in it, a frame rate of 0, or more than `require_room` allows.
+    Raises ConfigError: PyAV is not installed; OSError: there is no file, it is not a video, or it is cut off;
+    ValueError: no frame in it, a frame rate of 0, or more than `require_room` allows.
     """
     import torch
 
@@ -125,9 +121,8 @@ def write(file: Path, frames: Tensor, fps: float) -> None:
 
     The same frames give the same bytes. It is lossy: halved colour resolution, and `_CRF`.
 
-    Raises:
-        ConfigError: PyAV is not installed, an odd height or width, or a frame rate of 0.
-        OSError: the file cannot be written.
+    Raises ConfigError: PyAV is not installed, an odd height or width, or a frame rate of 0; OSError: the file cannot be
+    written.
     """
     rate, (height, width) = require_rate(fps, "fps"), frames.shape[-2:]
     if height % 2 or width % 2:

@@ -48,9 +48,7 @@ class Ahead(Generic[T]):
     def take(self) -> T:
         """The next result.
 
-        Raises:
-            StopIteration: all were taken.
-            Exception: what the draw raised.
+        Raises StopIteration: all were taken; Exception: what the draw raised.
         """
         if self._pool is None:
             return next(self._draws)()

@@ -65,8 +65,7 @@ class Model:
             prompts: texts, or `Prompt`s for a model that takes images. A single one is used for all rows.
             count: number of rows; None: as many as prompts.
 
-        Raises:
-            ValueError: another number of prompts.
+        Raises ValueError: another number of prompts.
         """
         wanted = [prompts] * (count or 1) if isinstance(prompts, str | Prompt) else list(prompts)
         if count is not None and len(wanted) != count:
@@ -99,10 +98,8 @@ class Model:
             prompts: B prompts, or one for all.
             guidance_scale: of classifier-free guidance, in the pipeline's units; None: none.
 
-        Raises:
-            ValueError: sigma is not in (0, 1], another number of prompts than B, or a model whose timesteps are known
-                on its own grid alone.
-            ModelError: a guidance scale that the model does not take.
+        Raises ValueError: sigma is not in (0, 1], another number of prompts than B, or a model whose timesteps are
+        known on its own grid alone; ModelError: a guidance scale that the model does not take.
         """
         x, scale = x.to(self.device), self._scale(guidance_scale)
         sigmas = torch.as_tensor(sigma, dtype=torch.float32, device=self.device).expand(len(x))
@@ -126,8 +123,7 @@ class Model:
         The noise of a sample is keyed by the seed and its place, so batches of any size give the same samples.
         `num_inference_steps` None: 20, or those of a distilled model that lists its own.
 
-        Raises:
-            ValueError: no prompt, no step, an empty batch, or a guidance scale that is no finite number.
+        Raises ValueError: no prompt, no step, an empty batch, or a guidance scale that is no finite number.
         """
         if num_inference_steps is None:
             nodes = None if self.adapter.distilled is None else self.adapter.distilled.nodes

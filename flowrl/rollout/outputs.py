@@ -1,7 +1,7 @@
 """The shared evaluation of methods without log-probs: several networks on the same noised samples (x, sigma, eps)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -12,6 +12,7 @@ from flowrl.losses.batches import NoisedBatch
 from flowrl.losses.matching import mean_square
 from flowrl.models.base import ModelAdapter
 from flowrl.models.weights.roles import Weights
+from flowrl.rollout.policy import Policy
 
 Space = Literal["output", "eps"]
 """Quantity of an error: the network's output, or the noise that it implies."""
@@ -98,6 +99,11 @@ def training_guidance(adapter: ModelAdapter, rollout: float, own: float | None) 
     if own is not None:
         return own
     return adapter.unguided if is_cfg(adapter) else rollout
+
+
+def unguided(policy: Policy) -> Policy:
+    """The policy of the forwards in training, by `training_guidance`."""
+    return replace(policy, guidance_scale=training_guidance(policy.adapter, policy.guidance_scale, None))
 
 
 def is_cfg(adapter: ModelAdapter) -> bool:

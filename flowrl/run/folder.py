@@ -209,9 +209,7 @@ class RunFolder:
     def add_row(self, row: dict[str, Any]) -> None:
         """Append a row to `metrics.jsonl`.
 
-        Raises:
-            Moved: this is no longer the run's folder.
-            WriteError: the disk is full or not writable.
+        Raises Moved: this is no longer the run's folder; WriteError: the disk is full or not writable.
         """
         self.require_own()
         self.metrics.append(row)

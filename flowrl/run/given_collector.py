@@ -47,10 +47,8 @@ class PairCollector:
     def collect(self, iteration: int, timer: Timer, sums: Sums) -> Rollout:
         """The rollout of an iteration.
 
-        Raises:
-            Abandoned: on all processes.
-            Elsewhere: another process failed.
-            TooManyLost: too many images cannot be read.
+        Raises Abandoned: on all processes; Elsewhere: another process failed; TooManyLost: too many images cannot be
+        read.
         """
         sampling, given, seed = self.sampling, self.given, self.context.seed
         numbers, size = given.source.draw(iteration), len(given.members)
@@ -134,9 +132,7 @@ class HeldOutPairs:
     def __call__(self, stop: Stop = NEVER) -> Agreement:
         """Agreement on N pairs; with labels the mean over both images of a pair.
 
-        Raises:
-            Abandoned: some process stops early; all of them raise.
-            Elsewhere: another process failed.
+        Raises Abandoned, on all processes: one stops early; Elsewhere: another process failed.
         """
         latents, ids = self.world.in_step(lambda: self._latents(stop)), self._ids(self.own)
         rewards = by_identity(self.world, ids, latents.rewards[None, : len(ids)], self.count, len(PAIR))

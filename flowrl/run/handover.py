@@ -99,9 +99,7 @@ def renew(run: Path, iteration: int, tree: Options, adapter: Any, options: Any) 
         adapter: its untrained model, whose network is changed.
         options: of the model.
 
-    Raises:
-        CheckpointError: the checkpoint is damaged.
-        ConfigError: the run is under way, or cannot be written.
+    Raises CheckpointError: the checkpoint is damaged; ConfigError: the run is under way, or cannot be written.
     """
     announce(run, iteration)
     result, folder = checkpoint.load(run / "checkpoints", iteration), RunFolder(run)

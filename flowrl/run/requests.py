@@ -57,9 +57,8 @@ class Desk:
 
         `last`: the final evaluation comes next, and is the answer to a request for one.
 
-        Raises:
-            Abandoned: on all processes, if a signal or a request to stop comes while it is done.
-            UnwritableCheckpoint, WriteError: a checkpoint that was being written before could not be.
+        Raises Abandoned: on all processes, if a signal or a request to stop comes while it is done;
+        UnwritableCheckpoint, WriteError: a checkpoint that was being written before could not be.
         """
         saver.settle()
         taken = self.world.together(lambda: self._taken(last))[0]
@@ -209,9 +208,8 @@ def _wish(session: Session, options: dict[str, Any]) -> tuple[tuple[Prompt, ...]
 def _embedded(session: Session, given: Sequence[str]) -> tuple[tuple[Prompt, ...], Texts]:
     """Prompts of a command line with their embeddings; those that the run does not have are made by the first process.
 
-    Raises:
-        ConfigError: one of them is empty, doubled, unfit for the model, or cannot be embedded any more.
-        Elsewhere: the first process cannot embed one.
+    Raises ConfigError: one of them is empty, doubled, unfit for the model, or cannot be embedded any more; Elsewhere:
+    the first process cannot embed one.
     """
     prompts, parts = tuple(map(Prompt, given)), session.parts
     previews.require_own(prompts, "--prompt")

@@ -62,9 +62,8 @@ class Saver:
             alone: without the other processes, which may be gone.
             wait: False returns as soon as a large state is copied to host memory; `settle` waits until it is written.
 
-        Raises:
-            UnwritableCheckpoint: on every process, if it could not be written on one.
-            WriteError: the checkpoint is written, and its adapter could not be.
+        Raises UnwritableCheckpoint: on every process, if it could not be written on one; WriteError: the checkpoint is
+        written, and its adapter could not be.
         """
         self.settle(alone=alone)
         if self.saved != self.session.iteration:
@@ -252,9 +251,7 @@ def load(session: Session, folder: Path, iteration: int, accept_changes: bool = 
 
     `accept_changes` accepts another set of given images than the checkpoint's.
 
-    Raises:
-        CheckpointError: a file is missing, truncated or changed.
-        ModelError: it is of another model.
+    Raises CheckpointError: a file is missing, truncated or changed; ModelError: it is of another model.
     """
     own, world = rows(session.weights), session.world
 

@@ -57,9 +57,8 @@ def text_lengths(adapter: ModelAdapter, config: ModelConfig, prompts: RunPrompts
 def embedded(resolved: Resolved, adapter: ModelAdapter, prompts: Sequence[str | Prompt], world: World) -> Texts:
     """The embeddings of a run; each process encodes a share of those that no file holds yet.
 
-    Raises:
-        ConfigError: `data.text_cache` is a folder, and these embeddings cannot be kept.
-        WriteError: the disk is full or not writable.
+    Raises ConfigError: `data.text_cache` is a folder, and these embeddings cannot be kept; WriteError: the disk is full
+    or not writable.
     """
     run, config = resolved.run, resolved.model.config
     listed = batches(prompts)

@@ -46,9 +46,7 @@ def load_run_model(folder: Path, *, base: bool = False) -> tuple[ModelAdapter, d
 
     The options are the run's evaluation settings.
 
-    Raises:
-        ConfigError: a run without trained weights.
-        ModelError: a model that cannot be loaded.
+    Raises ConfigError: a run without trained weights; ModelError: a model that cannot be loaded.
     """
     drawn = [f"{part}.{key}" for part in ("rollout", "eval") for key in ("num_inference_steps", "guidance_scale")]
     tree = run_tree(folder, *drawn)

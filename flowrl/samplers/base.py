@@ -53,8 +53,7 @@ class StepDistribution:
         `sum` (the true log-density), `unscaled` = -mean of (x_next - mean)^2 (CPS), `position` = mean over
         channels only, [B, ...] without the channel axis. All others are [B].
 
-        Raises:
-            ValueError: a deterministic step (std 0) has no density; shapes differ.
+        Raises ValueError: a deterministic step (std 0) has no density; shapes differ.
         """
         if x_next.shape != self.mean.shape:
             raise ValueError(f"x_next {tuple(x_next.shape)} must be shaped like the mean {tuple(self.mean.shape)}")
@@ -152,8 +151,7 @@ class Sampler(ABC):
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
         """Distribution of the next latents given x [B, ...]; noise level from `step.noise_level`.
 
-        Raises:
-            ValueError: the sampler does not support the process, or the step.
+        Raises ValueError: the sampler does not support the process, or the step.
         """
 
     def velocity_gain(self, step: Step) -> Tensor:
@@ -163,8 +161,7 @@ class Sampler(ABC):
         velocity. `velocity` is that of `Prediction`: eps - x0 on a flow, alpha eps - sigma x0 on VP. Noise
         only raises its size; at noise level 0 it is dt on a flow. A sampler may give it in closed form.
 
-        Raises:
-            ValueError: the sampler does not support the step.
+        Raises ValueError: the sampler does not support the step.
         """
         at = step.on_cpu
         flow = bool(((at.alpha + at.sigma - 1).abs() < 1e-4).all())
@@ -181,8 +178,7 @@ class Sampler(ABC):
     def clip_range(self, ratio: Ratio) -> float:
         """The published bound on |ratio - 1| for a kind of ratio, in the units of the log-prob form.
 
-        Raises:
-            ValueError: nobody published one.
+        Raises ValueError: nobody published one.
         """
         # Those of its own class: a sampler that extends a built-in one is another, and nobody tuned the range to it.
         bounds = {(form, kind): bound for form, kind, bound in vars(type(self)).get("clip_ranges", ())}
@@ -225,8 +221,7 @@ class FlowSampler(Sampler):
     def diffusion(self, step: Step) -> Tensor:
         """g of each step, [B] float32, at least 0.
 
-        Raises:
-            ValueError: the sampler does not support the step.
+        Raises ValueError: the sampler does not support the step.
         """
 
     def transition(self, process: Process, prediction: Prediction, x: Tensor, step: Step) -> StepDistribution:
@@ -262,8 +257,7 @@ def euler_maruyama(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tenso
 def step_std(sampler: Sampler, process: Process, step: Step) -> Tensor:
     """std of the sampler's transitions at `step`, [B]: the same at every x.
 
-    Raises:
-        ValueError: the sampler does not support the process, or a step.
+    Raises ValueError: the sampler does not support the process, or a step.
     """
     zeros = torch.zeros(len(step.sigma), 1)
     return sampler.transition(process, Prediction(zeros, zeros, zeros), zeros, step).std

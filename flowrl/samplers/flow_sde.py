@@ -32,8 +32,7 @@ class Config(NoiseOptions):
 def flow_sde_diffusion(step: Step, noise_level: Tensor) -> Tensor:
     """g of each step, [B], at noise levels [B].
 
-    Raises:
-        ValueError: sigma is 1 and so is sigma_ceiling; g diverges there.
+    Raises ValueError: sigma is 1 and so is sigma_ceiling; g diverges there.
     """
     if bool((_bound(step.on_cpu) >= 1).any()):
         raise ValueError("the Flow-SDE diverges at sigma = 1; pass the grid's second sigma as sigma_ceiling")

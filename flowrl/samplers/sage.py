@@ -61,8 +61,7 @@ class Sage(FlowSampler):
     def diffusion(self, step: Step) -> Tensor:
         """The root mean square of Flow-SDE's g over the step, [B].
 
-        Raises:
-            ValueError: a noisy step has w <= 0.
+        Raises ValueError: a noisy step has w <= 0.
         """
         sigma_max = self.config.sigma_max
         # At low sigma the logarithm and the difference cancel to second order: float64, which not every device has.

@@ -35,8 +35,7 @@ class WanSde(FlowSampler):
     def diffusion(self, step: Step) -> Tensor:
         """sigma_1 * sigma, or 0, [B].
 
-        Raises:
-            ValueError: a noise level other than 0 and 1.
+        Raises ValueError: a noise level other than 0 and 1.
         """
         levels = step.on_cpu.noise_level
         other = (levels != 0) & (levels != 1)

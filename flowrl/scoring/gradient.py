@@ -65,8 +65,7 @@ class RewardGradient:
     def __call__(self, x0: Tensor, cond: Condition, rows: Tensor, prompts: Sequence[Prompt]) -> Slope:
         """Value and gradient at clean latents [M, ...], whose rows in `cond` are `rows` [M].
 
-        Raises:
-            RewardFailure: a reward breaks its contract.
+        Raises RewardFailure: a reward breaks its contract.
         """
         parts = []
         for start in range(0, len(x0), self.at_once):
@@ -125,9 +124,8 @@ class RewardGradient:
     def probe(self, cond: Condition, prompt: Prompt, device: torch.device) -> None:
         """Show on one sample of noise that each reward's gradient reaches the latents; `cond` has one row.
 
-        Raises:
-            ModelError: the adapter gives no gradient.
-            RewardError: the gradient of a reward is lost, 0 or not finite.
+        Raises ModelError: the adapter gives no gradient; RewardError: the gradient of a reward is lost, 0 or not
+        finite.
         """
         x = normal(self.adapter.latent_shape(), 0, "gradient_probe", [()]).to(device).requires_grad_()
         with torch.enable_grad():
@@ -153,8 +151,7 @@ class RewardGradient:
 def require_paths(method: str, plans: Sequence[RewardPlan], cards: Sequence[Card | None]) -> None:
     """Refuse trained rewards through which `method` has no gradient, by their cards; None: it is not known yet.
 
-    Raises:
-        ConfigError: naming the entry, and the option that gives a path.
+    Raises ConfigError: naming the entry, and the option that gives a path.
     """
     for place, (plan, card) in enumerate(zip(plans, cards, strict=True)):
         key, entry = f"rewards.{place}", plan.entry

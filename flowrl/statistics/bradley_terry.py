@@ -19,8 +19,7 @@ def strengths(wins: np.ndarray, prior: float = 0.5) -> np.ndarray:
         wins: [G, G]; [i, j] is how often i beat j, a tie counted as half for both. The diagonal is not looked at.
         prior: virtual comparisons of each sample, above 0.
 
-    Raises:
-        ValueError: a table that is not square, finite and from 0, or a prior that is not above 0.
+    Raises ValueError: a table that is not square, finite and from 0, or a prior that is not above 0.
 
     Newton's method on the strictly concave log posterior, each step halved until it rises.
     Source: Hunter, MM algorithms for generalized Bradley-Terry models, 2004 (the likelihood).

@@ -248,8 +248,7 @@ def stratified(strata: Sequence[Clusters], weights: Sequence[float] | None = Non
         mean of the others is another number. Below `FEW` groups in all the interval is at least the t interval with
         Welch's degrees of freedom; a stratum of one group then has no interval.
 
-    Raises:
-        ValueError: no stratum, or weights that are negative, all 0 or of another number.
+    Raises ValueError: no stratum, or weights that are negative, all 0 or of another number.
 
     >>> one, two = Clusters(np.asarray([1.0, 0.0]), np.asarray([2, 1])), Clusters(np.asarray([1.0]), np.asarray([1]))
     >>> round(stratified([one, two])["mean"], 4)

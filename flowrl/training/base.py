@@ -189,6 +189,13 @@ class Training(Generic[M]):
     def check(self, setting: Setting) -> None:
         """Refuse options that this kind cannot use; called before a model is loaded."""
         self._check_exploration(setting)
+        offloaded = setting.model.memory.group_offload
+        if self.climbs and "vae" in offloaded:
+            raise ConfigError(
+                f"model.memory.group_offload: the decoder's weights leave the device before its backward pass, which "
+                f"{setting.name} takes",
+                remedies=[Remedy({"model.memory.group_offload": [part for part in offloaded if part != "vae"]})],
+            )
         rollout, config = setting.rollout, self.method.config
         drawn, steps = rollout.prompts_per_iteration * rollout.group_size, rollout.num_inference_steps
         with checking(setting.name):
@@ -264,7 +271,8 @@ class Training(Generic[M]):
 
     def climb(self, scorer: Scorer, adapter: ModelAdapter) -> RewardGradient | None:
         """The gradient of the rewards, for a method that climbs it."""
-        return None
+        options = vars(self.method.config)
+        return RewardGradient(scorer, adapter, options["decoded_at_once"], options["hinge"]) if self.climbs else None
 
     def recording(self, sampler: Sampler) -> Recording:
         """The data that the rollout keeps of its trained steps."""

@@ -6,7 +6,7 @@ network is evaluated. Then a step at a time: memory does not grow with the numbe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import expand
 from flowrl.losses.batches import GradientBatch
 from flowrl.losses.reward_gradients import Link, levers, links, misses, pulled_back
-from flowrl.models.base import ModelAdapter
-from flowrl.scoring.gradient import RewardGradient
-from flowrl.scoring.scorer import Scorer
+from flowrl.rollout.trajectories import Rollout
 from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
 from flowrl.training.microbatches import with_lengths
 
@@ -35,15 +33,10 @@ class GradientTraining(Training[GradientMethod]):
 
     def check(self, setting: Setting) -> None:
         super().check(setting)
-        rollout, model, name = setting.rollout, setting.model, setting.name
+        rollout, name = setting.rollout, setting.name
         refused = {
             "rollout.shared_noise=true": (rollout.shared_noise, "equal noise gives equal samples", False),
             f"rollout.sampler={rollout.sampler}": (rollout.sampler, "its rollout is deterministic", None),
-            "model.memory.group_offload": (
-                "vae" in model.memory.group_offload,
-                "the decoder's weights leave the device before its backward pass",
-                [part for part in model.memory.group_offload if part != "vae"],
-            ),
         }
         for option, (given, why, instead) in refused.items():
             if given:
@@ -57,12 +50,37 @@ class GradientTraining(Training[GradientMethod]):
         rows = len(self.method.route(levers(plan.schedule), 1, setting.seed).trained)
         return Demand(rows=rows + 2 * redrawn, share=1.0, latents=2 * len(plan.keep))
 
-    def climb(self, scorer: Scorer, adapter: ModelAdapter) -> RewardGradient:
-        options = self.method.config
-        return RewardGradient(scorer, adapter, options.decoded_at_once, options.hinge)
-
     def work(self, context: UpdateContext, iteration: Iteration) -> Work:
         return GradientBatches(context, iteration)
+
+
+def transposed(output: Callable[[Tensor], Tensor], x: Tensor, a: Tensor) -> Tensor:
+    """(d output / dx)^T a at latents x, [M, ...]."""
+    x, size = x.clone().requires_grad_(), a.abs().amax().clamp(min=1e-30)
+    with torch.enable_grad():  # what is small would vanish in half precision
+        return size * torch.autograd.grad(output(x), x, a / size)[0]
+
+
+def forwards(context: UpdateContext, rollout: Rollout, rows: Tensor) -> Iterator[Tensor]:
+    """Samples [n] of each forward, of one length of text where that counts."""
+    adapter = context.networks.policy.adapter
+    keys = with_lengths(torch.zeros_like(rows), adapter, rollout.cond, rollout.rows[rows])
+    for key in keys.unique():
+        yield from rows[keys == key].split(context.optim.batch_size)
+
+
+def slope(context: UpdateContext, rollout: Rollout, clean: Tensor, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The rewards' gradient at clean latents [M, ...] of the samples `rows`, with its metrics, name -> [M]."""
+    assert context.climb is not None
+    prompts = [rollout.prompts[rollout.samples.ids[row].slot] for row in rows.tolist()]
+    found = context.climb(clean, rollout.cond, rollout.rows[rows], prompts)
+    size = found.gradient.flatten(1).norm(dim=1)
+    return found.gradient, {
+        "reward_gradient/value": found.value.nan_to_num(),
+        "reward_gradient/norm": size,
+        "reward_gradient/flat_share": (size == 0).float(),
+        "reward_gradient/saturated_share": found.saturated,
+    }
 
 
 class GradientBatches(Work):
@@ -86,7 +104,7 @@ class GradientBatches(Work):
             self.shares.append(rows[self.order(len(rows), "climbs", number)])
 
     def batches(self, number: int) -> Iterator[tuple[GradientBatch, bool]]:
-        own = list(self._forwards(self.shares[number]))
+        own = list(forwards(self.context, self.rollout, self.shares[number]))
         most = max(self.context.world.gather(len(own))) if self.context.sharded else len(own)
         for rows in own:
             yield from ((batch, True) for batch in self._of(rows))
@@ -94,45 +112,31 @@ class GradientBatches(Work):
             with self.context.counter.uncounted():
                 yield from ((batch, False) for batch in self._of(torch.zeros(1, dtype=torch.int64)))
 
-    def _forwards(self, rows: Tensor) -> Iterator[Tensor]:
-        """Samples [n] of each forward, of one length of text where that counts."""
-        keys = with_lengths(torch.zeros_like(rows), self.adapter, self.rollout.cond, self.rollout.rows[rows])
-        for key in keys.unique():
-            yield from rows[keys == key].split(self.context.optim.batch_size)
-
     def _of(self, rows: Tensor) -> Iterator[GradientBatch]:
         """The steps of some samples, late to early, and then those of their redrawn ends."""
-        method, end = self.method, self.kept[self.route.end]
-        draws, device, cond = method.redrawn, self.context.world.device, self._cond(rows)
-        share = 1 / (1 + draws)
-        clean = sent((end.x0_hat if method.predicts else self.rollout.samples.x0)[rows], device)
+        method, device, cond = self.method, self.context.world.device, self.rollout.cond.index(self.rollout.rows[rows])
+        ends = self.kept[self.route.end].x0_hat if method.predicts else self.rollout.samples.x0
+        clean = sent(ends[rows], device)
+        gradient, metrics = slope(self.context, self.rollout, clean, rows)
+        if self.route.noised:
+            for k in self.route.trained:
+                x = self._noised(clean, k, rows, "noised_sample", k)
+                yield GradientBatch(x, self._at(k, rows), cond, gradient, metrics, clean)
+            return
+        draws, share = method.redrawn, 1 / (1 + method.redrawn)
         places = {k: sent(self.kept[k].x[rows], device) for k in self.route.trained}
-        gradient, metrics = self._slope(clean, rows)
         if self.weights is not None:
             weight = sent(self.weights[rows], device)
             gradient, metrics = expand(weight, gradient) * gradient, {**metrics, "reward_gradient/leap_weight": weight}
         yield from self._steps(share * gradient, metrics, places, self.links, cond)
         for draw in range(draws):
             x, clean = self._redrawn(rows, draw, cond)
-            gradient, metrics = self._slope(clean, rows)
+            gradient, metrics = slope(self.context, self.rollout, clean, rows)
             yield from self._steps(share * gradient, metrics, {self.route.end: x}, self.links[:1], cond)
 
-    def _cond(self, rows: Tensor) -> Condition:
-        return self.rollout.cond.index(self.rollout.rows[rows])
-
-    def _slope(self, clean: Tensor, rows: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The rewards' gradient at clean latents of some samples, with its metrics."""
-        climb, rollout = self.context.climb, self.rollout
-        assert climb is not None
-        prompts = [rollout.prompts[rollout.samples.ids[row].slot] for row in rows.tolist()]
-        slope = climb(clean, rollout.cond, rollout.rows[rows], prompts)
-        size = slope.gradient.flatten(1).norm(dim=1)
-        return slope.gradient, {
-            "reward_gradient/value": slope.value.nan_to_num(),
-            "reward_gradient/norm": size,
-            "reward_gradient/flat_share": (size == 0).float(),
-            "reward_gradient/saturated_share": slope.saturated,
-        }
+    def _at(self, k: int, rows: Tensor) -> Step:
+        """Step k of as many samples."""
+        return self.plan.steps(torch.full((len(rows),), k), self.adapter.process, self.context.world.device)
 
     def _steps(
         self,
@@ -143,26 +147,24 @@ class GradientBatches(Work):
         cond: Condition,
     ) -> Iterator[GradientBatch]:
         """The forwards of the trained steps, at the latents `places`."""
-        policy, count = self.context.networks.policy, len(gradient)
-
-        def at(k: int) -> Step:
-            return self.plan.steps(torch.full((count,), k), self.adapter.process, gradient.device)
+        policy = self.context.networks.policy
 
         def product(k: int, c: Tensor) -> Tensor:
-            x, size = places[k].clone().requires_grad_(), c.abs().amax().clamp(min=1e-30)
-            # What is small would vanish in half precision.
-            return size * torch.autograd.grad(policy.output(x, at(k), cond).float(), x, c / size)[0]
+            return transposed(lambda x: policy.output(x, self._at(k, c), cond).float(), places[k], c)
 
         for k, c in pulled_back(gradient, links, self.route.trained, product):
-            yield GradientBatch(places[k], at(k), cond, c, metrics)
+            yield GradientBatch(places[k], self._at(k, c), cond, c, metrics)
 
     @torch.no_grad()
     def _redrawn(self, rows: Tensor, draw: int, cond: Condition) -> tuple[Tensor, Tensor]:
         """The predictions at the end of the route noised again to its noise level, and the predictions from there."""
-        k, samples, device = self.route.end, self.rollout.samples, self.context.world.device
-        keys = [(self.iteration.number, i.slot, i.sample, draw) for i in (samples.ids[row] for row in rows.tolist())]
-        eps = sent(normal(samples.x0.shape[1:], self.context.seed, "redrawn_end", keys), device)
-        step = self.plan.steps(torch.full((len(rows),), k), self.adapter.process, device)
-        x0_hat = sent(self.kept[k].x0_hat[rows], device)
-        x = expand(step.alpha, eps) * x0_hat + expand(step.sigma, eps) * eps
-        return x, self.context.networks.policy.predict(x, step, cond).x0_hat
+        k = self.route.end
+        x = self._noised(sent(self.kept[k].x0_hat[rows], self.context.world.device), k, rows, "redrawn_end", draw)
+        return x, self.context.networks.policy.predict(x, self._at(k, rows), cond).x0_hat
+
+    def _noised(self, clean: Tensor, k: int, rows: Tensor, purpose: str, draw: int) -> Tensor:
+        """Clean latents of the samples `rows` at the noise level of step k, [M, ...]."""
+        ids, step = [self.rollout.samples.ids[row] for row in rows.tolist()], self._at(k, rows)
+        keys = [(self.iteration.number, i.slot, i.sample, draw) for i in ids]
+        eps = sent(normal(clean.shape[1:], self.context.seed, purpose, keys), clean.device)
+        return expand(step.alpha, eps) * clean + expand(step.sigma, eps) * eps

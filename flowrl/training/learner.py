@@ -48,9 +48,8 @@ class Learner:
             sums: receives the metrics.
             gate: dtype of the network if the parity gate is to be passed first, else None.
 
-        Raises:
-            ConfigError: in deterministic mode, naming an operation that is not.
-            Diverged, ParityError: as their messages say.
+        Raises ConfigError: in deterministic mode, naming an operation that is not; Diverged, ParityError: as their
+        messages say.
         """
         with strict():
             self._updates(Iteration(iteration, rollout, credit, sums), gate)

@@ -229,9 +229,7 @@ class Drawing:
     def __call__(self) -> Draw:
         """The samples.
 
-        Raises:
-            Abandoned, Diverged, RewardError: on all processes.
-            Elsewhere: another process failed otherwise.
+        Raises Abandoned, Diverged, RewardError: on all processes; Elsewhere: another process failed otherwise.
         """
         try:
             # The forwards of a network that is split are no work of one process alone.

@@ -81,9 +81,8 @@ class World:
     def together(self, work: Callable[[], T], errors: tuple[type[Exception], ...] = (Exception,)) -> list[T]:
         """Do something on every process; the results of all, by rank. `work` itself must not wait for others.
 
-        Raises:
-            Exception: what `work` raised here.
-            Elsewhere: it raised one of `errors` on another process, and not here.
+        Raises Exception: what `work` raised here; Elsewhere: it raised one of `errors` on another process, and not
+        here.
         """
         result, error = None, None
         try:
@@ -99,9 +98,8 @@ class World:
     def agree(self, work: Callable[[], T]) -> list[T]:
         """`together` for errors that a user can mend: if one process has such an error, all stop with it.
 
-        Raises:
-            ConfigError, ValueError, RewardError, CheckpointError: what `work` raised here.
-            ConfigError: it raised one of them on another process.
+        Raises ConfigError, ValueError, RewardError, CheckpointError: what `work` raised here; ConfigError: it raised
+        one of them on another process.
         """
         try:
             return self.together(work, (ValueError, RewardError, CheckpointError))
@@ -217,9 +215,8 @@ def unused_accelerator() -> str | None:
 def join() -> World:
     """Join the group of torchrun, accelerate or `--processes`; a single process otherwise.
 
-    Raises:
-        ConfigError: more processes on this machine than GPUs.
-        LaunchError: WORLD_SIZE and accelerate's number of processes differ (some launchers silently run one).
+    Raises ConfigError: more processes on this machine than GPUs; LaunchError: WORLD_SIZE and accelerate's number of
+    processes differ (some launchers silently run one).
     """
     from accelerate import PartialState
 

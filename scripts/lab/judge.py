@@ -33,7 +33,9 @@ NUMBERS, IMAGE, PAGE = PAGES / "judge.json", PAGES / "judge.svg", PAGES / "judge
 JUDGE, GOLD = "judge", "shapes_strict"
 POLICY = "flow_grpo"
 """The recipe that the others are compared with."""
-COLORS = {POLICY: "#2e6f95", "draft": "#d1495b", "refl": "#b07aa1", "draft_anchored": "#7a9e3f"}
+COLORS = {POLICY: "#2e6f95", "draft": "#d1495b", "refl": "#b07aa1", "draft_anchored": "#7a9e3f"} | {
+    "adjoint_matching": "#e0a458"
+}
 BACKWARD = 2
 """Evaluations that a backward pass counts as."""
 

@@ -26,6 +26,7 @@ OWN: dict[str, dict[str, Any]] = {"mix_grpo_flash": {"shift": 1.0}}
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adjoint_matching+efficient": ("adjoint_matching", {"form": "efficient"}),
     "flow_dppo+project": ("flow_dppo", {"outside": "project"}),
     "flow_grpo+none": ("flow_grpo", {"surrogate": "none"}),
     "flow_grpo+preserve": ("flow_grpo", {"surrogate": "preserve", "clip_range": [1e-6, 2e-6]}),

@@ -22,8 +22,7 @@ _OF_ALIGNPROP = ("log_image_freq", "truncated_backprop_rand", "truncated_backpro
 def read(place: str) -> Source:
     """A command line (.sh), a YAML file of options, or a .py file with one DDPOConfig(...) or AlignPropConfig(...).
 
-    Raises:
-        ConfigError: it is none of them.
+    Raises ConfigError: it is none of them.
     """
     file = Path(place)
     text = read_text(file, str(file))

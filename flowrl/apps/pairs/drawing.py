@@ -230,9 +230,7 @@ def _tally(used: Sequence[Group], kept: Sequence[Group]) -> dict[str, int]:
 def make(resolved: Resolved, wanted: Wanted, out: Path) -> Done:
     """Fill the folder `out`, or go on filling it, with the processes of this group; the state that it has then.
 
-    Raises:
-        ConfigError, ModelError, RewardError: something the user can mend.
-        Stopped: a signal came.
+    Raises ConfigError, ModelError, RewardError: something the user can mend; Stopped: a signal came.
     """
     check(resolved, wanted)
     world, lock = join(), RunFolder(out, "--out")

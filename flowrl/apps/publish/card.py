@@ -34,9 +34,7 @@ def write_card(run: Path, folder: Path, layout: Layout) -> Path:
         folder: of the weights.
         layout: of the weights.
 
-    Raises:
-        ConfigError: the run folder is damaged.
-        WriteError: the disk is full or not writable.
+    Raises ConfigError: the run folder is damaged; WriteError: the disk is full or not writable.
     """
     file = folder / FILE
     write_atomically(file, card(load_run(run), folder, layout))

@@ -66,8 +66,7 @@ class Service:
     async def score(self, body: bytes) -> bytes:
         """The answer; the same one again, from memory or from the work going on, for a request that is repeated.
 
-        Raises:
-            Refusal: 409 another request has this id, and all that `parse_request` and `Batcher.score` refuse.
+        Raises Refusal: 409 another request has this id, and all that `parse_request` and `Batcher.score` refuse.
         """
         request = parse_request(body, self.limits, self.batchers)
         digest = hashlib.blake2b(body, digest_size=16).digest()
@@ -99,8 +98,7 @@ class Service:
 async def read_body(request: fastapi.Request, service: Service) -> bytes:
     """The body, refused at the byte that is too many.
 
-    Raises:
-        Refusal: 413 too large, 408 too slow, 415 no plain JSON, 503 too much is being read already.
+    Raises Refusal: 413 too large, 408 too slow, 415 no plain JSON, 503 too much is being read already.
     """
     limits, kind = service.limits, request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # A page in a browser can post anything but this to a server on its user's machine without being asked.

@@ -84,8 +84,7 @@ class Batcher:
     async def start(self) -> None:
         """Start all workers.
 
-        Raises:
-            WorkerFailed: the reward cannot be built.
+        Raises WorkerFailed: the reward cannot be built.
         """
         answers = await asyncio.gather(*(runner.start() for runner in self.runners), return_exceptions=True)
         for one in answers:
@@ -106,8 +105,7 @@ class Batcher:
     async def score(self, items: Sequence[Item]) -> list[Result]:
         """Results of the items, in their order.
 
-        Raises:
-            Refusal: 503 too many are waiting, 504 no answer in time.
+        Raises Refusal: 503 too many are waiting, 504 no answer in time.
         """
         if len(self._queue) + len(items) > self.limits.waiting:
             text = f"{len(self._queue)} samples are waiting for {self.name!r}; try again, or another server"

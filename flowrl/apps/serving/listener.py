@@ -98,8 +98,7 @@ async def run(
 ) -> None:
     """Start the workers, serve until a signal or `should_exit`, finish what was begun, end the workers.
 
-    Raises:
-        WorkerFailed: a reward cannot be built.
+    Raises WorkerFailed: a reward cannot be built.
     """
     batchers: Mapping[str, Batcher] = service.batchers
     async with contextlib.AsyncExitStack() as stack:

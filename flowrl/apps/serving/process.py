@@ -94,8 +94,7 @@ class Worker:
     async def start(self) -> dict[str, Any]:
         """Start the process and wait for its reward.
 
-        Raises:
-            WorkerFailed: it cannot be built, or not in time.
+        Raises WorkerFailed: it cannot be built, or not in time.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -119,8 +118,7 @@ class Worker:
     async def run(self, items: Sequence[Item]) -> list[Result]:
         """Results of the items, in their order.
 
-        Raises:
-            WorkerDied: the process ended.
+        Raises WorkerDied: the process ended.
         """
         return await self._ask(pack_items(list(items)))
 

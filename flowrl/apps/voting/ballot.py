@@ -66,9 +66,7 @@ class Ballot:
     def ask(self, voter: str) -> dict[str, Any]:
         """What the page of a voter shows: the pair that was open, or the next one.
 
-        Raises:
-            Refusal: the name cannot be used, or voting has ended.
-            WriteError: the copies could not be written.
+        Raises Refusal: the name cannot be used, or voting has ended; WriteError: the copies could not be written.
         """
         with self._lock:
             return self._state(self._voter(voter))
@@ -118,9 +116,8 @@ class Ballot:
     def undo(self, voter: str) -> dict[str, Any]:
         """Take back the voter's last answer, and show its pair again.
 
-        Raises:
-            Refusal: there is none, it was counted, or voting has ended.
-            WriteError: it could not be written, and the vote still counts.
+        Raises Refusal: there is none, it was counted, or voting has ended; WriteError: it could not be written, and the
+        vote still counts.
         """
         with self._lock:
             name = self._voter(voter)

@@ -63,9 +63,7 @@ def content(images: Sequence[Image]) -> int:
 def image_arguments(pipeline: Any, images: Sequence[Image], call: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the pipeline's own call for the images of one prompt; `call` has those of the size, if any.
 
-    Raises:
-        ModelError: too few images, or too many.
-        ValueError: an image that is no frame of this size.
+    Raises ModelError: too few images, or too many; ValueError: an image that is no frame of this size.
     """
     network, family = next(iter(find_networks(pipeline).values())), family_of(pipeline)
     size = None

@@ -53,9 +53,7 @@ class Data:
     def embed(self, resolved: Resolved, adapter: ModelAdapter, world: World) -> tuple[Texts | None, Texts]:
         """(embeddings of the previews, if there are any; those of the run), once the model is on its device.
 
-        Raises:
-            ModelError: the model cannot encode the given images.
-            ConfigError, WriteError: as of `embedded`.
+        Raises ModelError: the model cannot encode the given images; ConfigError, WriteError: as of `embedded`.
         """
         if self.images:
             require_encoder(adapter)

@@ -75,9 +75,7 @@ def turn(folder: Path) -> Generator[None]:
 def put(folder: Path, question: Question) -> Closed | None:
     """Ask a question; its scores where the same one was closed before.
 
-    Raises:
-        WriteError: it could not be written.
-        ConfigError: a file of it is damaged.
+    Raises WriteError: it could not be written; ConfigError: a file of it is damaged.
     """
     file = _file(folder, question.iteration, question.slot)
     with turn(folder):

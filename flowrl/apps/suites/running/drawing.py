@@ -47,9 +47,8 @@ class Drawing:
     def __call__(self, samples: Sequence[tuple[Item, int]]) -> Tensor:
         """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 on the CPU, of samples.
 
-        Raises:
-            ConfigError: the pipeline refuses its arguments, or makes videos for a suite of images, or the reverse.
-            ModelError: an image with NaN.
+        Raises ConfigError: the pipeline refuses its arguments, or makes videos for a suite of images, or the reverse;
+        ModelError: an image with NaN.
         """
         generators = [torch.Generator().manual_seed(seed_of(self.base_seed, item.id, k)) for item, k in samples]
         # Arguments that a pipeline wants once for each prompt.

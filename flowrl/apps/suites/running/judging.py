@@ -32,9 +32,8 @@ class RewardJudge:
         items: all of them are checked before anything is loaded.
         batch_size: images handed to a reward at once.
 
-    Raises:
-        ConfigError: a prompt that a reward cannot judge, or rewards that do not go together.
-        RewardError: a reward that cannot be built.
+    Raises ConfigError: a prompt that a reward cannot judge, or rewards that do not go together; RewardError: a reward
+    that cannot be built.
     """
 
     def __init__(self, plans: Sequence[RewardPlan], suite: Suite, items: Sequence[Item], batch_size: int = 16) -> None:

@@ -93,9 +93,7 @@ def judge_pairs(
 class PairJudge:
     """A reward that compares two images, as `--pair-judge`; its weights are loaded here.
 
-    Raises:
-        ConfigError: a reward that judges one image at a time.
-        RewardError: a reward that cannot be built.
+    Raises ConfigError: a reward that judges one image at a time; RewardError: a reward that cannot be built.
     """
 
     def __init__(self, plan: RewardPlan) -> None:
