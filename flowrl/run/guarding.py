@@ -29,6 +29,7 @@ from flowrl.run.folder import RunFolder
 from flowrl.run.session import Session
 from flowrl.run.state import Saver, load, write_adapter
 from flowrl.run.status import GUARDED, SUMMARY
+from flowrl.scoring.weighted import WeightedReward
 
 LEAST = 4
 """Distinct prompts of an evaluation below which half of them say nothing."""
@@ -47,6 +48,10 @@ def refuse_guarded(folder: Path, guard: GuardConfig) -> None:
             remedies=[Remedy({"guard.mode": "warn"}), Remedy({"guard.mode": "off"})],
         )
     log.info("%s It goes on from there, and the guard does not end it again", ended)
+
+
+def _scored(entry: WeightedReward) -> Scored:
+    return Scored.of(entry.reward.card.outputs, entry)
 
 
 class Guarding:
@@ -81,7 +86,7 @@ class Guarding:
         if guard.mode in ("off", False) or not config.eval.every or scorers.watched is None:
             return None, True
         own = () if scorers.trained is None else scorers.trained.evaluated
-        scored = [Scored.of(entry.reward.card.outputs, entry) for entry in scorers.watched.entries]
+        scored = [_scored(entry) for entry in scorers.watched.entries]
         trained, evaluated = scored[: len(own)], scored[len(own) :]
         require_watched(guard, trained, evaluated)
         watched = watched_outputs(trained, evaluated)
