@@ -34,7 +34,9 @@ JUDGE, GOLD = "judge", "shapes_strict"
 POLICY = "flow_grpo"
 """The recipe that the others are compared with."""
 COLORS = {POLICY: "#2e6f95", "draft": "#d1495b", "refl": "#b07aa1", "draft_anchored": "#7a9e3f"} | {
-    "adjoint_matching": "#e0a458"
+    "adjoint_matching": "#e0a458",
+    "leap_align": "#17a2a2",
+    "flowbp": "#4c4c4c",
 }
 BACKWARD = 2
 """Evaluations that a backward pass counts as."""
