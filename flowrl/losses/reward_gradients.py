@@ -97,8 +97,8 @@ def _clock(plan: StepPlan, process: Process, place: int | None) -> tuple[float, 
     if place is None:
         return 0.0, 1.0
     sigma, alphas = plan.schedule.sigmas[place], plan.schedule.alphas
-    alpha = process.alpha(sigma) if alphas is None else alphas[place]
-    return (float(sigma), 1.0) if isinstance(process, FlowProcess) else (float(sigma / alpha), float(alpha))
+    alpha = max(float(process.alpha(sigma) if alphas is None else alphas[place]), 1e-3)  # 0 at terminal SNR 0
+    return (float(sigma), 1.0) if isinstance(process, FlowProcess) else (float(sigma) / alpha, alpha)
 
 
 def _leap(

@@ -279,6 +279,19 @@ def test_a_leap_of_a_noise_process_lands_where_eps_is_a_polynomial_of_its_time(k
             assert found[k].keep == 1
 
 
+def test_a_grid_that_begins_at_alpha_0_has_long_steps_and_their_misses():
+    sigmas = torch.tensor([1.0, 0.8, 0.6, 0.0])
+    plan, process = solver_plan(Schedule(sigmas, 1000 * sigmas[:-1])), VPProcess()
+    found = links(plan, process, "v", Route(2, (1, 0), leaps=((1,), (0,))))
+    assert [(link.keep, link.gain) for link in found] == [
+        pytest.approx((0.6, -0.8), abs=1e-6),
+        pytest.approx((0.8, -0.6), abs=1e-6),
+    ]
+    x, x0_hat = torch.ones(1, 1), torch.full((1, 1), 0.25)
+    kept = {0: Kept(x, x0_hat), 1: Kept(0.6 * x0_hat + 0.8 * x, x0_hat)}  # by DDIM from the first
+    assert float(misses(plan, process, Route(2, (1, 0), leaps=((1,), (0,))), kept, x0_hat).max()) < 2e-3
+
+
 # ---- drawn steps
 
 
