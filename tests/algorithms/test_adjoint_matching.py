@@ -241,7 +241,23 @@ def test_at_strength_0_the_adjoint_is_0_and_the_untouched_network_the_minimum():
     assert float(loss.detach()) == 0
     assert all(not g.any() for g in gradient_of(session.adapter.network).values())
     nudge(session.adapter.network)
-    assert float(session.algorithm.loss(batch, session.networks).loss.detach()) > 0
+    # Elsewhere twice the KL of the steps, whose own is a mean over the WIDE values.
+    own, reference = session.networks.transition(batch), session.networks.frozen("reference", batch)
+    expected = 2 * WIDE * own.kl(reference).sum()
+    assert_close(session.algorithm.loss(batch, session.networks).loss, expected, rtol=1e-5, atol=0)
+
+
+def test_the_first_step_down_the_loss_moves_the_data_with_the_reward():
+    for options in ({}, {"form": "efficient"}):
+        session = chain(Exact((0.0,), 1.0), **options)
+        if options:
+            _, batch = efficient(session.adapter.network, torch.zeros(8), 0.5)
+        else:
+            batch = batch_of(prepared(session, linear))
+        session.algorithm.loss(batch, session.networks).loss.backward()
+        means = session.adapter.network.get_parameter("means").grad
+        assert means is not None
+        assert float(means) < 0
 
 
 def test_a_loss_above_its_bound_has_no_gradient_and_is_counted():
