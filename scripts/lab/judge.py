@@ -22,7 +22,7 @@ from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import interval
 from scripts.lab import runs
 from scripts.lab.cells import Cells, Job, load, run_missing
-from scripts.lab.page import commit_name, percent, row, table
+from scripts.lab.page import commit_name, diversity, percent, row, table
 from scripts.lab.proxy import arguments
 from scripts.lab.recipes import ROOT, read_recipe
 from scripts.lab.videos import SEEDS
@@ -144,6 +144,8 @@ clean latents; `shapes_strict` is only evaluated, on all 512 held-out captions x
 
 - *best*: strict accuracy at the best evaluation less the base's, chosen on one half of the captions and measured on the
   other, both ways, with a 95 % bootstrap interval over captions.
+- *diversity*: at the end less the base's, of `eval.diversity`: log det of the colours' similarity of four samples, mean
+  of 128 held-out captions.
 - *to Flow-GRPO's judge*: the evaluations after which the judge stands where it stands at the end of Flow-GRPO with the
   same seed, as a share of Flow-GRPO's.
 """
@@ -163,7 +165,7 @@ def page(cells: Cells) -> str:
     if cells:
         lines += [f"![judge and strict verifier against evaluations and seconds]({IMAGE.name})", ""]
     lines += table(
-        *("recipe", "seed", "judge, base -> end", "strict: base", "best (at iterations)", "end - base"),
+        *("recipe", "seed", "judge, base -> end", "strict: base", "best (at iterations)", "end - base", "diversity"),
         *("evaluations", "to Flow-GRPO's judge", "CPU seconds", "commit"),
     )
     for name in recipes():
@@ -178,6 +180,7 @@ def page(cells: Cells) -> str:
                     *(name, seed, f"{first[JUDGE]:.2f} -> {last[JUDGE]:.2f}", f"{100 * first[GOLD]:.1f}"),
                     f"{percent(at['gain'], '+')} ({chosen})",
                     percent(cell["summary"]["difference"][GOLD], "+"),
+                    diversity(cell["summary"]),
                     f"{last['evaluations']:,.0f}",
                     share_to_reach(cell, cells.get(f"{POLICY}/{seed}")),
                     f"{last['cpu_seconds']:.0f}",

@@ -33,7 +33,8 @@ differences; *lowest lower end* is that of the seeds' own intervals over caption
 CELLS = """\
 A row says which commit it was measured at; `+` after it: with uncommitted changes. `docs/lab/results.json` has its date
 and processor too, where they were recorded. The best CFG of base and tuned is chosen on training captions; *old rule*:
-the base's alone, on the judged captions. Does today's code still give these numbers? `python -m scripts.lab --check`
+the base's alone, on the judged captions. *Diversity* is that of four samples of a caption, at the end less the base's
+(`eval.diversity`; `-`: an older cell). Does today's code still give these numbers? `python -m scripts.lab --check`
 starts seed 0 of six recipes anew and compares the base's accuracy (to 1e-6) and every metric of the first three
 iterations (to a relative 1e-5) with those recorded: evaluation, sampling, reward, credit, loss, gradient and the first
 updates. It does not see what shows later: the averaged weights (EMA) that the tuned model is evaluated with, the
@@ -165,11 +166,17 @@ def at_best(entry: Entry, values: dict) -> str:
     return f"{percent(gain[entry.metric], '+')} at {scale:g}"
 
 
+def diversity(summary: dict[str, Any]) -> str:
+    """What training changed of the diversity inside a caption, with its interval."""
+    change = summary.get("diversity", {}).get("difference")
+    return "-" if change is None else f"{change['mean']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]"
+
+
 def cell_row(entry: Entry, seed: int) -> str:
     """One seed of a recipe."""
     cell = entry.cells[seed]
     if cell is None:
-        return row(entry.name, seed, *[""] * 9, "not run")
+        return row(entry.name, seed, *[""] * 10, "not run")
     values = cell["summary"]
     rival, spent = values["base_best_guidance"], values["evaluations"]
     return row(
@@ -180,6 +187,7 @@ def cell_row(entry: Entry, seed: int) -> str:
         percent(values["tuned"][entry.metric]),
         percent(values["difference"][entry.metric], "+"),
         at_best(entry, values),
+        diversity(values),
         values["iterations"],
         f"{spent['rollout']:.2f} + {spent['train']:.2f}",
         cpu_seconds([values]),
@@ -350,7 +358,7 @@ def page(entries: list[Entry], more: list[str]) -> str:
     lines += ["", "## Every cell", "", CELLS]
     lines += table(
         *("recipe", "seed", "base", "base, best CFG", "tuned", "difference", "difference, each at its best CFG"),
-        *("iterations", "evaluations", "CPU seconds", "seconds", "commit"),
+        *("diversity", "iterations", "evaluations", "CPU seconds", "seconds", "commit"),
     )
     # A recipe without any cell stands in the first tables alone.
     lines += [cell_row(entry, seed) for entry in entries if entry.summaries for seed in entry.cells]

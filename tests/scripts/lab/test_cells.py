@@ -456,7 +456,7 @@ def test_the_page_and_the_file_of_results_are_written(lab, monkeypatch):
         == "`configs/quickstart.yaml`, six steps:\n+10.0 to +20.0 points; `configs/x.yaml` +1.0 to +2.0"
     )
     assert "| 50 | 5.00 + 0.10 | 190 | 100 | `01234567+` |" in lab.PAGE.read_text()
-    assert "| quickstart | 2 |  |  |  |  |  |  |  |  |  | not run |" in lab.PAGE.read_text()
+    assert "| quickstart | 2 |  |  |  |  |  |  |  |  |  |  | not run |" in lab.PAGE.read_text()
 
 
 def test_a_row_says_by_which_rule_the_best_guidance_was_found():
