@@ -1,9 +1,9 @@
 """`flowrl serve`: rewards over HTTP, for runs on other machines or in other environments."""
 
+import importlib.util
 import ipaddress
 import os
 import signal
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def command(
     from flowrl.apps.command_line import reward_entries
     from flowrl.apps.serving.messages import Limits
 
-    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"flowrl serve needs a package that is not installed ({missing[0]})",
