@@ -55,6 +55,7 @@ ROLES = [
 ]
 
 OWN_SAMPLER = {
+    "adjoint_matching": "ddim",
     "branch_grpo": "dance_sde",
     "dance_grpo": "dance_sde",
     "ddpo": "ddim",
@@ -98,5 +99,6 @@ def test_a_run_that_names_no_sampler_has_the_one_of_the_method():
     assert {name: sampler for name, sampler in found.items() if sampler != "flow_sde"} == OWN_SAMPLER
     (text,) = (option.about for option in option_texts(RolloutConfig) if option.name == "sampler")
     for sampler in OWN_SAMPLER.values():
-        names = " and ".join(name for name, own in OWN_SAMPLER.items() if own == sampler)
+        *others, last = [name for name, own in OWN_SAMPLER.items() if own == sampler]
+        names = f"{', '.join(others)} and {last}" if others else last
         assert f"{sampler} for {names}" in text
