@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from flowrl.apps.gallery import build
+from flowrl.apps.gallery.builder import render
 from flowrl.apps.gallery.charts import Point, Style, front
 from flowrl.apps.gallery.compare import wall
 from flowrl.apps.gallery.compare.configurations import differences
@@ -107,6 +108,12 @@ def test_the_table_has_every_run_the_best_first_and_more_than_three_have_no_part
     assert not [one for one in page.ids if one.startswith("run-")]
     assert {"comparison", "m0-seeds", "m0-curves", "m0-costs", "compare-config", "compare-images"} <= set(page.ids)
     assert "It is not finished: iteration 4 is in the place of the tuned model" in page.text("dd")
+
+
+def test_runs_whose_files_differ_are_listed_each_by_its_own_metric(folders, tmp_path):
+    listed = render([load_run(folder) for folder in folders[:2]], OnDisk(tmp_path), alike=False)
+    (table,) = re.findall(r'<table class="wide results" id="comparison">.*?</table>', listed, re.DOTALL)
+    assert table.count('data-label="Primary metric" class="left">brightness<') == 2
 
 
 def test_a_run_is_not_compared_with_itself(folders, tmp_path):

@@ -35,7 +35,7 @@ def test_no_page_has_a_table_of_options_by_hand():
 def test_a_shared_mapping_is_one_row_with_what_differs():
     options = list(option_texts(registry.load("algorithms", "ddpo").Config))
     row = next(one for one in option_tables.folded(options) if one.name == "advantages")
-    assert row.default == "{name: batch, eps: 1e-06, history: {buffer_size: 16, min_count: 16}}"
+    assert row.default == "{name: batch, eps: 1e-06, history: {buffer_size: 16, min_count: 16, decay: null}}"
     lag = [
         OptionText(f"old.{key}", "", default, "") for key, default in option_tables.own(option_tables.LagConfig).items()
     ]
