@@ -5,7 +5,7 @@ import math
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -281,12 +281,13 @@ def test_epochs_of_labelled_pictures_are_told_of_each_class(folder):
 
     def epochs(method: str) -> dict[str, float]:
         found = given(folder, method, per_iteration=12)
-        collector: Any = SimpleNamespace(config=SimpleNamespace(data=found.options), given=found)
-        return PairCollector._epochs(collector)
+        collector: Any = SimpleNamespace(given=found)
+        rollout, credit = cast("Any", None), cast("Any", SimpleNamespace(dead=torch.zeros(1, dtype=torch.bool)))
+        return PairCollector.metrics_row(collector, rollout, credit)
 
     expected = {"pairs/liked_epochs_per_iteration": 1.6, "pairs/disliked_epochs_per_iteration": 0.4}
-    assert epochs("diffusion_kto") == pytest.approx(expected)
-    assert epochs("diffusion_dpo") == {"pairs/epochs_per_iteration": 2.0}
+    assert epochs("diffusion_kto") == pytest.approx({"pairs/unreadable": 0} | expected)
+    assert epochs("diffusion_dpo") == {"pairs/unreadable": 0, "pairs/epochs_per_iteration": 2.0}
 
 
 def test_the_chosen_image_of_a_graded_pair_has_its_margin_as_reward(folder):
