@@ -248,14 +248,15 @@ def test_at_strength_0_the_adjoint_is_0_and_the_untouched_network_the_minimum():
 
 
 def test_the_first_step_down_the_loss_moves_the_data_with_the_reward():
-    for options in ({}, {"form": "efficient"}):
-        session = chain(Exact((0.0,), 1.0), **options)
-        if options:
-            _, batch = efficient(session.adapter.network, torch.zeros(8), 0.5)
+    for form in ("exact", "efficient"):
+        network = Exact((0.0,), 1.0)
+        session = chain(network, form=form)
+        if form == "efficient":
+            _, batch = efficient(network, torch.zeros(8), 0.5)
         else:
             batch = batch_of(prepared(session, linear))
         session.algorithm.loss(batch, session.networks).loss.backward()
-        means = session.adapter.network.get_parameter("means").grad
+        means = network.get_parameter("means").grad
         assert means is not None
         assert float(means) < 0
 

@@ -142,7 +142,8 @@ def test_lagrange_is_autograd_through_the_published_composition(monkeypatch, pai
     monkeypatch.setattr(flowbp.Config, "pair", lambda *_: pair)
     route = flowbp.build(config).route(T, 1, 0)
     found, _ = by_coefficients(network, rollout, route)
-    same(found, published_leaps(network, rollout, *pair, 0.1, 3, rescale), network)
+    k, j = pair
+    same(found, published_leaps(network, rollout, k, j, 0.1, 3, rescale), network)
 
 
 def test_lagrange_of_order_1_is_leap_align():

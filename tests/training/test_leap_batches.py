@@ -5,12 +5,18 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.losses.reward_gradients import levers
+from flowrl.algorithms.base import GradientMethod
+from flowrl.losses.reward_gradients import Route, levers
 from flowrl.run.session import Session
 from tests.training.test_gradient_batches import apart, gradient_of, open_session
 
 LEAP = "algorithm={name: leap_align, rho: 0.4, tau: %s, decoded_at_once: 1}"
 JUDGE = "rewards=[{name: latent_judge, model: tiny-judge}]"
+
+
+def route_of(session: Session, reach: int) -> Route:
+    assert isinstance(session.method, GradientMethod)
+    return session.method.route(reach, 1, 0)
 
 
 def slope(session: Session, clean: Tensor) -> Tensor:
@@ -44,7 +50,8 @@ def composed(session: Session, rho: float) -> tuple[dict[str, Tensor], Tensor]:
 def test_two_leaps_give_the_gradient_of_the_whole_graph_in_any_batches_and_weigh_their_samples():
     with open_session(JUDGE, LEAP % 0.1) as session:
         reach = levers(session.roll_out(1).plan.schedule)
-        assert session.method.route(reach, 1, 0).end not in session.method.route(reach, 1, 0).trained
+        route = route_of(session, reach)
+        assert route.end not in route.trained
         expected, weights = composed(session, 0.4)
         found = gradient_of(session)
         assert apart(found, expected) < 1e-4
@@ -76,8 +83,9 @@ def test_on_a_judge_of_latents_a_step_trains_the_policy_alone_by_each_rule(rule)
         assert judge is not None
         row = session.step(1)
         assert row["grad/norm"] > 0
-        assert row["nfe/train"] >= len(session.method.route(3, 1, 0).trained)
+        assert row["nfe/train"] >= len(route_of(session, 3).trained)
         assert ("reward_gradient/leap_weight" in row) == ("lagrange" in rule)
+        assert judge.network is not None
         tensors = [*judge.network.parameters()]
         assert tensors
         assert all(p.grad is None and not p.requires_grad for p in tensors)
