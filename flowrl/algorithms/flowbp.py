@@ -83,10 +83,8 @@ class FlowBp(GradientMethod[Config]):
         """`count` of the steps from `start` to before `stop`, or all, late to early."""
         if start == stop:
             return ()
-        weight, draws = (
-            np.linspace(0, 1, stop - start + 1)[1:] ** self.config.bias,
-            stream(seed, "steps", iteration, start),
-        )
+        weight = np.linspace(0, 1, stop - start + 1)[1:] ** self.config.bias
+        draws = stream(seed, "steps", iteration, start)
         chosen = draws.choice(stop - start, min(count, stop - start), replace=False, p=weight / weight.sum())
         return tuple(sorted((start + chosen).tolist(), reverse=True))
 
