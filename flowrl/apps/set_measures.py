@@ -38,7 +38,7 @@ def lines(base: Path, tuned: Path, features: str) -> list[str]:
 
     Raises ConfigError: too few images, or one that was selected by a score.
     """
-    before, after = _features(base, features), _features(tuned, features)
+    before, after = features_of(base, features), features_of(tuned, features)
     seed = min(1, len(before) - 1)
     real, made = before[seed], after[0]
     pairs = [("tuned", made)] + ([("base with another seed", before[0])] if seed else [])
@@ -55,7 +55,7 @@ def lines(base: Path, tuned: Path, features: str) -> list[str]:
     return result
 
 
-def _features(folder: Path, name: str) -> np.ndarray:
+def features_of(folder: Path, name: str) -> np.ndarray:
     """Features [S, N, D] of the images of the seeds that each of N prompts has, one seed at least."""
     by_seed = [sorted(folder.glob(f"*-{seed}.png")) for seed in range(len(list(folder.glob("00000-*.png"))) or 1)]
     full = [row for row in by_seed if len(row) == len(by_seed[0])]

@@ -23,8 +23,10 @@ from typing import Any
 import numpy as np
 import yaml
 
+from flowrl.apps.set_measures import features_of
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import interval
+from flowrl.statistics.sets import kid, precision_recall, vendi
 from scripts.lab import runs
 from scripts.lab.cells import Cells, Job, load, run_missing
 from scripts.lab.page import METRIC, commit_name, percent, row, table
@@ -35,9 +37,11 @@ NUMBERS, PAGE = ROOT / "docs" / "lab" / "rules.json", ROOT / "docs" / "concepts"
 PAIRS = "runs/pairs-shapes"
 KEPT = ("reward/group_std", "advantage/dead_group_share", "policy/clip_fraction")
 """Metrics of which a cell keeps the means over the first and the last fifth of the iterations."""
-SUMMARY = ("seconds", "cpu_seconds", "load", "parts", "iterations", "difference", "diversity")
+SUMMARY = ("seconds", "cpu_seconds", "load", "parts", "iterations", "difference", "diversity", "best_of")
 MANY = 4
 """Images of which the best counts."""
+SETS, FEATURES = 256, "tiny-clip"
+"""Captions of a set of images along a run, one image each, and what the images are compared by."""
 Cell = dict[str, Any]
 
 
@@ -58,6 +62,8 @@ class Row:
     """Whether it is read from the lab's run folder of its recipe and seed, and not trained."""
     shows: tuple[str, ...] = ()
     """Further columns of the study's table, of COLUMNS."""
+    way: bool = False
+    """Whether measures of sets are kept of every evaluation, whose images must be saved."""
 
 
 def rows() -> dict[str, list[Row]]:
@@ -108,7 +114,7 @@ def run_cell(own: Row, seed: int) -> Cell:
         runs.run_cell(runs.Run(name, recipe, seed, own.words, processes=1))
     elif not (folder / "summary.json").is_file():
         raise runs.Failed(f"{folder} is no finished run; python -m scripts.lab {own.recipe} --seeds {seed} makes it")
-    return kept(folder)
+    return kept(folder) | ({"way": along(folder)} if own.way else {})
 
 
 def kept(folder: Path) -> Cell:
@@ -119,6 +125,27 @@ def kept(folder: Path) -> Cell:
     summary = runs.measured(folder) | runs.costs(folder)
     summary = {key: summary[key] for key in SUMMARY if key in summary}
     return runs.origin(folder) | {"summary": summary} | told | {"metrics": fifths(runs.all_rows(folder))}
+
+
+def along(folder: Path) -> list[dict[str, float]]:
+    """Accuracy, diversity and measures of sets at every evaluation, on the first captions and seed 0.
+
+    Sets are compared with the base's at seed 1, so the base's own row says what chance makes of them.
+    """
+
+    def features(tag: str, seed: int) -> np.ndarray:
+        return features_of(folder / "eval" / tag, FEATURES)[seed][:SETS]
+
+    rows, real = [], features("base", 1)
+    for each in runs.evaluations(folder):
+        made = features(each.tag, 0)
+        precision, recall = precision_recall(made, real)
+        row = {"strict": each.scores[METRIC][:SETS].mean(), "diversity": np.nan, "kid": kid(made, real)}
+        row |= {"precision": precision, "recall": recall, "vendi": vendi(made)}
+        if each.diversity is not None:
+            row["diversity"] = np.nanmean(each.diversity)
+        rows.append({"iteration": each.iteration} | {name: round(float(value), 5) for name, value in row.items()})
+    return rows
 
 
 def fifths(metrics: Sequence[Cell]) -> dict[str, list[float]]:
@@ -162,6 +189,14 @@ def best(cell: Cell, other: Cell) -> str:
     return levels if other is cell else f"{levels}; {between(*both)}"
 
 
+def chosen(cell: Cell, other: Cell) -> str:
+    """The base's best of several by the trained reward, by strict accuracy, and the tuned model's single image."""
+    found = cell["summary"]["best_of"]
+    judge = found["judges"][METRIC]
+    base, change = judge["base"][MANY - 1]["mean"], judge["rival"][MANY - 1]
+    return f"{100 * base:.1f} by {found['by']}; {percent(change, '+')}"
+
+
 def rival(cell: Cell, other: Cell) -> str:
     most = best_of(cell, "base", cell["images"])
     return f"{100 * most.mean():.1f} of {cell['images']}; {between(best_of(cell, 'tuned'), most)}"
@@ -174,6 +209,7 @@ def metric(name: str, cell: Cell, other: Cell) -> str:
 COLUMNS: dict[str, tuple[str, Callable[[Cell, Cell], str]]] = {
     "share": ("share of that gain", lambda cell, other: f"{100 * gain(cell) / gain(other):.0f} %"),
     "best": (f"best of {MANY}, base to tuned; less the row", best),
+    "chosen": (f"base, best of {MANY} by the proxy; tuned, one image, less that", chosen),
     "rival": ("base, best of n; tuned, one image, less that", rival),
     "spread": ("std in a group", partial(metric, KEPT[0])),
     "dead": ("dead groups", partial(metric, KEPT[1])),
@@ -198,7 +234,19 @@ def study_table(members: Sequence[Row], cells: Cells) -> str:
             first = own.name, seed, f"{100 * base.mean():.1f}", between(now, base), less
             spent = f"{cell['summary']['cpu_seconds']:.0f}", commit_name(cell["commit"])
             lines.append(row(*first, *(text(cell, other) for _, text in shown), *spent))
-    return "\n".join([*lines, *(["", "```", *commands, "```"] if commands else [])])
+    ways = way_tables(members, cells) if members[0].way else []
+    return "\n".join([*lines, *ways, *(["", "```", *commands, "```"] if commands else [])])
+
+
+def way_tables(members: Sequence[Row], cells: Cells) -> list[str]:
+    """A table a cell: what its evaluations found on the way."""
+    lines, names = [], ("strict", "diversity", "kid", "precision", "recall", "vendi")
+    for key in (key for own in members for seed in own.seeds if (key := f"{own.study}/{own.name}/{seed}") in cells):
+        lines += ["", *table(f"{key.split('/')[1]}, at iteration", "strict", *names[1:])]
+        for each in cells[key]["way"]:
+            first = str(each["iteration"]), f"{100 * each['strict']:.1f}", f"{each['diversity']:.3f}"
+            lines.append(row(*first, f"{each['kid']:+.2g}", *(f"{each[name]:.3f}" for name in names[3:])))
+    return lines
 
 
 def write_page(cells: Cells) -> None:

@@ -4,12 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from numpy.testing import assert_allclose
 
 from flowrl.config.load import load_config
+from flowrl.media import media
 from scripts.lab import rules
 from scripts.lab.recipes import recipes
+from tests.toys import evaluation
 
 ROWS = {f"{study}/{own.name}": own for study, members in rules.rows().items() for own in members}
 
@@ -83,3 +87,31 @@ def test_a_stored_run_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(rules.runs, "RUNS", tmp_path)
     with pytest.raises(rules.runs.Failed, match="quickstart-seed0 is no finished run"):
         rules.run_cell(ROWS["rival/quickstart"], 0)
+
+
+def test_measures_along_a_run_are_those_of_each_evaluation_beside_the_base_with_another_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(rules, "SETS", 16)
+    monkeypatch.setattr(rules, "FEATURES", "grids")
+    random = torch.Generator().manual_seed(0)
+    for tag, iteration, scale in (("base", 0, 1.0), ("iteration-000002", 2, 1.0), ("tuned", 4, 0.2)):
+        right = np.zeros((20, 2)) + (tag == "tuned")
+        texts = [f"caption {number}" for number in range(20)]
+        scores, spread = {rules.METRIC: right}, np.asarray([2.0, np.nan])
+        own = evaluation(tag, iteration, 1.0, 6, texts, 2, scores, diversity=spread)
+        own.save(tmp_path / "eval")
+        for number in range(40):
+            image = torch.rand(3, 8, 8, generator=random) * scale
+            media.write(image, tmp_path / "eval" / tag / f"{number // 2:05d}-{number % 2}")
+    base, middle, end = rules.along(tmp_path)
+    assert [each["iteration"] for each in (base, middle, end)] == [0, 2, 4]
+    assert (end["strict"], end["precision"], end["diversity"]) == (1.0, 0.0, 2.0)
+    assert end["kid"] > 20 * max(abs(base["kid"]), abs(middle["kid"]))
+    cells = {"sets/fpo/0": cell("1111", "3333") | {"way": [base, end]}}
+    lines = rules.way_tables(rules.rows()["sets"], cells)
+    assert lines[1] == "| fpo, at iteration | strict | diversity | kid | precision | recall | vendi |"
+    assert lines[-1].startswith("| 4 | 100.0 | 2.000 | ")
+    summary = {
+        "by": "clip_cos",
+        "judges": {rules.METRIC: {"base": [{"mean": 0.5}] * 4, "rival": [rules.interval(np.ones(9))] * 4}},
+    }
+    assert rules.chosen({"summary": {"best_of": summary}}, {}).startswith("50.0 by clip_cos; +100.0")
