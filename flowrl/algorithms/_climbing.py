@@ -1,7 +1,5 @@
 """Options that methods on the gradient of rewards share: hinge and pull of all, a route's drawn end, or its leaps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

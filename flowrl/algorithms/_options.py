@@ -3,8 +3,6 @@
 `Options` is what a run asks of any method's options; a class with a field gives its answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, Self

@@ -6,8 +6,6 @@ Source: arXiv 2405.16436 (`winner`); kykim0/margin-matching-pref-opt (`margin`);
 bghira/SimpleTuner:distillation/flow_dpo/distiller.py (`auto_beta`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -13,8 +13,6 @@ Source: arXiv 2309.17400; arXiv 2310.03739 (AlignProp), mihirp1998/AlignProp;
 RuoyuWang-2077/FlowBP:flowbp/trainers/sd35/draft_lv.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

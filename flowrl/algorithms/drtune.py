@@ -10,8 +10,6 @@ The network's inputs are detached, so no product of Jacobians grows with the dep
 Source: arXiv 2405.00760; RuoyuWang-2077/FlowBP:flowbp/trainers/sd35 (three steps, last 40 %).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flowrl.algorithms._climbing import EndOptions, GradientOptions

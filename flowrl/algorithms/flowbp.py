@@ -11,8 +11,6 @@
 Source: arXiv 2606.11075; RuoyuWang-2077/FlowBP:flowbp/trainers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

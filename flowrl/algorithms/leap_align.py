@@ -8,8 +8,6 @@
 Source: arXiv 2604.15311; RuoyuWang-2077/FlowBP:flowbp/trainers/sd35/leapalign.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flowrl.algorithms._climbing import GradientOptions, LeapOptions

@@ -14,8 +14,6 @@ Source: arXiv 2311.12908; yifan123/flow_grpo:scripts/train_sd3_dpo.py (`lagged`)
 X-GenGroup/Flow-Factory:trainers/dpo.py (`policy`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal

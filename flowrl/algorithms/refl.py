@@ -9,8 +9,6 @@ Unlike DRaFT-1 it reaches several noise levels, at the price of blurred images t
 Source: arXiv 2304.05977; THUDM/ImageReward:ImageReward/ReFL.py; RuoyuWang-2077/FlowBP.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from flowrl.algorithms._climbing import EndOptions, GradientOptions

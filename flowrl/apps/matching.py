@@ -5,8 +5,6 @@ called by it or its beginning. A key that does so for every file matches them. A
 names a file and the names have one order.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -144,7 +142,7 @@ def _doubled(key: _Key, records: Sequence[Record]) -> int | None:
     return next((f for f, rows in key.rows.items() if any(records[row] != records[rows[0]] for row in rows)), None)
 
 
-def _keys(files: _Files, records: Sequence[Record]) -> list[_Key]:
+def _keys(files: "_Files", records: Sequence[Record]) -> list[_Key]:
     """Keys that name at least one file."""
     rows: dict[str, dict[int, list[int]]] = {}
     words: set[str] = set()

@@ -1,7 +1,5 @@
 """Best of n where images are sampled: which of a prompt are kept, by whose score, and what their notes say."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

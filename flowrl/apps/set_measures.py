@@ -1,7 +1,5 @@
 """KID, Vendi, precision and recall of the images that two evaluations saved: `flowrl eval RUN --set-measures`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

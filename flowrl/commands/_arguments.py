@@ -1,7 +1,5 @@
 """How the arguments and options of the commands get their help texts, and the display that commands share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -53,7 +51,7 @@ def in_full(text: str) -> str:
 
 
 @contextmanager
-def showing(quiet: bool = False, as_json: bool = False) -> Generator[Display]:
+def showing(quiet: bool = False, as_json: bool = False) -> "Generator[Display]":
     """The display of a command, which tells its end too; the first process shows it. Raises ConfigError: both asked."""
     from flowrl.core.errors import ConfigError, Remedy, ending_of
     from flowrl.display.display import opened

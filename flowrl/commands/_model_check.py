@@ -1,7 +1,5 @@
 """Where a model is: on this machine, on the hub and accessible, or neither. For `flowrl doctor`; reads no weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +14,7 @@ _WEIGHTS = ("*.safetensors", "*.bin")
 _INDEX = "model_index.json"
 
 
-def place_of(config: ModelConfig) -> str:
+def place_of(config: "ModelConfig") -> str:
     """The model's place, in words. Raises ModelError: not there, gated, private, or lacks weights; with the remedy."""
     path = resolve_path(config.path)
     if path.endswith(".safetensors"):

@@ -1,7 +1,5 @@
 """`flowrl pairs --check`: a preference set as training would see it, with every image or video opened."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -81,7 +79,7 @@ def _verdict(who: str, good: int, left_out: int, usable: int, rows: int, allowed
     return enough
 
 
-def _opened(pairs: PreferenceSet) -> Look:
+def _opened(pairs: "PreferenceSet") -> Look:
     from flowrl.data.preference_records import EXAMPLES, Unreadable
     from flowrl.data.stored_videos import may_be_video
     from flowrl.display.display import Progress

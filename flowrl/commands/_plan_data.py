@@ -1,7 +1,5 @@
 """Prompts and pairs of `flowrl plan`, as far as they are known without the network."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +29,7 @@ class Data:
         return max(self.texts, slots if self.unknown else 0)
 
 
-def data_here(resolved: Resolved) -> Data:
+def data_here(resolved: "Resolved") -> Data:
     """The data of a run, without data sets on the hub."""
     from flowrl.data.given_samples import Given
     from flowrl.data.prompt_sources import hub_id
@@ -88,7 +86,7 @@ def data_here(resolved: Resolved) -> Data:
     return Data(tuple(lines), len(texts), bool(remote), any(images for _, images in texts), evaluated, searched)
 
 
-def _anchor(resolved: Resolved, texts: set[Any]) -> list[str]:
+def _anchor(resolved: "Resolved", texts: set[Any]) -> list[str]:
     """Sentences about the images of `data.anchor`, whose captions are added to the `texts` that are cached."""
     from flowrl.run.assembly.data import anchor_images
 
@@ -100,7 +98,7 @@ def _anchor(resolved: Resolved, texts: set[Any]) -> list[str]:
     return [f"{given.pairs.report}", line]
 
 
-def evaluations(resolved: Resolved, data: Data) -> str:
+def evaluations(resolved: "Resolved", data: Data) -> str:
     """A sentence: the evaluations of a run and the images they draw."""
     from flowrl.evaluation.diversity import SAMPLES
 

@@ -1,7 +1,5 @@
 """`flowrl convert-config`: a recipe from a configuration of another tool."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """`flowrl diagnose`: what keeps a run from learning, in plain words, from its folder alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +18,7 @@ def command(run: Path, as_json: bool = False) -> None:
     print(json.dumps(json_ready(result.plain())) if as_json else text(result))
 
 
-def text(result: Diagnosis) -> str:
+def text(result: "Diagnosis") -> str:
     """A diagnosis for the terminal."""
     count = len(result.findings)
     counted = {0: "nothing found", 1: "1 finding"}.get(count, f"{count} findings, the likeliest first")

@@ -1,7 +1,5 @@
 """`flowrl doctor`: tests of a machine, a configuration, a pipeline or a component before a training."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -66,7 +64,7 @@ def command(
     raise SystemExit(1 if failed else 0)
 
 
-def _model(resolved: Resolved) -> str:
+def _model(resolved: "Resolved") -> str:
     """Place of the model, and what its JSON files say if they are on this machine."""
     from flowrl.commands._model_check import place_of
     from flowrl.commands.plan import outline
@@ -132,7 +130,7 @@ def _two_processes() -> str:
     return "all-reduce works"
 
 
-def _probe(plan: RewardPlan, resolved: Resolved) -> str:
+def _probe(plan: "RewardPlan", resolved: "Resolved") -> str:
     """Scores of a reward on random images with the run's first prompts."""
     from flowrl.evaluation.held_out import run_prompts
     from flowrl.scoring.probing import PX, probe_batch, try_reward

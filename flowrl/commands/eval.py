@@ -1,7 +1,5 @@
 """`flowrl eval`: fixed-seed evaluation of a configuration or a run, or a benchmark suite on any model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,7 +141,7 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
     each_at_its_best("same")
 
 
-def _against(base: Evaluation, tuned: Evaluation, parts: Parts, change: str, noun: str) -> None:
+def _against(base: "Evaluation", tuned: "Evaluation", parts: "Parts", change: str, noun: str) -> None:
     """Print base, paired difference and win rate where both were evaluated alike; then what is known of the images.
 
     `change`: how far they are from the base's; `noun`: "image" or "video".

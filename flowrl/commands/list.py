@@ -1,7 +1,5 @@
 """`flowrl list`: components with their levels, rewards with their cards, and recipes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex
@@ -89,7 +87,7 @@ def _rows(kind: str) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     return ("name", *COLUMNS.get(kind, ("level", "what it is"))), list(_components(kind))
 
 
-def _components(kind: str) -> Iterator[tuple[str, ...]]:
+def _components(kind: str) -> "Iterator[tuple[str, ...]]":
     """Name and cells of each component: a built-in one's as they are stored, of one that is not stored by an import."""
     builtin, known = registry.names(kind), registry.stored(kind)
     for name in (*builtin, *(each for each in registry.plugins(kind) if each not in builtin)):
@@ -125,7 +123,7 @@ def about(text: str | None) -> str:
     return (text or "").strip().splitlines()[0] if (text or "").strip() else ""
 
 
-def direction(card: Card) -> str:
+def direction(card: "Card") -> str:
     """What is better: more or less, and of which outputs the other."""
     if not card.higher_is_better or not card.less_is_better:
         return "more" if card.higher_is_better else "less"
@@ -161,7 +159,7 @@ def cells(kind: str, name: str) -> tuple[str, ...]:
     )
 
 
-def span(card: Card) -> str:
+def span(card: "Card") -> str:
     """Declared range of the raw values.
 
     >>> from flowrl.reward import Card

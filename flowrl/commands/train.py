@@ -1,7 +1,5 @@
 """`flowrl train`: align a model; alone, in N processes on this machine, or inside a torchrun group."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,7 +53,7 @@ def _train(config: str, overrides: list[str], resume: bool, accept: bool | list[
         return trainer.fit(resume=resume, accept_changes=accept, after=AFTER)
 
 
-def report(run: Finished) -> None:
+def report(run: "Finished") -> None:
     """Build the run's page, `gallery/index.html`.
 
     Raises ConfigError: a file of the run folder is damaged; WriteError: the disk is full or not writable.
@@ -70,7 +68,7 @@ def report(run: Finished) -> None:
     log.info("report: %s (%.1f s)", page, time.monotonic() - started)
 
 
-def likely_cause(run: Finished) -> None:
+def likely_cause(run: "Finished") -> None:
     """Say what kept the run from learning, if it did not. Raises ConfigError: a file of the run folder is damaged."""
     from flowrl.apps.diagnosis import cause
     from flowrl.apps.gallery.runs import load_run
@@ -80,7 +78,7 @@ def likely_cause(run: Finished) -> None:
         verdict.info("%s", line)
 
 
-def card(run: Finished) -> None:
+def card(run: "Finished") -> None:
     """Write the card of the trained weights, `adapter/README.md`; a failure is told and the card is missing."""
     from flowrl.apps.publish.card import try_card
     from flowrl.display.display import working

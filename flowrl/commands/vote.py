@@ -1,7 +1,5 @@
 """`flowrl vote`: people choose between base and tuned of a finished run, or between samples of one that waits."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path
@@ -50,7 +48,7 @@ def command(run: Path, voter: str | None = None, port: int | None = None, open_p
         print(f"votes and pairs: {run / FOLDER} (train on them: data.pairs.path={run / FOLDER}, docs/votes.md)")
 
 
-def _print_training(ballot: Ballot) -> None:
+def _print_training(ballot: "Ballot") -> None:
     from flowrl.run.people import polls
 
     given = [vote for vote in ballot.book.votes.values() if polls.of_training(vote.group)]
@@ -60,7 +58,7 @@ def _print_training(ballot: Ballot) -> None:
     _print_unreadable(ballot)
 
 
-def _print(ballot: Ballot) -> None:
+def _print(ballot: "Ballot") -> None:
     from flowrl.apps.voting.result import result
     from flowrl.evaluation import moved
     from flowrl.run.people import polls
@@ -77,7 +75,7 @@ def _print(ballot: Ballot) -> None:
     _print_unreadable(ballot)
 
 
-def _print_unreadable(ballot: Ballot) -> None:
+def _print_unreadable(ballot: "Ballot") -> None:
     if ballot.unreadable:
         files = ", ".join(f"{pair.first} or {pair.second}" for pair in list(ballot.unreadable)[:3])
         print(f"{len(ballot.unreadable)} pairs left out, an image cannot be read: {files}", file=sys.stderr)

@@ -3,8 +3,6 @@
 Faults of the file, of the fixed sections and of components' names are told before torch is imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -108,7 +106,7 @@ def _check_known(run: RunConfig) -> None:
                 component(kind, options, where)
 
 
-def resolve(run: RunConfig, *, offline: bool = False) -> Resolved:
+def resolve(run: RunConfig, *, offline: bool = False) -> "Resolved":
     """Load every component, validate its options, and check those that depend on each other.
 
     Args:
@@ -124,7 +122,7 @@ def resolve(run: RunConfig, *, offline: bool = False) -> Resolved:
     return resolved
 
 
-def _with_components(run: RunConfig, *, offline: bool) -> Resolved:
+def _with_components(run: RunConfig, *, offline: bool) -> "Resolved":
     """The run with its components, each of them valid by itself."""
     from flowrl.config.components import component, model_component
     from flowrl.config.few_steps import on_its_nodes

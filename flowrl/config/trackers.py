@@ -1,7 +1,5 @@
 """Trackers of a run: names and options of the key `trackers`, what accelerate knows, what is installed here."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys
@@ -61,7 +59,7 @@ class Entry:
         return KINDS.get(self.name, Kind())
 
     @property
-    def tracker(self) -> type[GeneralTracker]:
+    def tracker(self) -> "type[GeneralTracker]":
         """accelerate's class."""
         return _classes()[self.name]
 
@@ -135,7 +133,7 @@ def _names() -> list[str]:
     return sorted({*KINDS, *registered.get("LOGGER_TYPE_TO_CLASS", ())})
 
 
-def _classes() -> dict[str, type[GeneralTracker]]:
+def _classes() -> "dict[str, type[GeneralTracker]]":
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     return LOGGER_TYPE_TO_CLASS

@@ -1,7 +1,5 @@
 """The watched metrics of a run, evaluated outputs that no weight of the reward trains on, and what a guard needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +24,7 @@ class Scored:
     """Output that opens its gate."""
 
     @classmethod
-    def of(cls, outputs: tuple[str, ...], entry: RewardEntry | WeightedReward) -> Scored:
+    def of(cls, outputs: tuple[str, ...], entry: RewardEntry | WeightedReward) -> "Scored":
         return cls(outputs, entry.outputs, entry.weight, None if entry.gate is None else entry.gate.output)
 
     @property

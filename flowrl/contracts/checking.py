@@ -1,7 +1,5 @@
 """`flowrl.check`: the laws of a component's kind, tried on it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The contract of a reward on latents, tried on noise under two captions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -3,8 +3,6 @@
 2: a fault in the input (configuration, files, weights) that the user can mend; 1: a failure while running.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sysconfig
@@ -70,7 +68,7 @@ class Remedy:
         words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in self.settings.items()}
         return " ".join(shlex.quote(f"{key}={word}") for key, word in words.items())
 
-    def below(self, place: str) -> Remedy:
+    def below(self, place: str) -> "Remedy":
         """The same with `place.` before the keys of a component; keys that begin with a section stay."""
         settings = {_whole(key, place): value for key, value in self.settings.items()}
         without = self.without if self.without.startswith("-") else _whole(self.without, place)

@@ -4,8 +4,6 @@ The run shows, waits and keeps (flowrl.run.people); the reward says for how long
 Samples whose images are equal are one: they are asked about once, and have the same score.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -133,13 +131,13 @@ class Occasion(Protocol):
 
     run: Path
     iteration: int
-    ids: Sequence[SampleId]
+    ids: "Sequence[SampleId]"
     """Identity of each sample that the reward is given, in their order; of a prompt it is given all or none."""
     stop: Callable[[], bool]
     """Asked often by who waits for people: whether to leave off, which raises `Abandoned`."""
 
     def ask(
-        self, images: Tensor | Sequence[Tensor], prompts: Sequence[str], terms: Terms, count: Count
+        self, images: "Tensor | Sequence[Tensor]", prompts: Sequence[str], terms: Terms, count: Count
     ) -> list[tuple[Question, Closed]]:
         """A question for each prompt with an image that is finite, and its scores, once all were closed, now or before.
 

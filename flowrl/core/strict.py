@@ -3,8 +3,6 @@
 No value is ever changed silently; every message names the key, the value and the nearest valid name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -150,7 +148,7 @@ class UnknownKey(ConfigError):
         known = f"valid keys: {', '.join(sorted(self.valid))}" if self.valid else "this component takes no options"
         super().__init__(f"{place}: unknown key (value {value!r}); {close}{known}{note}")
 
-    def explained(self, *, meant: Sequence[str] = (), note: str = "") -> UnknownKey:
+    def explained(self, *, meant: Sequence[str] = (), note: str = "") -> "UnknownKey":
         """The same error with more text."""
         return UnknownKey(self.place, self.value, self.valid, meant, self.note + note)
 

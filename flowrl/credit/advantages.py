@@ -18,8 +18,6 @@ be: there a group of equal rewards is dead if all the others are equal to it as 
     best_of        what a sample adds to the best of k, by the sum of weighted raw rewards      max@k, PKPO
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -100,7 +98,9 @@ def unclipped(
     return replace(_clipped(result, config), values=result.within(None), bound=bound)
 
 
-def _compared(rewards: Tensor, weights: Tensor, config: RuleConfig, known: Sequence[Tensor | None] | None) -> Compared:
+def _compared(
+    rewards: Tensor, weights: Tensor, config: RuleConfig, known: Sequence[Tensor | None] | None
+) -> "Compared":
     """Rewards compared by the rule, before the clip; see `advantages`."""
     if rewards.ndim != 3:
         raise ValueError(f"rewards must be [R, P, G], got {tuple(rewards.shape)}")
@@ -116,7 +116,7 @@ def _compared(rewards: Tensor, weights: Tensor, config: RuleConfig, known: Seque
     return replace(result, values=result.values[:, :size], valid=result.valid[:, :size])
 
 
-def _clipped(compared: Compared, config: RuleConfig) -> Advantages:
+def _clipped(compared: "Compared", config: RuleConfig) -> Advantages:
     """The credit within the configured clip, of the samples that are selected."""
     values, kept = compared.within(config.clip), compared.valid & ~compared.dead[:, None]
     if compared.left_out is not None:

@@ -1,7 +1,5 @@
 """Credit for sets of which the best sample is taken: what a sample adds to the best of k."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -26,7 +24,7 @@ class BestOfConfig:
     def __post_init__(self) -> None:
         require_positive(vars(self), "k", "end", "iterations")
 
-    def at(self, iteration: int) -> BestOfConfig:
+    def at(self, iteration: int) -> "BestOfConfig":
         """These options with the k of an iteration, counted from 0, that stays.
 
         >>> [BestOfConfig(k=8, end=1, iterations=7).at(iteration).k for iteration in (0, 1, 6, 7, 50)]

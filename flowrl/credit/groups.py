@@ -1,7 +1,5 @@
 """Rewards of groups: their weighted sum, means that leave failures out, and groups without a difference."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

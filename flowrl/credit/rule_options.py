@@ -1,7 +1,5 @@
 """The options of an advantage rule, and what they cannot be together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,7 +79,7 @@ class RuleConfig:
                 words = f"{key} belongs to the rule {rules}, and the rule is {self.name!r}"
                 raise OptionError(words, remedies=[Remedy({"name": rules.split()[0]} | std), Remedy({key: off})])
 
-    def rule(self) -> RuleConfig:
+    def rule(self) -> "RuleConfig":
         """The rule that samples are compared by."""
         return self
 

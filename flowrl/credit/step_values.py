@@ -6,8 +6,6 @@
 Source: this project, after the process reward of Euphonium, arXiv 2602.04928, which guides a sampler.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

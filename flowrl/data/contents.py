@@ -3,8 +3,6 @@
 Only text files are read. `flowrl/run/inputs.py` writes the record.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -62,7 +60,7 @@ class Record:
     changes: tuple[dict[str, Any], ...] = ()
     """Accepted changes: {"iteration": after which one, "what": sentences}, of options with "options": true."""
 
-    def with_options(self, iteration: int, what: Sequence[str]) -> Record:
+    def with_options(self, iteration: int, what: Sequence[str]) -> "Record":
         """The record with a change of options, which is noted once."""
         change = {"iteration": iteration, "what": list(what), "options": True}
         return self if not what or change in self.changes else Record(self.inputs, (*self.changes, change))

@@ -1,7 +1,5 @@
 """Parts of a preference set: images and videos not opened yet, pairs of them, and a report of skipped records."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from array import array
@@ -54,11 +52,11 @@ class StoredImage:
             return f"file:{self.source}"
         return f"sha256:{hashlib.sha256(self.source).hexdigest()}"
 
-    def open(self) -> Image:
+    def open(self) -> "Image":
         """The image by `media.open_image`. Raises Unreadable: missing, broken, of an unknown range, or a video."""
         return self._read(self._image)
 
-    def frames(self, count: int | None, place: float = 0.5) -> list[Image]:
+    def frames(self, count: int | None, place: float = 0.5) -> "list[Image]":
         """RGB frames of a video.
 
         Args:
@@ -82,7 +80,7 @@ class StoredImage:
             digest.update(file.read_bytes())
         return digest.hexdigest()
 
-    def _image(self) -> Image:
+    def _image(self) -> "Image":
         with media.opened(io.BytesIO(self.source) if isinstance(self.source, bytes) else self._file()) as image:
             frames = media.frames_in(image)
             if frames > 1:

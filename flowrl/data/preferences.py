@@ -5,8 +5,6 @@ by a stated rule, counted by reason and reported with examples; an image that is
 `Unreadable` with its place.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys
@@ -39,7 +37,7 @@ def load_preferences(
     paired: bool = True,
     graded: bool = False,
     videos: Frames | None = None,
-) -> PreferenceSet:
+) -> "PreferenceSet":
     """A preference set, its report logged.
 
     Args:

@@ -4,8 +4,6 @@ A set may be larger than memory: of a .jsonl the offset of each line is kept, of
 data sets of Hugging Face are mapped into memory by their own library.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 from array import array
@@ -187,7 +185,7 @@ class Shards(Records):
         self._add_groups(images)
         self._starts = [group.first for group in self._groups]
 
-    def _open(self, file: Path) -> ParquetFile:
+    def _open(self, file: Path) -> "ParquetFile":
         return ParquetFile(file, self.where)
 
     def _add_groups(self, images: Sequence[str]) -> None:

@@ -1,7 +1,5 @@
 """Videos of a preference set: files or folders of frames, what their headers say, and whether a pair fits the model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,7 +106,7 @@ def facts(source: Path) -> tuple[int, float | None]:
     return media.facts(source)
 
 
-def frames_of(source: Path) -> list[Image]:
+def frames_of(source: Path) -> "list[Image]":
     """RGB frames of a file or folder, in order. Raises media.UNREADABLE: none, broken, or of several sizes."""
     if not source.is_dir():
         return media.read_frames(source)
@@ -130,7 +128,7 @@ def frame_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda file: natural(file.name))
 
 
-def part_of(frames: list[Image], count: int | None, place: float) -> list[Image]:
+def part_of(frames: "list[Image]", count: int | None, place: float) -> "list[Image]":
     """`count` neighbouring frames, None: all; `place` in [0, 1], 0.5 the middle. Raises ValueError: there are fewer."""
     if count is None:
         return frames

@@ -1,7 +1,5 @@
 """Embeddings of prompts and their images, made once or on demand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +59,7 @@ class Texts:
             adapter.free_text_encoders()
 
     @classmethod
-    def of(cls, adapter: ModelAdapter, prompts: Sequence[Prompt], table: Condition, device: torch.device) -> Texts:
+    def of(cls, adapter: ModelAdapter, prompts: Sequence[Prompt], table: Condition, device: torch.device) -> "Texts":
         """The embeddings of P prompts that were made already; `table` has a row for each, in order."""
         result = cls(adapter, (), cache=False)
         result.table, result.device = table.to("cpu"), device

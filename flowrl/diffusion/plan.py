@@ -3,8 +3,6 @@
 The plan alone decides the edge cases: the bound at sigma = 1 and the deterministic final step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,7 +35,7 @@ class StepPlan:
     """Factor on the std where a tree splits, in draw and density alike; other than 1 it changes the marginals."""
     keep: tuple[int, ...] = ()
     """Further steps, with noise or without, whose latents and predictions are kept of every sample."""
-    _tables: dict[int, _Table] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _tables: "dict[int, _Table]" = field(default_factory=dict, init=False, repr=False, compare=False)
     """What `steps` takes from, by the identity of the process."""
 
     def __post_init__(self) -> None:
@@ -136,14 +134,14 @@ class StepPlan:
         there = sent(torch.stack(list(columns.values())), device).unbind()
         return Step(index=sent(index, device), **dict(zip(columns, there, strict=True))).knowing(here)
 
-    def _table(self, process: Process) -> _Table:
+    def _table(self, process: Process) -> "_Table":
         """The values of every step, made once."""
         known = self._tables.get(id(process))
         if known is None:
             known = self._tables[id(process)] = self._made_table(process)
         return known
 
-    def _made_table(self, process: Process) -> _Table:
+    def _made_table(self, process: Process) -> "_Table":
         sigmas, steps = self.schedule.sigmas, torch.arange(len(self))
         alphas = process.alpha(sigmas) if self.schedule.alphas is None else self.schedule.alphas
         ends = torch.tensor([self.end(k) for k in range(len(self))])

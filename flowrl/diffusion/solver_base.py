@@ -5,8 +5,6 @@ has left is returned with the next latents: `x, before = solver.step(prediction,
 `before` is None at the first step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,7 +30,7 @@ class Node:
     first: bool = False
     """Whether a stochastic solver began here: its step was of order 1 and stays as it is."""
 
-    def at(self, rows: Tensor) -> Node:
+    def at(self, rows: Tensor) -> "Node":
         """The nodes of `rows` [n], best on the CPU, where several chains come from one place."""
         here = sent(rows, self.x.device)
         noise = None if self.noise is None else self.noise[here]

@@ -7,8 +7,6 @@ The lines of a terminal are drawn at the cursor, which then goes back to their b
 written next takes their place, whoever writes it, and nothing has to be put right when the process is killed.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import os
@@ -34,7 +32,7 @@ _FIRST_S, _AGAIN_S = 2.0, 30.0
 class Above(codecs.StreamWriter):
     """A stream of the terminal, but what is written to it takes the place of the display's lines."""
 
-    def __init__(self, stream: Any, display: Display) -> None:
+    def __init__(self, stream: Any, display: "Display") -> None:
         super().__init__(stream)  # whose attributes are handed on
         self.below, self.display = stream, display
 

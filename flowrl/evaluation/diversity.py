@@ -1,7 +1,5 @@
 """Diversity of an evaluation: how unlike the first 4 images of a prompt are, `log_det` of their 8 x 8 mean colours."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ SAMPLES, PROMPTS = 4, 128
 """Images of a prompt, and prompts that have them for nothing where so many are drawn."""
 
 
-def grid(levels: Tensor, finite: bool = True) -> np.ndarray:
+def grid(levels: "Tensor", finite: bool = True) -> np.ndarray:
     """Mean colours [F, 192] in [0, 1] of an image [3, H, W] or a video [F, 3, H, W] in 8 bits; NaN if not finite."""
     import torch.nn.functional as F  # a report reads what is measured without torch
 
@@ -29,7 +27,7 @@ def grid(levels: Tensor, finite: bool = True) -> np.ndarray:
     return colours if finite else np.full_like(colours, np.nan)
 
 
-def of(grids: Mapping[SampleId, np.ndarray], prompts: int) -> np.ndarray | None:
+def of(grids: "Mapping[SampleId, np.ndarray]", prompts: int) -> np.ndarray | None:
     """Diversity of the first prompts, [prompts]; NaN for one of which a sample is missing, None for no prompts."""
     from flowrl.core.types import SampleId
 
@@ -40,7 +38,7 @@ def of(grids: Mapping[SampleId, np.ndarray], prompts: int) -> np.ndarray | None:
     return log_det(np.asarray(rows))
 
 
-def facts(base: Evaluation, tuned: Evaluation) -> dict[str, Any] | None:
+def facts(base: "Evaluation", tuned: "Evaluation") -> dict[str, Any] | None:
     """Means of both and the paired difference, with intervals over prompts; None: not both were measured alike."""
     before, after = base.diversity, tuned.diversity
     if before is None or after is None or not 0 < len(before) == len(after):

@@ -1,7 +1,5 @@
 """The result of an evaluation: scores by prompt and seed, and the agreement with held-out pairs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,7 +55,7 @@ class Evaluation:
         """[P] int64, counted from 0 in order: prompts of one number are the same, so they are not independent."""
         return np.asarray(self.distinct, dtype=np.int64)
 
-    def of(self, rows: np.ndarray) -> Evaluation:
+    def of(self, rows: np.ndarray) -> "Evaluation":
         """The same evaluation on the prompts of `rows`, [P] bool; agreement with held-out pairs stays as it is."""
         texts = tuple(text for text, kept in zip(self.prompts, rows, strict=True) if kept)
         groups = np.unique(self.groups[rows], return_inverse=True)[1]
@@ -67,7 +65,7 @@ class Evaluation:
         known = {"digests": marks, "sharpness": sharp, "diversity": spread}
         return replace(self, prompts=texts, scores=scores, distinct=groups, **known)
 
-    def unlike(self, other: Evaluation, score: str | None = None) -> list[str]:
+    def unlike(self, other: "Evaluation", score: str | None = None) -> list[str]:
         """Differences between the settings of two evaluations, in words; with `score` only those of that score."""
         both = {
             "prompts": (self.prompts, other.prompts),
@@ -107,7 +105,7 @@ class Evaluation:
         write_atomically(folder / f"{self.tag}.json", json.dumps(record))
 
     @staticmethod
-    def load(file: Path) -> Evaluation:
+    def load(file: Path) -> "Evaluation":
         """Read the file of `save`. Raises ConfigError: the file is damaged, or of another version."""
         return parsed(file, evaluation_remedy(file), _evaluation)
 

@@ -1,7 +1,5 @@
 """One training forward of each kind, and the output of a loss. Shapes in the letters of `flowrl.core.types`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar

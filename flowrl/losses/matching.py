@@ -6,8 +6,6 @@ Errors are taken in float32 (of float64 outputs in float64) and averaged in floa
 digits of l.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -3,8 +3,6 @@
 l = matching error (`losses/matching.py`)        l_ref = that of the reference, at the same sigma and eps
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

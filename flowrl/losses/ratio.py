@@ -1,7 +1,5 @@
 """Losses on ratios of probabilities, per row until the caller sums, and the log-prob of the initial noise."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 

@@ -13,8 +13,6 @@ support, the start, is the long Euler step.
 Source: arXiv 2309.17400 (DRaFT), 2304.05977 (ReFL), 2405.00760 (DRTune), 2604.15311 (LeapAlign), 2606.11075 (FlowBP).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain

@@ -1,7 +1,5 @@
 """Images in 8 bits: the same values are scored, held by a run and saved as a PNG."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import overload
 
@@ -66,14 +64,14 @@ class EightBitImages(Sequence[Tensor]):
     def __getitem__(self, rows: int) -> Tensor: ...
 
     @overload
-    def __getitem__(self, rows: slice) -> EightBitImages: ...
+    def __getitem__(self, rows: slice) -> "EightBitImages": ...
 
-    def __getitem__(self, rows: int | slice) -> Tensor | EightBitImages:
+    def __getitem__(self, rows: int | slice) -> "Tensor | EightBitImages":
         if isinstance(rows, slice):
             return EightBitImages(self.levels[rows], self.finite[rows])
         return self.pick([range(len(self))[rows]]).floats()[0]
 
-    def pick(self, rows: Sequence[int]) -> EightBitImages:
+    def pick(self, rows: Sequence[int]) -> "EightBitImages":
         """The images of some rows, copied."""
         return EightBitImages(self.levels[list(rows)], self.finite[list(rows)])
 

@@ -4,8 +4,6 @@ PyAV brings FFmpeg's libraries and an H.264 encoder with it. It is imported when
 nothing else needs it; animated WebP (media.py) needs no extra.
 """
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -84,7 +82,7 @@ def facts(file: Path) -> tuple[int, float, tuple[int, int]]:
         return stream.frames, _rate(stream), (stream.width, stream.height)
 
 
-def read(file: Path) -> tuple[Tensor, float]:
+def read(file: Path) -> "tuple[Tensor, float]":
     """(frames [F, 3, H, W] uint8, upright; frames a second) of a video file.
 
     Frames are taken as they are stored: a variable rate is not evened out, and the rate is the mean.
@@ -116,7 +114,7 @@ def read(file: Path) -> tuple[Tensor, float]:
     return torch.stack(frames), rate
 
 
-def write(file: Path, frames: Tensor, fps: float) -> None:
+def write(file: Path, frames: "Tensor", fps: float) -> None:
     """Write frames [F, 3, H, W] uint8 as an MP4 of H.264 (4:2:0, BT.709, limited range), which every browser plays.
 
     The same frames give the same bytes. It is lossy: halved colour resolution, and `_CRF`.

@@ -1,7 +1,5 @@
 """The shared part of the native families: a pipeline taken apart, its denoiser called directly, its encoders freed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +57,7 @@ def on_euler(part: Part) -> bool:
 class Family:
     """How a native family is recognised and loaded; its module takes `build`, `skeleton` and `takes` from here."""
 
-    adapter: Callable[[Any, Any], Native]
+    adapter: "Callable[[Any, Any], Native]"
     """(pipeline, Config) -> the adapter."""
     pipeline: str
     """Its class in diffusers."""
@@ -76,11 +74,11 @@ class Family:
     fits: Callable[[Part], bool] = on_euler
     """A further condition on a checkpoint, such as its scheduler."""
 
-    def build(self, config: ModelConfig) -> Native:
+    def build(self, config: ModelConfig) -> "Native":
         """The adapter with the configured pipeline's weights."""
         return self.adapter(load_pipeline(self.pipeline, self.vae, config, **self.left_out(config)), config)
 
-    def skeleton(self, config: ModelConfig, folder: Path, device: torch.device | str = "meta") -> Native:
+    def skeleton(self, config: ModelConfig, folder: Path, device: torch.device | str = "meta") -> "Native":
         """The adapter on the meta device, from a pipeline folder's JSON files alone, without tokenizers.
 
         `config.path` and `config.vae` are not read. With another `device` the denoisers and the VAE are there, with

@@ -4,8 +4,6 @@ A resumed run is bitwise the undisturbed one, so its configuration is the old on
 the others those may be changed on purpose that no state of a checkpoint contradicts, and the run folder records it.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -38,7 +36,7 @@ class Accepted:
     """Dotted options that may have another value."""
 
     @classmethod
-    def of(cls, words: bool | Sequence[str]) -> Accepted:
+    def of(cls, words: bool | Sequence[str]) -> "Accepted":
         """From the words after `--accept-changes`; without any (True) it means the files."""
         if isinstance(words, bool):
             return cls(words)

@@ -5,8 +5,6 @@ The factor of each module, from wherever its program wrote it, goes into its B; 
 binds to a part is reported with what was left out.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re
@@ -43,7 +41,7 @@ class LoraFile:
     scale: float = 1.0
 
     @classmethod
-    def parse(cls, word: str) -> LoraFile:
+    def parse(cls, word: str) -> "LoraFile":
         """From FILE or FILE:SCALE, where FILE is a .safetensors or a folder that holds one.
 
         Raises ConfigError: there is no such file, it is a pickle or a run folder, a folder holds none or several, or

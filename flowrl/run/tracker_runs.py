@@ -1,7 +1,5 @@
 """The run of a tracker: what makes a resumed training go on in it, and how it takes values and images."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -48,7 +46,7 @@ class Mark:
     """The last iteration of those under way; equal to `sent` unless the program was killed in between."""
 
 
-def make(entry: Entry, folder: Path, mark: Mark, configuration: Options) -> GeneralTracker:
+def make(entry: Entry, folder: Path, mark: Mark, configuration: Options) -> "GeneralTracker":
     """accelerate's tracker of an entry, not started yet; the entry's options take precedence over flowrl's.
 
     Args:

@@ -3,8 +3,6 @@
 A sampler neither draws nor scores: `sample`, `log_prob` and `kl` exist once, here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from abc import ABC, abstractmethod
@@ -36,7 +34,7 @@ class StepDistribution:
     noisy: bool | None = None
     """Whether every std is above 0; None: looked at when a density is asked for, which waits for a GPU."""
 
-    def at(self, rows: Tensor) -> StepDistribution:
+    def at(self, rows: Tensor) -> "StepDistribution":
         """The distributions of `rows` [n], which may repeat."""
         return StepDistribution(self.mean[rows], self.std[rows], self.channel_axis, self.noisy or None)
 
@@ -72,7 +70,7 @@ class StepDistribution:
             return density.mean(dim=self.channel_axis)
         raise ValueError(f"log_prob form={form!r}; use 'mean', 'sum', 'unscaled' or 'position'")
 
-    def kl(self, other: StepDistribution, *, divisor: KLDivisor = "variance", dt: Tensor | None = None) -> Tensor:
+    def kl(self, other: "StepDistribution", *, divisor: KLDivisor = "variance", dt: Tensor | None = None) -> Tensor:
         """Mean over dims of (mean - other.mean)^2 / (2 * divisor), [B]: the KL of two steps of equal std.
 
         The divisor is `variance`: std^2 (the Gaussian KL per dim); `flow_grpo`: std^2 / |dt|, as in the official code

@@ -1,7 +1,5 @@
 """The entries of `rewards`: the reward that one names, and what does not go together."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -77,7 +75,7 @@ class RewardPlan:
         known = () if self.card is None else self.card.outputs
         return tuple(known if self.entry.prefix is None else (f"{self.entry.prefix}_{name}" for name in known))
 
-    def same_component(self, other: RewardPlan) -> bool:
+    def same_component(self, other: "RewardPlan") -> bool:
         """True where both entries name one component with the same own options: it is built and run once."""
         # By name and plain values: a user's file is a new module, with a new Config class, each time it is loaded.
         if self.module.__name__ != other.module.__name__:

@@ -3,8 +3,6 @@
 Rewards on latents are differentiated as they are; where there is no other, nothing is decoded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -7,8 +7,6 @@
 In a thread next to others only what belongs to the thread can be put back: another may need the rest at that moment.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import logging
@@ -242,7 +240,7 @@ class Latents:
     sigma: Tensor | None = None
     """Noise levels [B]; None: they are clean."""
 
-    def __getitem__(self, rows: slice | list[int]) -> Latents:
+    def __getitem__(self, rows: slice | list[int]) -> "Latents":
         sigma = None if self.sigma is None else self.sigma[rows]
         return Latents(self.x0[rows], self.cond, self.rows[rows], sigma)
 
@@ -265,7 +263,7 @@ class Batch:
     def needs_gradient(self) -> bool:
         return not isinstance(self.images, EightBitImages) and any(image.requires_grad for image in self.images)
 
-    def seen_by(self, reward: Reward) -> Batch:
+    def seen_by(self, reward: Reward) -> "Batch":
         """The samples as a reward is given them: to one on latents those stand in place of the images, in float32.
 
         Raises RewardError: it judges latents, and there are none.
@@ -276,11 +274,11 @@ class Batch:
             raise RewardError(f"{reward.card.outputs[0]!r} judges a model's latents, and only images are at hand")
         return replace(self, images=self.latents.x0.to(self.latents.cond.device, torch.float32))
 
-    def part(self, start: int, stop: int) -> Batch:
+    def part(self, start: int, stop: int) -> "Batch":
         latents = None if self.latents is None else self.latents[start:stop]
         return Batch(self.images[start:stop], self.prompts[start:stop], self.metadata[start:stop], latents)
 
-    def pick(self, rows: Sequence[int]) -> Batch:
+    def pick(self, rows: Sequence[int]) -> "Batch":
         own = self.images
         images = own.pick(rows) if isinstance(own, EightBitImages) else [own[i] for i in rows]
         if isinstance(own, Tensor):

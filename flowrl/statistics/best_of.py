@@ -1,7 +1,5 @@
 """Best of n: the expected score of the best of n images, without bias, from a pool of N >= n scored ones."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 N images with D features each, float64. All but `kid` depend on N, so they are compared at equal numbers alone.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -7,8 +7,6 @@ With a_K = -strength dR/dx at the sample, and mu the mean of the untouched netwo
 The exact a_k / a_K is the slope of E[x0 | x_k]: at most about half the largest std of the data, and 0 at pure noise.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -42,7 +40,7 @@ class AdjointTraining(EdgeTraining):
     def guidance(self, adapter: ModelAdapter, rollout: float) -> float:
         return training_guidance(adapter, rollout, None)
 
-    def work(self, context: UpdateContext, iteration: Iteration) -> AdjointBatches:
+    def work(self, context: UpdateContext, iteration: Iteration) -> "AdjointBatches":
         return AdjointBatches(context, iteration)
 
 

@@ -4,8 +4,6 @@ Of each forward's samples the rewards' gradient is taken first, at finished late
 network is evaluated. Then a step at a time: memory does not grow with the number of steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch

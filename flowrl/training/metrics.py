@@ -1,7 +1,5 @@
 """Named scalars: sums over microbatches and processes, metrics of an iteration's samples, the seconds of each phase."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict
@@ -68,7 +66,7 @@ class Sums:
         for each, flat in zip(waiting, table.split([len(each.flat) for each in waiting]), strict=True):
             self._add(each, flat)
 
-    def _add(self, batch: _Waiting, flat: Tensor) -> None:
+    def _add(self, batch: "_Waiting", flat: Tensor) -> None:
         """Add the values of one batch, on the CPU."""
         sums = len(batch.sums)
         for name, value in zip(batch.sums, floats(flat[:sums]), strict=True):
@@ -80,7 +78,7 @@ class Sums:
                 chosen = values[batch.steps == k].to(dtype)
                 self.add(f"{name}/step{k:02d}", float(chosen.sum()), len(chosen))
 
-    def merge(self, others: Iterable[Sums]) -> Sums:
+    def merge(self, others: "Iterable[Sums]") -> "Sums":
         """A new table with the sums of all."""
         total = Sums()
         for other in others:

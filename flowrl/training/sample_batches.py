@@ -4,8 +4,6 @@ A term is a sample at one training time. Its time and noise are keyed by identit
 nor on processes, and stay the same in every pass.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
@@ -99,7 +97,7 @@ class SampleTraining(Training[SampleMethod]):
     def guidance(self, adapter: ModelAdapter, rollout: float) -> float:
         return training_guidance(adapter, rollout, self.method.guidance_scale)
 
-    def work(self, context: UpdateContext, iteration: Iteration) -> SampleBatches:
+    def work(self, context: UpdateContext, iteration: Iteration) -> "SampleBatches":
         return SampleBatches(context, iteration)
 
 

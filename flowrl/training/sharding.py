@@ -6,8 +6,6 @@ process its rows. Every forward and backward is then a step that all processes t
 them (rollout, evaluation, parity gate, update) repeat a sample, uncounted, while another process still has work.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -71,7 +69,7 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
     return result
 
 
-def rows(weights: Weights) -> dict[str, Rows]:
+def rows(weights: Weights) -> "dict[str, Rows]":
     """The rows of each parameter on this process; empty unless the trained weights are split.
 
     FSDP2 deals them out in equal runs, the last ones shorter or empty.

@@ -4,8 +4,6 @@ Each check is a pure function of an `Evidence`. It gives a `Seen`, None where al
 folder does not have what it needs. `docs/troubleshooting.md` has a section for each.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -31,7 +29,7 @@ class Check:
     texts: dict[str, Any]
     """The rest of its entry in checks.yaml."""
 
-    def finding(self, seen: Seen, noun: str) -> Finding:
+    def finding(self, seen: Seen, noun: str) -> "Finding":
         """What it saw, in words; `noun`: "image" or "video"."""
         texts = self.texts
         for case in seen.cases:

@@ -1,7 +1,5 @@
 """The best of n images of a prompt in a report: curves of base and tuned, and the base's as the rival of training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Coordinates are SVG user units (px at the natural size); the page scales a chart
 the classes `s0`, `s1`, ... their colours, for light and dark.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -104,7 +102,7 @@ class _Frame:
     ticks: list[float]
 
     @classmethod
-    def around(cls, axis: Axis, x: Sequence[float], y: Iterable[np.ndarray | float], *, percent: bool) -> _Frame:
+    def around(cls, axis: Axis, x: Sequence[float], y: Iterable[np.ndarray | float], *, percent: bool) -> "_Frame":
         """Axes from the least to the largest `x` and around all finite `y`."""
         low, high, values = min(x), max(x), np.concatenate([np.ravel(each) for each in y])
         values = values[np.isfinite(values)]

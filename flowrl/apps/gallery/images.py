@@ -1,7 +1,5 @@
 """Selection and embedding of the report's images and videos."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os
@@ -56,7 +54,7 @@ class Place(Protocol):
 
 
 def image_values(
-    source: str, width: int, height: int, *, pixelated: bool, reel: Reel | None, link: str | None
+    source: str, width: int, height: int, *, pixelated: bool, reel: "Reel | None", link: str | None
 ) -> dict[str, Any]:
     """Values of the template's `image`, which has no anchor yet."""
     size = {"width": width, "height": height}
@@ -105,7 +103,7 @@ class Reel:
     """Without loss."""
 
     @classmethod
-    def of(cls, frames: int, fps: float, size: tuple[int, int]) -> Reel:
+    def of(cls, frames: int, fps: float, size: tuple[int, int]) -> "Reel":
         """That of a file with so many frames of (width, height) at so many a second."""
         kept = min(frames, VIDEO_FRAMES)
         columns = kept if kept <= _COLUMNS[0] else min(_COLUMNS, key=lambda count: (-kept % count, -count))

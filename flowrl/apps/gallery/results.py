@@ -1,7 +1,5 @@
 """Results of a run: metrics, intervals, verdict, table."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,11 +67,11 @@ class Metric:
             return {1: "+1", 0: "0", -1: f"{MINUS}1"}[round(x)]
         return self.change(x, digits=max(self.decimals - 1, 0))
 
-    def interval(self, e: Estimate) -> str:
+    def interval(self, e: "Estimate") -> str:
         """Bounds as text; "": there are none."""
         return f"{self.value(e.low, unit='')} to {self.value(e.high, unit='')}" if e.bounded else ""
 
-    def level(self, e: Estimate) -> dict[str, str]:
+    def level(self, e: "Estimate") -> dict[str, str]:
         """A cell of a table."""
         return {"text": self.value(e.mean), "interval": self.interval(e)}
 
@@ -82,7 +80,7 @@ class Metric:
         ends = sorted((self.sign * low, self.sign * (low if high is None else high)))
         return "better" if ends[0] > 0 else "worse" if ends[1] < 0 else "same"
 
-    def sure_tone(self, change: Estimate, judged: bool = True) -> str:
+    def sure_tone(self, change: "Estimate", judged: bool = True) -> str:
         """The tone of a change with its interval; "same" without one, or where nothing is judged."""
         return self.tone(change.low, change.high) if change.bounded and judged else "same"
 
@@ -96,7 +94,7 @@ class Estimate:
     high: float = math.nan
 
     @classmethod
-    def of(cls, entry: dict[str, Any]) -> Estimate:
+    def of(cls, entry: dict[str, Any]) -> "Estimate":
         """That of a block of summary.json, or of `flowrl.statistics`."""
         return cls(*(number(entry.get(key)) for key in ("mean", "low", "high")))
 

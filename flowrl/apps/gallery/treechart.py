@@ -4,8 +4,6 @@ Coordinates are user units (px at the natural size). The style sheet has the col
 for an edge's advantage, `r0` .. `r5` for a node's reward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +35,7 @@ class Ranges:
     """Least and largest reward of the nodes."""
 
     @staticmethod
-    def of(trees: Sequence[Tree]) -> Ranges:
+    def of(trees: Sequence[Tree]) -> "Ranges":
         """Ranges of several trees."""
         advantages = [abs(edge.advantage) for tree in trees for edge in tree.edges if edge.advantage is not None]
         rewards = [value for tree in trees for value in tree.reward if value is not None]
@@ -84,7 +82,7 @@ class Layout:
     height: float
 
     @staticmethod
-    def of(tree: Tree) -> Layout:
+    def of(tree: Tree) -> "Layout":
         """Layout of a tree: a column for each step, leaves at equal distances, nodes in the middle of their leaves."""
         count = len(tree.leaves)
         pitch, lanes = next((pitch, lanes) for least, pitch, lanes in PITCHES if count >= least)

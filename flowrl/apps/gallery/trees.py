@@ -1,7 +1,5 @@
 """Trees of evaluations in the files of `evaluation/evaluation_tree.py`, and their lines on a drawing."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,7 @@ class Edge:
     advantage: float | None
     pruned: bool
 
-    def looks_like(self, other: Edge) -> bool:
+    def looks_like(self, other: "Edge") -> bool:
         return (self.noisy, self.advantage, self.pruned) == (other.noisy, other.advantage, other.pruned)
 
 

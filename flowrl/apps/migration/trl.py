@@ -1,7 +1,5 @@
 """trl: what becomes of DDPOConfig, of AlignPropConfig and of its example script's flags (huggingface/trl 0.23.1)."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import replace
 from pathlib import Path

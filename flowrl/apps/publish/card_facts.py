@@ -1,7 +1,5 @@
 """What a model card says about a run: its data, settings, rewards, numbers and limits, as escaped text."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ class Facts:
     estimates: dict[str, dict[str, Estimate]]
 
     @classmethod
-    def of(cls, run: Run) -> Facts:
+    def of(cls, run: Run) -> "Facts":
         metrics = results.metrics_of(run)
         return cls(run, Named(run.config), metrics, {m.name: results.estimates_of(run, m) for m in metrics})
 

@@ -1,7 +1,5 @@
 """How the weights next to a model card are loaded: a sentence and Python code that runs in their folder."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -39,7 +37,7 @@ class Base:
     """The class to load it with: its own, but where the configuration names another."""
 
     @classmethod
-    def of(cls, facts: Facts) -> Base:
+    def of(cls, facts: Facts) -> "Base":
         path, named = str(facts.at("model", "path")), facts.at("model", "pipeline")
         if named is not None:
             return cls(path, str(named), str(named))

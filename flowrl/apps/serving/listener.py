@@ -1,7 +1,5 @@
 """The server itself: a socket, deadlines of connections, workers before the first request, signals."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """The adapter around any pipeline: shapes, conditions, predictions and images by entering the pipeline's own call."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The arguments of a pipeline's call: the user's, those of each entry, and the sizes that fit."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,7 +112,7 @@ class Size:
     unit: int
 
     @staticmethod
-    def of(pipeline: Any, asked: Asked, family: Family, parameters: Mapping, network: nn.Module) -> Size:
+    def of(pipeline: Any, asked: Asked, family: Family, parameters: Mapping, network: nn.Module) -> "Size":
         """The asked size, or the pipeline's. Raises ModelError: no default, or a side is no multiple of the unit."""
         scale = _scale(pipeline)
         patch = family.patch or network_config(network).get("patch_size") or 1

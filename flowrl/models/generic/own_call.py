@@ -5,8 +5,6 @@ the recipe's guidance; a pass is kept in the cache folder (FLOWRL_CACHE, or ~/.c
 on. The latents of each step are those of the own call, so its scheduler may be of any kind.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json
@@ -46,7 +44,7 @@ class Difference:
     ours: float
 
     @staticmethod
-    def of(ours: Tensor, own: Tensor) -> Difference:
+    def of(ours: Tensor, own: Tensor) -> "Difference":
         a, b = ours.float().flatten(), own.float().flatten()
         apart = (a - b).abs()
         if not bool(apart.isfinite().all()):

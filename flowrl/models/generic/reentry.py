@@ -14,8 +14,6 @@ So packing, guidance, renormalisation and sign are the pipeline's own code.
 `Reentry.own_call` runs the call as it is, to its end, and records the steps of its schedulers (own_call.py).
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect
@@ -52,7 +50,7 @@ class Prepared:
     """Places of the scheduler's latents in a sample of these, in its order; None: all of them."""
 
     @staticmethod
-    def of(value: Any) -> Prepared:
+    def of(value: Any) -> "Prepared":
         if torch.is_tensor(value):
             return Prepared((value,), None, value.dtype)
         place = next((i for i, part in enumerate(value) if torch.is_tensor(part)), 0)

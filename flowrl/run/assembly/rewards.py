@@ -1,7 +1,5 @@
 """The rewards of a run: built, and tried before anything is trained."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -29,7 +27,7 @@ class Scorers:
     """Rewards that are trained on or only evaluated (`eval.rewards`); None without any."""
 
     @classmethod
-    def of(cls, resolved: Resolved, climbs: bool, prompts: RunPrompts) -> Scorers:
+    def of(cls, resolved: Resolved, climbs: bool, prompts: RunPrompts) -> "Scorers":
         """The rewards of a configuration; `climbs`: of a method that takes their gradient.
 
         Raises ConfigError, RewardError: one that cannot be built, or has no gradient where it is wanted.

@@ -7,8 +7,6 @@ a collective would end the run after its time limit, while people may take days.
     votes/iteration-000003/.left-1     it was stopped, or failed: nobody waits for people any more
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextvars import Token
@@ -45,7 +43,7 @@ class People:
     stop: Stop
 
     @classmethod
-    def of(cls, scorer: Scorer, run: Path | None, world: World, stop: Stop, slots: int) -> People | None:
+    def of(cls, scorer: Scorer, run: Path | None, world: World, stop: Stop, slots: int) -> "People | None":
         """Of a run that trains on the rewards of `scorer`, with so many prompts an iteration; None: no people judge.
 
         Raises ConfigError: a session without a run folder, a folder that not all processes see, or groups that
@@ -97,7 +95,7 @@ class Asking:
         )
         self._token = OCCASION.set(self._occasion)
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> "Asking":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
