@@ -127,7 +127,7 @@ def load_reader(config: Config) -> Reader:
         if find_spec(name) is None:
             raise RewardError(
                 f"reward 'ocr' needs a package that is not installed ({name})",
-                remedies=[Remedy(command='pip install "flowrl[ocr]"')],
+                Remedy(command='pip install "flowrl[ocr]"'),
             )
     if config.workers:
         return Pool(config.min_confidence, config.detection_side, config.workers)

@@ -6,7 +6,7 @@ import numpy as np
 
 from flowrl.algorithms._matching import AnchorConfig, pulling
 from flowrl.algorithms._options import Options
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.rng import stream
 from flowrl.core.strict import require_positive
 
@@ -70,7 +70,7 @@ class LeapOptions(Options):
         super().__post_init__()
         require_positive(vars(self), "tau", "tail")
         if not 0 <= self.rho <= 1:
-            raise OptionError(f"rho={self.rho} must be in [0, 1]: a share", remedies=[Remedy({"rho": 0.3})])
+            raise OptionError(f"rho={self.rho} must be in [0, 1]: a share", {"rho": 0.3})
         if self.tail if self.lengths is None else len(self.lengths) != 3 or min(self.lengths) <= 0:
             raise ValueError(f"lengths={self.lengths} must be three numbers above 0, or null without a tail")
 

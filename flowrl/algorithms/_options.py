@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol, Self
 
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.credit.advantages import AdvantageConfig, RuleConfig
 from flowrl.credit.saliency import SpatialConfig
@@ -117,9 +117,7 @@ class Options:
         if rule is not None:
             rule.check_group(group_size)
         if group_size < 2 and vars(self).get("filter") is not None:
-            raise OptionError(
-                "filter compares the samples of a prompt, and rollout.group_size=1", remedies=[Remedy({"filter": None})]
-            )
+            raise OptionError("filter compares the samples of a prompt, and rollout.group_size=1", {"filter": None})
 
     def check_geometry(self, samples: int, num_steps: int, updates: int) -> None:
         """Refuse numbers of samples, denoising steps and optimizer steps of an iteration that do not go together."""
@@ -179,7 +177,7 @@ class RatioOptions(Options):
             raise OptionError(
                 "kl.divisor=flow_grpo multiplies the KL of a step by |dt|, which belongs to a flow's SDE; "
                 "on this noise-prediction model (VP) it would weigh the steps a hundredfold unevenly",
-                remedies=[Remedy({"kl.divisor": "variance"}), Remedy({"kl.divisor": "none"})],
+                [{"kl.divisor": "variance"}, {"kl.divisor": "none"}],
             )
 
 
@@ -199,7 +197,7 @@ class StepOptions(Options):
             raise ValueError(f"sde_steps={steps} needs at least one step, counted from 0")
         if len(set(steps)) < len(steps):
             once = sorted(set(steps))
-            raise OptionError(f"sde_steps={steps} names a step twice", remedies=[Remedy({"sde_steps": once})])
+            raise OptionError(f"sde_steps={steps} names a step twice", {"sde_steps": once})
 
     def stochastic_steps(self, schedule: Schedule, iteration: int, seed: int) -> Sequence[int] | None:
         return self.sde_steps
@@ -301,7 +299,7 @@ class SolverOptions(Options):
         if self.solver_noise > 0 and not SOLVERS[self.solver].stochastic:
             raise OptionError(
                 f"solver_noise={self.solver_noise}: only the solver 'sa' adds noise, not {self.solver!r}",
-                remedies=[Remedy({"solver": "sa"}), Remedy({"solver_noise": 0.0})],
+                [{"solver": "sa"}, {"solver_noise": 0.0}],
             )
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
@@ -310,7 +308,7 @@ class SolverOptions(Options):
         if num_steps < least:
             raise OptionError(
                 f"solver={self.solver} needs at least {least} steps, rollout.num_inference_steps is {num_steps}",
-                remedies=[Remedy({"rollout.num_inference_steps": least})],
+                {"rollout.num_inference_steps": least},
             )
 
 
@@ -329,7 +327,7 @@ class CreditOptions(Options):
             raise OptionError(
                 f"advantages.virtual_best={self.advantages.virtual_best} makes the mean advantage negative, by which a "
                 "signed loss on finished samples runs away; it is for methods on the steps of a rollout",
-                remedies=[Remedy({"advantages.virtual_best": 0})],
+                {"advantages.virtual_best": 0},
             )
 
     def credit_rule(self) -> RuleConfig:
@@ -367,8 +365,5 @@ class NoiseOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if SOLVERS[self.solver].stochastic:
-            raise OptionError(
-                f"solver={self.solver} adds noise, so z would not decide the image",
-                remedies=[Remedy({"solver": "ode"})],
-            )
+            raise OptionError(f"solver={self.solver} adds noise, so z would not decide the image", {"solver": "ode"})
         require_positive(vars(self), "passes")

@@ -18,7 +18,7 @@ from torch import Tensor
 from flowrl.algorithms._matching import AnchorConfig, pull
 from flowrl.algorithms._options import Options
 from flowrl.algorithms.base import Networks, SampleMethod
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.diffusion.process import Process, VPProcess
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
@@ -66,15 +66,12 @@ class LossConfig:
         if self.flip is not None and self.name not in FLIPPED:
             raise OptionError(
                 f"flip={self.flip}: name={self.name} takes every label to be right",
-                remedies=[Remedy({"name": "smoothed"}), Remedy({"flip": None})],
+                [{"name": "smoothed"}, {"flip": None}],
             )
         if self.target is not None and not self.target > 0:
             raise ValueError(f"target={self.target} must be positive: the winner's error is to fall more")
         if self.target is not None and self.name != "ipo":
-            raise OptionError(
-                f"target={self.target}: name={self.name} has none",
-                remedies=[Remedy({"name": "ipo"}), Remedy({"target": None})],
-            )
+            raise OptionError(f"target={self.target}: name={self.name} has none", [{"name": "ipo"}, {"target": None}])
 
     @property
     def wrong(self) -> float:
@@ -153,7 +150,7 @@ class PreferenceOptions(Options):
         if self.auto_beta is not None and self.loss.name in ("ipo", "hinge"):
             raise OptionError(
                 f"auto_beta: loss.name={self.loss.name} has no gradient factor sigmoid(-m)",
-                remedies=[Remedy({"auto_beta": None}), Remedy({"loss.name": "sigmoid"})],
+                [{"auto_beta": None}, {"loss.name": "sigmoid"}],
             )
 
     def rows(self, delta: Tensor, beta: float, outputs: Outputs, space: Space) -> Tensor:
@@ -184,7 +181,7 @@ def require_anchor(loss: LossConfig, kl: AnchorConfig, beta: float | None) -> No
     raise OptionError(
         f"loss.name=robust without kl: nothing bounds it from below, so it never stops, and few pairs diverge; from "
         f"kl.coef={enough:g} it is bounded",
-        remedies=[Remedy({"kl.coef": enough}), Remedy({"loss.name": "smoothed"})],
+        [{"kl.coef": enough}, {"loss.name": "smoothed"}],
     )
 
 

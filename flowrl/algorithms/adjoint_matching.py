@@ -23,7 +23,7 @@ from flowrl.algorithms._climbing import EndOptions
 from flowrl.algorithms._credit import plain_rewards
 from flowrl.algorithms.base import EdgeMethod, GradientMethod, Method, Networks
 from flowrl.algorithms.dance_grpo import ShareOptions
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.core.types import Identity, SampleId
 from flowrl.credit.advantages import Advantages
@@ -84,7 +84,7 @@ class Config(ShareOptions, EndOptions):
 
     def check_process(self, process: Process) -> None:
         if self.form == "efficient" and not isinstance(process, FlowProcess):
-            raise OptionError("form=efficient is derived for flows", remedies=[Remedy({"form": "exact"})])
+            raise OptionError("form=efficient is derived for flows", {"form": "exact"})
 
 
 class AdjointMatching(EdgeMethod[Config]):

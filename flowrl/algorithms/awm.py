@@ -21,7 +21,7 @@ from torch import Tensor
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, pull, pulling
 from flowrl.algorithms._options import ClipRange, CreditOptions, SolverOptions, TimesOptions, clip_bounds
 from flowrl.algorithms.base import Networks, SampleMethod
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages
@@ -64,8 +64,7 @@ class Config(CreditOptions, SolverOptions, TimesOptions):
         require_positive(vars(self), "advantage_max")
         if self.advantages.clip is None:
             raise OptionError(
-                "advantages.clip=null: AWM rescales clipped advantages to advantage_max",
-                remedies=[Remedy({"advantages.clip": 5.0})],
+                "advantages.clip=null: AWM rescales clipped advantages to advantage_max", {"advantages.clip": 5.0}
             )
 
 

@@ -88,7 +88,7 @@ class Config(NodeOptions, PathOptions, ClipOptions, RatioOptions):
             raise OptionError(
                 f"split_inflation={self.split_inflation}: the sampler's log-prob form 'unscaled' leaves the std out, "
                 "so no density matches the wider steps",
-                remedies=[Remedy({"split_inflation": 1.0})],
+                {"split_inflation": 1.0},
             )
 
     def split_steps(self, num_steps: int) -> list[int]:
@@ -118,7 +118,7 @@ class Config(NodeOptions, PathOptions, ClipOptions, RatioOptions):
             whole = [Remedy({"mix": None})] if max(steps) < num_steps - 2 else []
             raise OptionError(
                 f"prune={self.prune}: after the last split, step {max(steps)}, no step is trained in any iteration",
-                remedies=[Remedy({"prune": None}), *whole],
+                [{"prune": None}, *whole],
             )
         return result
 

@@ -19,7 +19,7 @@ import torch
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, pull, pulling
 from flowrl.algorithms._options import CreditOptions, ReferenceOptions, SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.diffusion.training_times import TimesConfig
 from flowrl.losses.batches import LossOutput, NoisedBatch, summed
 from flowrl.losses.matching import RewardFit, centred, implicit_reward, optimality, pool_weights, reward_fit
@@ -60,8 +60,7 @@ class Config(ReferenceOptions, CreditOptions, SolverOptions, TimesOptions):
             raise ValueError(f"pools={self.pools} must be 0 or at least 0.01, or null for the plain mean")
         if self.advantages.clip is None:
             raise OptionError(
-                "advantages.clip=null: optimality is the advantage within its bound",
-                remedies=[Remedy({"advantages.clip": 5.0})],
+                "advantages.clip=null: optimality is the advantage within its bound", {"advantages.clip": 5.0}
             )
 
 

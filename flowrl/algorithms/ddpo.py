@@ -30,7 +30,7 @@ from flowrl.algorithms.flow_grpo import (
     single_advantage,
     with_reference,
 )
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.types import SampleId
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.credit.history import HistoryConfig
@@ -62,13 +62,12 @@ class Config(ShareOptions, StepOptions, ClipOptions, RatioOptions):
             raise ValueError(f"passes={self.passes} must be at least 1")
         if self.estimator == "score" and self.passes > 1:
             raise OptionError(
-                f"passes={self.passes}: estimator=score is right for the policy that drew the samples",
-                remedies=[Remedy({"passes": 1})],
+                f"passes={self.passes}: estimator=score is right for the policy that drew the samples", {"passes": 1}
             )
         if self.estimator == "score" and self.surrogate != "clip":
             raise OptionError(
                 f"surrogate={self.surrogate} is a loss of a ratio, and estimator=score has none",
-                remedies=[Remedy({"surrogate": "clip", "eta": None, "preserved": None})],
+                {"surrogate": "clip", "eta": None, "preserved": None},
             )
 
     def stochastic_steps(self, schedule: Schedule, iteration: int, seed: int) -> Sequence[int]:
@@ -85,7 +84,7 @@ class Config(ShareOptions, StepOptions, ClipOptions, RatioOptions):
             raise OptionError(
                 "estimator=score has no ratio for samples of an older policy, and "
                 f"optim.updates_per_iteration={updates}",
-                remedies=[Remedy({"optim.updates_per_iteration": 1}), Remedy({"estimator": "importance"})],
+                [{"optim.updates_per_iteration": 1}, {"estimator": "importance"}],
             )
 
 

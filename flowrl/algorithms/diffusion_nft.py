@@ -19,7 +19,7 @@ from torch import Tensor
 from flowrl.algorithms._matching import AnchorConfig, LagConfig, pull, pulling
 from flowrl.algorithms._options import CreditOptions, SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages
@@ -58,8 +58,7 @@ class Config(CreditOptions, SolverOptions, TimesOptions):
         require_positive(vars(self), "mix")
         if self.advantages.clip is None:
             raise OptionError(
-                "advantages.clip=null: optimality is the advantage within its bound",
-                remedies=[Remedy({"advantages.clip": 5.0})],
+                "advantages.clip=null: optimality is the advantage within its bound", {"advantages.clip": 5.0}
             )
 
     @property

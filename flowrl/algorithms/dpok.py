@@ -21,7 +21,7 @@ from flowrl.algorithms._credit import plain_rewards
 from flowrl.algorithms._options import ClipRange, StepOptions, clip_bounds
 from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
 from flowrl.algorithms.flow_grpo import ratio_metrics, single_advantage
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages
@@ -111,7 +111,7 @@ class Config(StepOptions):
             raise OptionError(
                 f"optim.updates_per_iteration={updates} would share out samples, and every policy step draws its own "
                 f"(algorithm.policy_steps={self.policy_steps} counts the steps)",
-                remedies=[Remedy({"optim.updates_per_iteration": 1})],
+                {"optim.updates_per_iteration": 1},
             )
         # The least there can be: whether the last step is trained too is known once there is a grid.
         self.check_trained(samples, self.most_trained(num_steps))
@@ -123,7 +123,7 @@ class Config(StepOptions):
             raise OptionError(
                 f"buffer={self.buffer} holds less than the {made} transitions of one iteration, of which the first "
                 f"would never be trained",
-                remedies=[Remedy({"buffer": made})],
+                {"buffer": made},
             )
 
 

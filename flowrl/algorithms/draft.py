@@ -18,7 +18,7 @@ from typing import Literal
 
 from flowrl.algorithms._climbing import GradientOptions
 from flowrl.algorithms.base import GradientMethod
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.rng import stream
 from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.losses.reward_gradients import Route
@@ -46,15 +46,13 @@ class Config(GradientOptions):
         if self.low_variance and (self.steps > 1 or self.truncation != "fixed"):
             raise OptionError(
                 f"low_variance={self.low_variance} is of the last step alone",
-                remedies=[Remedy({"low_variance": 0}), Remedy({"steps": 1, "truncation": "fixed"})],
+                [{"low_variance": 0}, {"steps": 1, "truncation": "fixed"}],
             )
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         super().check(sampler, num_steps)
         if self.steps > num_steps:
-            raise OptionError(
-                f"steps={self.steps}: rollout.num_inference_steps is {num_steps}", remedies=[Remedy({"steps": 1})]
-            )
+            raise OptionError(f"steps={self.steps}: rollout.num_inference_steps is {num_steps}", {"steps": 1})
 
 
 class Draft(GradientMethod[Config]):

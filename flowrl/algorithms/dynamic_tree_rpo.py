@@ -25,7 +25,7 @@ from flowrl.algorithms._credit import leaf_advantages
 from flowrl.algorithms._options import PathOptions, RatioOptions
 from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
 from flowrl.algorithms.flow_grpo import ClipOptions, clipped_terms, single_advantage, with_reference
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.types import Edges
 from flowrl.credit.advantages import Advantages, RuleConfig
 from flowrl.credit.tree_credit import LeafRewards
@@ -82,8 +82,7 @@ class Config(PathOptions, ClipOptions, RatioOptions):
             )
         if self.tuning is not None and self.advantages.clip is None:
             raise OptionError(
-                "advantages.clip=null: the weight of tuning is the advantage over its bound",
-                remedies=[Remedy({"advantages.clip": 5.0})],
+                "advantages.clip=null: the weight of tuning is the advantage over its bound", {"advantages.clip": 5.0}
             )
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
@@ -96,7 +95,7 @@ class Config(PathOptions, ClipOptions, RatioOptions):
             raise OptionError(
                 f"growth={self.growth}: the last of {depth} layers has noise level "
                 f"{level * (1 + self.growth * share):.4g}, above the sampler's largest, {bound:g}",
-                remedies=[Remedy({"growth": growth}), Remedy({f"rollout.sampler.{sampler.noise_key}": least})],
+                [{"growth": growth}, {f"rollout.sampler.{sampler.noise_key}": least}],
             )
 
     def depth(self, num_steps: int) -> int:

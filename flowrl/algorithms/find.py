@@ -64,13 +64,11 @@ class Config(NoiseOptions, CreditOptions):
         super().__post_init__()
         for key, default in (("advantages", _GROUP), ("filter", None)) if self.baseline == "critic" else ():
             if vars(self)[key] != default:
-                raise OptionError(
-                    f"{key} is of baseline=group", remedies=[Remedy({"baseline": "group"}), Remedy(without=key)]
-                )
+                raise OptionError(f"{key} is of baseline=group", [{"baseline": "group"}, Remedy(without=key)])
         if self.keep_moment and not self.train_std:
             raise OptionError(
                 "keep_moment=true needs train_std=true: a mean that grows leaves less for the std",
-                remedies=[Remedy({"train_std": True}), Remedy({"keep_moment": False})],
+                [{"train_std": True}, {"keep_moment": False}],
             )
         if not 0 < self.least_std <= 1:
             raise ValueError(f"least_std={self.least_std} must be in (0, 1]: every std begins at 1")

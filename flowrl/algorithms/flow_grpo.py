@@ -29,7 +29,7 @@ from flowrl.algorithms._options import (
     clip_bounds,
 )
 from flowrl.algorithms.base import EdgeMethod, Networks
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.strict import require_positive
 from flowrl.credit.step_values import StepValues
 from flowrl.diffusion.plan import StepPlan, window
@@ -72,7 +72,7 @@ class ClipOptions(Options):
             if value is not None and self.surrogate != name:
                 raise OptionError(
                     f"{key}={value} belongs to surrogate={name}, not {self.surrogate}",
-                    remedies=[Remedy({"surrogate": name}), Remedy({key: None})],
+                    [{"surrogate": name}, {key: None}],
                 )
 
     @property
@@ -89,7 +89,7 @@ class ClipOptions(Options):
             raise OptionError(
                 "clip_range=null: there is no published value for spatial.ratio=position, and those for means over all "
                 "dims are far too small (docs/algorithms/vipo.md has what to look at)",
-                remedies=[Remedy({"spatial.ratio": "sample"})],
+                {"spatial.ratio": "sample"},
             )
         return clip_bounds(sampler.clip_range(self.ratio))
 
@@ -100,7 +100,7 @@ class ClipOptions(Options):
             raise OptionError(
                 f"spatial.ratio=position takes Gaussian log-probs apart, the sampler's form is "
                 f"{sampler.log_prob_form!r}",
-                remedies=[Remedy({"spatial.ratio": "sample"})],
+                {"spatial.ratio": "sample"},
             )
         self.clip(sampler)
         self.tree(num_steps, 1, 0)
@@ -122,9 +122,7 @@ class Config(SpatialOptions, StepOptions, ClipOptions, RatioOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.spatial is not None and self.step_values is not None:
-            raise OptionError(
-                "spatial and step_values both change the credit of a step", remedies=[Remedy({"step_values": None})]
-            )
+            raise OptionError("spatial and step_values both change the credit of a step", {"step_values": None})
 
 
 # ---- the method

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from flowrl.algorithms._options import RatioOptions, SpatialOptions
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClipOptions, clipped_loss
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.tree_shapes import splits
@@ -56,7 +56,7 @@ class Config(SpatialOptions, ClipOptions, RatioOptions):
             if self.branch is not None and value is not None:
                 raise OptionError(
                     f"branch={self.branch} with {key}: an edge of a tree belongs to several samples",
-                    remedies=[Remedy({"branch": None}), Remedy({key: None})],
+                    [{"branch": None}, {key: None}],
                 )
 
     def clip(self, sampler: Sampler) -> tuple[float, float]:

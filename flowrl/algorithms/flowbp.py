@@ -18,7 +18,7 @@ import numpy as np
 
 from flowrl.algorithms._climbing import GradientOptions, LeapOptions
 from flowrl.algorithms.base import GradientMethod
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.rng import stream
 from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.losses.reward_gradients import Route
@@ -47,14 +47,14 @@ class Config(GradientOptions, LeapOptions):
         if not 0 <= self.rescale <= 1:
             raise ValueError(f"rescale={self.rescale} must be in [0, 1]: 0 is the plain sum, 1 the whole path's")
         if self.rule == "bridge" and self.steps < 2:
-            raise OptionError(f"steps={self.steps}: a bridge has two at least", remedies=[Remedy({"steps": 2})])
+            raise OptionError(f"steps={self.steps}: a bridge has two at least", {"steps": 2})
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         super().check(sampler, num_steps)
         key, most = ("order", num_steps - 1) if self.rule == "lagrange" else ("steps", num_steps)
         if (given := vars(self)[key]) > most:
             why = f"{key}={given}: {self.rule} on rollout.num_inference_steps={num_steps} takes {most} at most"
-            raise OptionError(why, remedies=[Remedy({key: most})])
+            raise OptionError(why, {key: most})
 
 
 class FlowBp(GradientMethod[Config]):

@@ -22,7 +22,7 @@ from torch import Tensor
 from flowrl.algorithms._options import RatioOptions, StepOptions
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClipOptions, clipped_loss
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.types import Step
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.process import Process, VPProcess
@@ -51,7 +51,7 @@ class Config(StepOptions, ClipOptions, RatioOptions):
         if self.ratio_norm and sampler.log_prob_form != "mean":
             raise OptionError(
                 f"ratio_norm=true normalises a Gaussian log-prob, the sampler's form is {sampler.log_prob_form!r}",
-                remedies=[Remedy({"ratio_norm": False})],
+                {"ratio_norm": False},
             )
         super().check(sampler, num_steps)
 
@@ -61,7 +61,7 @@ class Config(StepOptions, ClipOptions, RatioOptions):
             raise OptionError(
                 f"reweight={self.reweight} divides by |dt|, which belongs to a flow's SDE; on this noise-prediction "
                 "model (VP) the steps would count up to a hundredfold unevenly",
-                remedies=[Remedy({"reweight": "exact"}), Remedy({"reweight": "none"})],
+                [{"reweight": "exact"}, {"reweight": "none"}],
             )
 
 

@@ -20,7 +20,7 @@ from flowrl.algorithms._matching import PullOptions, pulling
 from flowrl.algorithms._options import SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.algorithms.rwr import ImitationOptions, weighted_loss
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages, aggregate
 from flowrl.diffusion.training_times import TimesConfig
@@ -49,9 +49,7 @@ class Config(ImitationOptions, PullOptions, SolverOptions, TimesOptions):
         if self.best >= group_size:
             raise OptionError(
                 f"best={self.best} keeps every sample of a group of {group_size}",
-                remedies=[
-                    Remedy({"best": max(group_size - 1, 1)} | ({"rollout.group_size": 2} if group_size < 2 else {}))
-                ],
+                {"best": max(group_size - 1, 1)} | ({"rollout.group_size": 2} if group_size < 2 else {}),
             )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from flowrl.algorithms._options import RatioOptions, StepOptions
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClipOptions, Terms, clipped_terms, single_advantage, with_reference
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.tensors import sent
 from flowrl.credit.advantages import AdvantageConfig
 from flowrl.diffusion.plan import StepPlan
@@ -71,7 +71,7 @@ class TrustConfig:
                 raise OptionError(
                     f"coef={self.coef} must be between min_coef={self.min_coef} and max_coef={self.max_coef}, and "
                     "these above 0",
-                    remedies=[Remedy({"adaptive": False})],
+                    {"adaptive": False},
                 )
 
 

@@ -26,7 +26,7 @@ from flowrl.algorithms._matching import PullOptions, pulling
 from flowrl.algorithms._options import TimesOptions
 from flowrl.algorithms._pairs import PairOptions, agreement, pair_loss
 from flowrl.algorithms.base import Networks, SampleMethod
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.rng import stream
 from flowrl.core.strict import require_positive
 from flowrl.diffusion.plan import StepPlan
@@ -61,10 +61,7 @@ class Config(PairOptions, PullOptions, TimesOptions):
         super().__post_init__()
         require_positive(vars(self), "every", "keep")
         if SOLVERS[self.solver].stochastic:
-            raise OptionError(
-                f"solver={self.solver} adds noise, and the earlier self draws without",
-                remedies=[Remedy({"solver": "ode"})],
-            )
+            raise OptionError(f"solver={self.solver} adds noise, and the earlier self draws without", {"solver": "ode"})
 
 
 class Seppo(SampleMethod[Config]):

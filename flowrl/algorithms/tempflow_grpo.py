@@ -23,7 +23,7 @@ from flowrl.algorithms._options import KLConfig, RatioOptions
 from flowrl.algorithms._tree import NodeOptions, OffshootOptions, by_nodes
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClipOptions, clipped_terms, single_advantage, with_reference
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.tensors import sent
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import LeafRewards, Scale, depthwise, fuse
@@ -48,7 +48,7 @@ class Config(OffshootOptions, NodeOptions, ClipOptions, RatioOptions):
         if self.noise_weight == "released" and sampler.log_prob_form == "unscaled":
             raise OptionError(
                 "noise_weight=released is for Gaussian log-probs, and the sampler's form is 'unscaled'",
-                remedies=[Remedy({"noise_weight": "normalised"})],
+                {"noise_weight": "normalised"},
             )
         super().check(sampler, num_steps)
 

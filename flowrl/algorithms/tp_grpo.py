@@ -23,7 +23,7 @@ from flowrl.algorithms._options import RatioOptions
 from flowrl.algorithms._tree import NodeOptions, by_nodes
 from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClipOptions, clipped_loss
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.credit.advantages import Advantages
 from flowrl.credit.tree_credit import Gain, LeafRewards, Scale, increments
 from flowrl.diffusion.tree_shapes import Branching, completions
@@ -54,9 +54,7 @@ class Config(NodeOptions, ClipOptions, RatioOptions):
         if not math.isfinite(self.turning):
             raise ValueError(f"turning={self.turning} must be finite")
         if self.scale.pool != "prompt":
-            raise OptionError(
-                "scale.pool=tree: a chain has one step of each number", remedies=[Remedy({"scale.pool": "prompt"})]
-            )
+            raise OptionError("scale.pool=tree: a chain has one step of each number", {"scale.pool": "prompt"})
 
     def tree(self, num_steps: int, iteration: int, seed: int) -> Branching:
         window = min(9, num_steps - 1) if self.window is None else self.window

@@ -148,7 +148,7 @@ def _require_positions(pipeline: Any, call: Mapping[str, Any]) -> None:
         if isinstance(side, int) and side > largest:
             raise ConfigError(
                 f"{name}={side}: the denoiser has positions for {largest} pixels",
-                remedies=[Remedy(flag=f"--set {name}={largest}")],
+                Remedy(flag=f"--set {name}={largest}"),
             )
 
 
@@ -177,11 +177,11 @@ def _require_frames(pipeline: Any, frames: int | None) -> None:
     if (frames - 1) % step:
         raise ConfigError(
             f"--set num_frames={frames}: must be one more than a multiple of {step}",
-            remedies=[Remedy(flag=f"--set num_frames={near_frames(frames, step, patch)}")],
+            Remedy(flag=f"--set num_frames={near_frames(frames, step, patch)}"),
         )
     latents = (frames - 1) // step + 1
     if latents % patch:
         raise ConfigError(
             f"--set num_frames={frames}: it makes {latents} latent frames, and the denoiser reads {patch} at a time",
-            remedies=[Remedy(flag=f"--set num_frames={near_frames(frames, step, patch)}")],
+            Remedy(flag=f"--set num_frames={near_frames(frames, step, patch)}"),
         )

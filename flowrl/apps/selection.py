@@ -71,18 +71,18 @@ def best_of(
     own = [name for name, value in (("--keep", keep), ("--reward", reward)) if value is not None]
     if count is None and own:
         words = " ".join(own)
-        raise ConfigError(f"{words}: for --best-of, which is not given", remedies=[Remedy(without=words)])
+        raise ConfigError(f"{words}: for --best-of, which is not given", Remedy(without=words))
     if count is None:
         return None
     if drawn != 1:
         raise ConfigError(
             f"--count {drawn}: --best-of {count} draws {count} of each prompt, and --keep says how many stay",
-            remedies=[Remedy(without="--count")],
+            Remedy(without="--count"),
         )
     if (keep or 1) >= count:
         why = f"--best-of {count} with --keep {keep or 1} leaves none out, so it chooses nothing"
         out = "--keep" if count > 1 else " ".join(["--best-of", *own])
-        raise ConfigError(why, remedies=[Remedy(without=out)])
+        raise ConfigError(why, Remedy(without=out))
     plans = _plans(reward, target)
     require_metadata("PROMPT", prompts, plans, [plan.card for plan in plans])
     entries = build_rewards(plans)

@@ -59,7 +59,7 @@ def showing(quiet: bool = False, as_json: bool = False) -> "Generator[Display]":
     if quiet and as_json:
         raise ConfigError(
             "--quiet and --json: one of them; the second is for programs",
-            remedies=[Remedy(without="--quiet"), Remedy(without="--json")],
+            [Remedy(without="--quiet"), Remedy(without="--json")],
         )
     main = os.environ.get("RANK", "0") == "0"
     with opened("json" if as_json else "quiet" if quiet else "auto", main=main) as display:

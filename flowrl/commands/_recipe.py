@@ -60,7 +60,7 @@ class Known:
                     raise ConfigError(f"{key}={said!r} must be a number") from None
         needs = {"--model tiny-sd3": self.model, "--reward shapes": self.rewards or self.pairs}
         if missing := " ".join(flag for flag, value in needs.items() if not value):
-            raise ConfigError("a recipe needs --model, and --reward or --pairs", remedies=[Remedy(flag=missing)])
+            raise ConfigError("a recipe needs --model, and --reward or --pairs", Remedy(flag=missing))
 
 
 def _tiny(tree: dict[str, Any]) -> bool:
@@ -227,7 +227,7 @@ class Draft:
             raise ConfigError(
                 f"--memory {self.memory / 2**30:g}: {self.known.model} with {self.tree['algorithm']['name']} needs "
                 f"{size(self.needs)} by flowrl plan, with every saving that it takes",
-                remedies=[Remedy(flag=f"--memory {math.ceil(self.needs / 2**30)}")],
+                Remedy(flag=f"--memory {math.ceil(self.needs / 2**30)}"),
             )
 
     def _spend(self) -> None:
@@ -243,7 +243,7 @@ class Draft:
             if given and tree["iterations"] < LEAST:
                 least = math.ceil(LEAST * whole / 360 / SHARE) / 10
                 raise ConfigError(f"--hours {given:g}: {said}; fewer than {LEAST} iterations are not worth a start",
-                                  remedies=[Remedy(flag=f"--hours {least:g}")])  # fmt: skip
+                                  Remedy(flag=f"--hours {least:g}"))  # fmt: skip
         self.why["iterations"] = said
         for part in ("eval", "checkpoint"):
             tree[part] |= {"every": min(tree[part].get("every", 20), max(1, tree["iterations"] // 4))}

@@ -64,7 +64,7 @@ def _checked(run: Path, word: str, options: dict[str, Any]) -> Any:
         raise ConfigError(f"WORD={word!r}: {close}there are: {', '.join(requests.WORDS)}")
     if options and word != "sample":
         given = " ".join(f"--{name.removesuffix('s')}" for name in options)
-        raise ConfigError(f"{given}: for sample alone", remedies=[Remedy(without=given)])
+        raise ConfigError(f"{given}: for sample alone", Remedy(without=given))
     if not (run / "config.yaml").is_file():
         what = "it has no config.yaml" if run.is_dir() else "there is no such folder"
         raise ConfigError(f"{run} is not a run: {what}; pass the folder that flowrl train writes, <output>/<name>")

@@ -33,7 +33,7 @@ def command(
         raise ConfigError(
             f"--strict: {len(losing)} without a counterpart change results: {', '.join(losing)}; nothing was written. "
             "Else the recipe is written, with the list as comments",
-            remedies=[Remedy(without="--strict")],
+            Remedy(without="--strict"),
         )
     text = recipe_text(draft)
     with tempfile.TemporaryDirectory() as folder:  # read as a run in the recipe's folder would

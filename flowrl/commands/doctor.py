@@ -29,7 +29,7 @@ def command(
     if check is not None and model is not None:
         raise ConfigError(
             f"--check {check} and --model {model}: each is a test of its own",
-            remedies=[Remedy(without="--check"), Remedy(without="--model")],
+            [Remedy(without="--check"), Remedy(without="--model")],
         )
     words = [word for word in (config, *(overrides or ())) if word]
     if check is not None:

@@ -75,12 +75,12 @@ def _require_fit(suite: str | None, own: dict[str, object], others: list[str], p
     if suite is None and given:
         raise ConfigError(
             f"{' '.join(given)}: for a benchmark suite, which --suite names (flowrl list suites)",
-            remedies=[Remedy(without=" ".join(given))],
+            Remedy(without=" ".join(given)),
         )
     if suite is not None and others:
         raise ConfigError(
             f"{' '.join(others)}: for an evaluation by a configuration, without --suite",
-            remedies=[Remedy(without=" ".join(others)), Remedy(without=" ".join(["--suite", *given]))],
+            [Remedy(without=" ".join(others)), Remedy(without=" ".join(["--suite", *given]))],
         )
 
 

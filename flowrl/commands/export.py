@@ -24,7 +24,7 @@ def command(
 
     if push is None and (private or dry_run):
         given = " ".join(name for name, on in {"--private": private, "--dry-run": dry_run}.items() if on)
-        raise ConfigError(f"{given}: for --push alone", remedies=[Remedy(without=given)])
+        raise ConfigError(f"{given}: for --push alone", Remedy(without=given))
     if push is None and out is None:
         raise ConfigError("--out is missing: give a new folder for the result")
     if dry_run:

@@ -29,12 +29,12 @@ def command(kind: str, name: str | None = None, as_json: bool = False) -> None:
         if kind == "recipes":
             raise ConfigError(
                 f"{name!r}: recipes have no options of their own",
-                remedies=[Remedy(command=f"flowrl plan {shlex.quote(name)}"), Remedy(without=name)],
+                [Remedy(command=f"flowrl plan {shlex.quote(name)}"), Remedy(without=name)],
             )
         shown = registry.stored(kind).get(name, {}).get("shown")
         if kind == "suites":
             if as_json:
-                raise ConfigError("--json: suites are shown as text alone", remedies=[Remedy(without="--json")])
+                raise ConfigError("--json: suites are shown as text alone", Remedy(without="--json"))
             print("\n".join(shown or suite_lines(name)))
             return
         facts = shown or _listed.described(kind, name)

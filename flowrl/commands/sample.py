@@ -119,8 +119,7 @@ class Video:
         """Raise ConfigError for an image where the command asks for a kind or a rate of videos."""
         if frames == 1 and self.asked is not None:
             raise ConfigError(
-                f"{self.asked}: it is for videos, and {type(pipeline).__name__} {what}",
-                remedies=[Remedy(without=self.asked)],
+                f"{self.asked}: it is for videos, and {type(pipeline).__name__} {what}", Remedy(without=self.asked)
             )
 
 
@@ -247,7 +246,7 @@ def _records(words: list[str], images: list[Path]) -> list[Prompt]:
         for record in load_prompts(word, "prompts", Columns(TEXTS)):
             if paths and record.images:
                 raise ConfigError(
-                    f"--image with {word!r}, whose records name their own images", remedies=[Remedy(without="--image")]
+                    f"--image with {word!r}, whose records name their own images", Remedy(without="--image")
                 )
             records.append(Prompt(record.text, record.metadata, record.images or paths))
     return records

@@ -50,9 +50,7 @@ def command(
     if (check is None) == (not reward):
         raise ConfigError("give either --reward NAME (again for more) or --check NAME")
     if check is not None and out is not None:
-        raise ConfigError(
-            f"--out {out}: --check writes no lines, it prints its findings", remedies=[Remedy(without="--out")]
-        )
+        raise ConfigError(f"--out {out}: --check writes no lines, it prints its findings", Remedy(without="--out"))
     trees = reward_entries(reward or [str(check)], options or [], prefixes=True)
     named = [(f"--reward {name}", reward_plan(tree, f"--reward {name}")) for name, tree in trees.items()]
     check_plans(named, latents=check is not None)  # before anything is loaded

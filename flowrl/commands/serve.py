@@ -35,7 +35,7 @@ def command(
     if missing:
         raise ConfigError(
             f"flowrl serve needs a package that is not installed ({missing[0]})",
-            remedies=[Remedy(command="pip install 'flowrl[serve]'")],
+            Remedy(command="pip install 'flowrl[serve]'"),
         )
     token = _token(host, token_file, token_env)
     least, size = Limits(), round(max_body_mb * 1e6)
@@ -101,7 +101,7 @@ def _token(host: str, file: Path | None, variable: str | None) -> str | None:
     if file is not None and variable is not None:
         raise ConfigError(
             "--token-file and --token-env: one of them names the token",
-            remedies=[Remedy(without="--token-file"), Remedy(without="--token-env")],
+            [Remedy(without="--token-file"), Remedy(without="--token-env")],
         )
     token = None
     if file is not None:

@@ -44,13 +44,13 @@ def _check_optimizer(resolved: Resolved) -> None:
         raise ConfigError(
             f"optim.name={name} with model.shard=true and model.lora=null: its state is not kept by the rows that "
             "processes share out",
-            remedies=[Remedy({"optim.name": "adamw"}), Remedy({"model.lora": {}}), Remedy({"model.shard": False})],
+            [{"optim.name": "adamw"}, {"model.lora": {}}, {"model.shard": False}],
         )
     if resolved.training.frozen:
         raise ConfigError(
             f"optim.name={name}: {resolved.algorithm.name} trains small tensors of initial noise, which need adamw's "
             "moments",
-            remedies=[Remedy({"optim.name": "adamw"})],
+            {"optim.name": "adamw"},
         )
 
 
@@ -78,7 +78,7 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
             if scale is not None and scale < adapter.unguided:
                 raise ConfigError(
                     f"{key}={scale:g} changes nothing: {adapter.kind} guides above {adapter.unguided:g} only",
-                    remedies=[Remedy({key: adapter.unguided})],
+                    {key: adapter.unguided},
                 )
     for key, scale in scales:
         if scale is not None and scale < 0:
@@ -87,7 +87,7 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
         how = "" if adapter.distilled is None else f", which is distilled {adapter.distilled},"
         raise ConfigError(
             f"eval.best_guidance={run.eval.best_guidance}: the model{how} has no guidance to search for",
-            remedies=[Remedy({"eval.best_guidance": []})],
+            {"eval.best_guidance": []},
         )
     _check_gradient(resolved, adapter)
     return (
@@ -156,7 +156,7 @@ def _check_videos(resolved: Resolved, adapter: ModelAdapter) -> None:
         raise ConfigError(
             f"eval.videos=mp4: H.264 needs an even height and width, and the model makes {adapter.height} x "
             f"{adapter.width}",
-            remedies=[Remedy({"eval.videos": "webp"})],
+            {"eval.videos": "webp"},
         )
 
 
@@ -170,7 +170,7 @@ def _check_gradient(resolved: Resolved, adapter: ModelAdapter) -> None:
         raise ConfigError(
             f"model.guidance_gradient=positive takes the gradient of one branch of classifier-free guidance, and "
             f"training with {resolved.algorithm.name} {reason}",
-            remedies=[Remedy({"model.guidance_gradient": "both"})],
+            {"model.guidance_gradient": "both"},
         )
 
 
@@ -198,14 +198,9 @@ def _check_source(resolved: Resolved) -> None:
                 "data.prompts and rewards, or use a method that learns from pairs, such as diffusion_dpo"
             )
         if not run.rewards:
-            raise ConfigError(
-                "rewards is empty: at least one is needed", remedies=[Remedy({"rewards": [{"name": "jpeg"}]})]
-            )
+            raise ConfigError("rewards is empty: at least one is needed", {"rewards": [{"name": "jpeg"}]})
         if all(plan.entry.weight == 0 for plan in resolved.rewards):
-            raise ConfigError(
-                "rewards: every weight is 0, so there is nothing to train on",
-                remedies=[Remedy({"rewards.0.weight": 1.0})],
-            )
+            raise ConfigError("rewards: every weight is 0, so there is nothing to train on", {"rewards.0.weight": 1.0})
         return
     if run.data.pairs is None:
         raise ConfigError(
@@ -215,20 +210,18 @@ def _check_source(resolved: Resolved) -> None:
     if run.rewards:
         raise ConfigError(
             f"rewards: {name} learns from pairs and credits nothing by rewards; in eval.rewards they are looked at",
-            remedies=[Remedy({"rewards": []})],
+            {"rewards": []},
         )
     if run.eval.best_guidance and not run.eval.rewards:
         raise ConfigError(
-            "eval.best_guidance: there is no reward to compare by in eval.rewards",
-            remedies=[Remedy({"eval.best_guidance": []})],
+            "eval.best_guidance: there is no reward to compare by in eval.rewards", {"eval.best_guidance": []}
         )
     if run.eval.rewards and run.data.eval_prompts is None:
         raise ConfigError(
-            "eval.rewards: there are no prompts in data.eval_prompts to sample images for",
-            remedies=[Remedy({"eval.rewards": []})],
+            "eval.rewards: there are no prompts in data.eval_prompts to sample images for", {"eval.rewards": []}
         )
     if run.data.pairs.eval is not None and not resolved.method.prefers:
-        raise ConfigError(f"data.pairs.eval: {name} compares no images", remedies=[Remedy(without="data.pairs.eval")])
+        raise ConfigError(f"data.pairs.eval: {name} compares no images", Remedy(without="data.pairs.eval"))
 
 
 def _check_priority(resolved: Resolved) -> None:
@@ -238,9 +231,7 @@ def _check_priority(resolved: Resolved) -> None:
     why = "advantages" if by == "ucb" and resolved.algorithm.config.credit_rule() is None else why
     why = "prompts to draw, nor rewards" if by and resolved.members else why
     if why:
-        raise ConfigError(
-            f"data.priority.by={by}: {resolved.algorithm.name} has no {why}", remedies=[Remedy({"data.priority": None})]
-        )
+        raise ConfigError(f"data.priority.by={by}: {resolved.algorithm.name} has no {why}", {"data.priority": None})
 
 
 def _check_anchor(resolved: Resolved) -> None:
@@ -253,7 +244,7 @@ def _check_anchor(resolved: Resolved) -> None:
     if Path(options.path.removeprefix("hf:")).resolve().is_relative_to(run.folder.resolve()):
         why = f".path={options.path!r} is in the run's folder: its own samples would hold the network where it has gone"
     if why:
-        raise ConfigError(f"data.anchor{why}", remedies=[Remedy({"data.anchor": None})])
+        raise ConfigError(f"data.anchor{why}", {"data.anchor": None})
 
 
 def _check_rewards(resolved: Resolved) -> None:
@@ -273,7 +264,7 @@ def _check_rewards(resolved: Resolved) -> None:
         raise ConfigError(
             f"algorithm.step_values.output={wanted.output}: it is no output of an entry of `rewards` that judges "
             f"latents; there are {', '.join(offered) or 'none'}",
-            remedies=[Remedy({"algorithm.step_values": None})],
+            {"algorithm.step_values": None},
         )
     if resolved.training.climbs:
         # Options may change what a card declares: without `card_of` that is known when the reward is built.
@@ -293,7 +284,7 @@ def _check_renewal(resolved: Resolved, plans: Sequence[tuple[str, RewardPlan]]) 
         scored = [name for other in others for name in other.outputs]
         if key.startswith("eval") or not plan.on_latents:
             why = "evaluations train nothing" if key.startswith("eval") else f"{plan.name} judges no latents"
-            raise ConfigError(f"{key}.renew: {why}", remedies=[Remedy({f"{key}.renew": None})])
+            raise ConfigError(f"{key}.renew: {why}", {f"{key}.renew": None})
         if renewal.by not in scored and all(other.outputs for other in others):
             raise ConfigError(
                 f"{key}.renew.by={renewal.by}: no other entry of `rewards` has that output, by which samples are "
@@ -309,7 +300,7 @@ def _check_people(resolved: Resolved) -> None:
             raise ConfigError(
                 f"eval.rewards.{place}: {plan.name} asks people about every sample, and evaluations do not wait for "
                 "them; of a finished run people compare base and tuned with `flowrl vote`",
-                remedies=[Remedy(without=f"eval.rewards.{place}")],
+                Remedy(without=f"eval.rewards.{place}"),
             )
     people = next((plan for plan in resolved.rewards if plan.by_people), None)
     if people is None:
@@ -319,21 +310,18 @@ def _check_people(resolved: Resolved) -> None:
         raise ConfigError(
             f"rollout.exploration looks at more candidates than are trained on, and {people.name} would ask people "
             "about all of them",
-            remedies=[
-                Remedy({"rollout.exploration": None}),
-                Remedy(without=f"rewards.{resolved.rewards.index(people)}"),
-            ],
+            [{"rollout.exploration": None}, Remedy(without=f"rewards.{resolved.rewards.index(people)}")],
         )
     if resolved.group_size < 2:
         raise ConfigError(
             f"rollout.group_size={resolved.group_size}: {people.name} compares the samples of a prompt",
-            remedies=[Remedy({"rollout.group_size": 2})],
+            {"rollout.group_size": 2},
         )
     if run.eval.best_guidance and not judged:
         raise ConfigError(
             f"eval.best_guidance: evaluations do not ask people ({people.name}), so there is no reward to compare by "
             "in eval.rewards",
-            remedies=[Remedy({"eval.best_guidance": []})],
+            {"eval.best_guidance": []},
         )
 
 

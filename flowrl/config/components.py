@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from flowrl.core import registry
-from flowrl.core.errors import ConfigError, Fault, Remedy, described
+from flowrl.core.errors import ConfigError, Fault, described
 from flowrl.core.strict import Options, UnknownKey, config_class, validate
 from flowrl.models.pipelines.classes import GENERIC, Choice, choose
 from flowrl.scoring.entries import imported
@@ -56,7 +56,7 @@ def component(kind: str, options: Options, where: str, default: str | None = Non
     if name is not None and path is not None:
         raise ConfigError(
             f"{where}: name={name!r} and path={path!r}: one of them is given",
-            remedies=[Remedy({f"{where}.path": None}), Remedy({f"{where}.name": None})],
+            [{f"{where}.path": None}, {f"{where}.name": None}],
         )
     if path is not None and not str(path).endswith(".py"):
         raise ConfigError(f"{where}.path={path!r} must be a .py file; use name for a module")

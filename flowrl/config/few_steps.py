@@ -90,11 +90,11 @@ def check_plan(resolved: Resolved, plan: StepPlan, adapter: ModelAdapter) -> Non
         raise ConfigError(
             f"the rollout's steps begin at the noise levels {', '.join(f'{s:g}' for s in taken)}, and the model is "
             f"distilled {known}: neither its scheduler nor {resolved.algorithm.name} may lead to others",
-            remedies=[Remedy({"model.distilled": "none"}) if shift is None else Remedy({"model.shift": None})],
+            Remedy({"model.distilled": "none"}) if shift is None else Remedy({"model.shift": None}),
         )
     if plan.tree is not None and bool((plan.tree.node < 0).any()):
         raise ConfigError(
             f"algorithm: {resolved.algorithm.name} takes steps of the rollout that span several of the grid's, and the "
             f"model is distilled {known}: it knows no longer ones",
-            remedies=[Remedy({"model.distilled": "none"})],
+            {"model.distilled": "none"},
         )

@@ -13,7 +13,7 @@ from typing import Any
 
 from flowrl.core import registry
 from flowrl.core.assets import asset_roots, embedded_prompts
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.errors import ConfigError
 from flowrl.core.paths import OUTPUT, PATH, ComponentOf, Place, expanded, lost, lost_in, relative_to_folder, split_of
 from flowrl.core.refused import field_types
 from flowrl.core.strict import Options
@@ -143,5 +143,5 @@ def _refuse_elsewhere(value: str, text: str, path: str, key: str, base: Path) ->
     raise ConfigError(
         f"{key}={value!r}: there is no {path}. Paths in a configuration are relative to its folder, "
         f"{base.absolute()}, and only the working directory has {text!r}: write {there!r} in the file",
-        remedies=[Remedy({key: text})],
+        {key: text},
     )

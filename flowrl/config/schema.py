@@ -68,7 +68,7 @@ class EvalConfig:
         if self.verdict == "best" and not self.best_guidance:
             raise OptionError(
                 "verdict='best': best_guidance is empty, so no best guidance is sought",
-                remedies=[Remedy({"verdict": "same"}), Remedy({"best_guidance": [4.0]})],
+                [{"verdict": "same"}, {"best_guidance": [4.0]}],
             )
         if self.save_images is not None and self.save_images < 0:
             raise ValueError(f"save_images={self.save_images} must not be negative; null saves all, 0 none")

@@ -88,7 +88,7 @@ def entries(trackers: Sequence[Any]) -> list[Entry]:
         if twice is not None:
             raise OptionError(
                 f"{key} = {name!r}: {twice.key} is this tracker already; a run has one of each name",
-                remedies=[Remedy(without=key)],
+                Remedy(without=key),
             )
         result.append(Entry(key, name, options))
     return result
@@ -101,7 +101,7 @@ def require(trackers: Sequence[Any]) -> list[Entry]:
         if not installed(entry.name):
             raise ConfigError(
                 f"{entry.key} = {entry.name!r}: {entry.name} is not installed here",
-                remedies=[Remedy(command=f"pip install {entry.kind.install or entry.name}"), Remedy(without=entry.key)],
+                [Remedy(command=f"pip install {entry.kind.install or entry.name}"), Remedy(without=entry.key)],
             )
         valid = _options(entry)
         for name, value in entry.options.items():

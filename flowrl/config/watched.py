@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import GuardConfig
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.errors import ConfigError
 from flowrl.core.registry import suggest
 from flowrl.scoring.options import RewardEntry
 from flowrl.scoring.weighted import WeightedReward
@@ -79,7 +79,7 @@ def require_watched(guard: GuardConfig, trained: Sequence[Scored], evaluated: Se
             f"guard.mode={guard.mode}: the run trains on all that it evaluates "
             f"({', '.join(sorted(taken)) or 'nothing'}), and a guard watches another metric, which another reward in "
             "eval.rewards would have",
-            remedies=[Remedy({"guard.mode": "off"})],
+            {"guard.mode": "off"},
         )
 
 
@@ -95,12 +95,11 @@ def check_guard(resolved: Resolved) -> None:
     if not run.eval.every:
         raise ConfigError(
             f"{key}: eval.every is 0, so there is no evaluation during training to look at",
-            remedies=[Remedy({"eval.every": 20}), Remedy({"guard.mode": "off"})],
+            [{"eval.every": 20}, {"guard.mode": "off"}],
         )
     if run.data.prompts is None and run.data.eval_prompts is None:
         raise ConfigError(
-            f"{key}: no prompts are evaluated, since there are no data.eval_prompts",
-            remedies=[Remedy({"guard.mode": "off"})],
+            f"{key}: no prompts are evaluated, since there are no data.eval_prompts", {"guard.mode": "off"}
         )
     require_watched(guard, *_parts(resolved))
 

@@ -75,6 +75,9 @@ class Remedy:
         return replace(self, settings=settings, without=without)
 
 
+_Way = Remedy | Mapping[str, Any]
+
+
 def _whole(key: str, place: str) -> str:
     section, dot, _ = key.partition(".")
     return key if not key or not place or (dot and section in SECTIONS) else f"{place}.{key}"
@@ -84,11 +87,16 @@ class Advised(Exception):
     """An exception whose text ends with its remedies, any of which will do.
 
     `...; try optim.batch_size=8, or leave out --json`
+
+    Args:
+        words: text before them.
+        remedies: one or several; a mapping stands for the `Remedy` with these settings.
     """
 
-    def __init__(self, *words: object, remedies: Sequence[Remedy] = ()) -> None:
-        super().__init__(*words)
-        self.remedies = tuple(remedies)
+    def __init__(self, words: object, remedies: "_Way | Sequence[_Way]" = ()) -> None:
+        super().__init__(words)
+        given = [remedies] if isinstance(remedies, Remedy | Mapping) else remedies
+        self.remedies = tuple(each if isinstance(each, Remedy) else Remedy(each) for each in given)
 
     def __str__(self) -> str:
         return super().__str__() + advised(self.remedies)

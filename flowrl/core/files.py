@@ -58,9 +58,7 @@ def out_folder(path: Path, file: str = "") -> Path:
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--out {path}: it is a file; give a folder{holds}")
     if file and path.suffix == Path(file).suffix and not path.is_dir():
-        raise ConfigError(
-            f"--out {path}: it takes a folder{holds}", remedies=[Remedy(flag=f"--out {path.with_suffix('')}")]
-        )
+        raise ConfigError(f"--out {path}: it takes a folder{holds}", Remedy(flag=f"--out {path.with_suffix('')}"))
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-"):

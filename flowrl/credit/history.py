@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.tensors import floats
 from flowrl.core.types import Identity
 
@@ -38,7 +38,7 @@ class HistoryConfig:
             raise OptionError(
                 f"min_count={self.min_count} is more than buffer_size={self.buffer_size} holds: every prompt would "
                 "always be compared with the batch",
-                remedies=[Remedy({"min_count": self.buffer_size}), Remedy({"algorithm.advantages.history": None})],
+                [{"min_count": self.buffer_size}, {"algorithm.advantages.history": None}],
             )
 
 

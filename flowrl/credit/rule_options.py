@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.strict import require_not_negative
 from flowrl.credit.best_of import BestOfConfig
 from flowrl.credit.history import HistoryConfig
@@ -57,27 +57,27 @@ class RuleConfig:
             raise ValueError(f"trimmed_ratio={self.trimmed_ratio} must be in [0, 1)")
         if self.name in ("gdpo", "smooth") and self.std != "group":
             words = f"std={self.std!r}: {self.name} normalises every reward within its group"
-            raise OptionError(words, remedies=[Remedy({"std": "group"})])
+            raise OptionError(words, {"std": "group"})
         if not 0 < self.min_deviation <= 1:
             raise ValueError(f"min_deviation={self.min_deviation} must be in (0, 1]: a part of the group's std")
         require_not_negative(vars(self), "virtual_best")
         if self.name == "median" and self.clip is None:
-            raise OptionError("clip=null: its deviation can be next to 0", remedies=[Remedy({"clip": 5.0})])
+            raise OptionError("clip=null: its deviation can be next to 0", {"clip": 5.0})
         if self.name in ("median", "batch", "best_of", "smooth", "leave_one_out") and self.trimmed_ratio:
             words = f"trimmed_ratio={self.trimmed_ratio}: the rule {self.name!r} leaves no reward out"
-            raise OptionError(words, remedies=[Remedy({"trimmed_ratio": 0.0})])
+            raise OptionError(words, {"trimmed_ratio": 0.0})
         if self.name == "batch" and self.std == "group":
-            raise OptionError("std='group': of a batch there is one std", remedies=[Remedy({"std": "global"})])
+            raise OptionError("std='group': of a batch there is one std", {"std": "global"})
         if self.name == "best_of" and self.std == "group":
             words = "std='group': a group's best of k rises with its spread, which this would divide out"
-            raise OptionError(words, remedies=[Remedy({"std": "global"}), Remedy({"std": "none"})])
+            raise OptionError(words, [{"std": "global"}, {"std": "none"}])
         for key, rules in _OWN.items():
             value = vars(self).get(key)  # a rule without the option has a class variable
             if value and self.name not in rules.split():
                 std = {"std": "global"} if self.std == "group" and rules in ("batch", "best_of") else {}
                 off = type(value)() if isinstance(value, int) else None
                 words = f"{key} belongs to the rule {rules}, and the rule is {self.name!r}"
-                raise OptionError(words, remedies=[Remedy({"name": rules.split()[0]} | std), Remedy({key: off})])
+                raise OptionError(words, [{"name": rules.split()[0]} | std, {key: off}])
 
     def rule(self) -> "RuleConfig":
         """The rule that samples are compared by."""
@@ -93,14 +93,14 @@ class RuleConfig:
             std = {"advantages.std": "global"} if self.std == "group" else {}
             raise OptionError(
                 f"advantages.name={self.name} compares the samples of a prompt, and rollout.group_size={group_size}",
-                remedies=[Remedy({"rollout.group_size": 2}), Remedy({"advantages.name": "batch"} | std)],
+                [{"rollout.group_size": 2}, {"advantages.name": "batch"} | std],
             )
         best = self.best_of or BestOfConfig()
         k = max(best.k, best.end or 1) if self.name == "best_of" else 1
         if k > group_size:
             raise OptionError(
                 f"advantages.best_of: of {group_size} samples there is no best of {k}",
-                remedies=[Remedy({"advantages.best_of": {"k": group_size}}), Remedy({"rollout.group_size": k})],
+                [{"advantages.best_of": {"k": group_size}}, {"rollout.group_size": k}],
             )
         selection = self.selection()
         if selection is not None:

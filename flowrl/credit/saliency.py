@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 
 _COMPONENTS = 3
 
@@ -42,7 +42,7 @@ class SpatialConfig:
             raise OptionError(
                 "keep_mean=true with ratio=sample: maps of mean 1 leave the mean over positions as it was, so nothing "
                 "would change",
-                remedies=[Remedy({"ratio": "position"}), Remedy({"keep_mean": False})],
+                [{"ratio": "position"}, {"keep_mean": False}],
             )
 
 

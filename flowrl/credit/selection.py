@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.tensors import ints
 from flowrl.credit.groups import group_moments
 
@@ -25,11 +25,7 @@ class SelectConfig:
         if self.name == "best_worst" and self.keep % 2:
             raise OptionError(
                 f"keep={self.keep}: best_worst takes as many best as worst samples",
-                remedies=[
-                    Remedy({"keep": self.keep - 1}),
-                    Remedy({"keep": self.keep + 1}),
-                    Remedy({"name": "variance"}),
-                ],
+                [{"keep": self.keep - 1}, {"keep": self.keep + 1}, {"name": "variance"}],
             )
 
     def check_group(self, group_size: int) -> None:

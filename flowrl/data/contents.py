@@ -123,7 +123,7 @@ def require_comparable(runs: Sequence[Path], *, accept: bool) -> list[str]:
         raise ConfigError(
             f"these runs were made with different contents of a file: {'; '.join(result)}. Compare runs of one reward "
             f"and one list of prompts; accepted changes are shown side by side without a common chart",
-            remedies=[Remedy(flag=ACCEPT)],
+            Remedy(flag=ACCEPT),
         )
     return result
 
@@ -135,7 +135,7 @@ def require_same(run: Path, record: Record, now: Sequence[Input], *, accept: boo
         raise ConfigError(
             f"{run} was made with other contents: {'; '.join(result)}. Restore them or start a run of another name; "
             "where they are accepted, the present contents count, and nothing is compared with earlier scores",
-            remedies=[Remedy(flag=ACCEPT)],
+            Remedy(flag=ACCEPT),
         )
     return result
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.paths import CACHE, PAIRS, PROMPTS
 from flowrl.core.strict import Options, require_positive
 
@@ -167,7 +167,7 @@ class DataConfig:
         if self.text_cache is not None and not self.caches_text:
             raise OptionError(
                 f"text_cache={self.text_cache!r} has no effect: texts are embedded when they are drawn",
-                remedies=[Remedy({"cache_text": True}), Remedy({"text_cache": None})],
+                [{"cache_text": True}, {"text_cache": None}],
             )
         if not 0 <= self.eval_share < 1:
             raise ValueError(f"eval_share={self.eval_share} is a share of the prompts: give 0 to below 1")
@@ -178,7 +178,7 @@ class DataConfig:
                 f"prompts={self.prompts!r}: captions of the pairs are the prompts; leave it out, or leave out pairs"
             )
         if self.pairs is not None and self.anchor is not None:
-            raise OptionError("anchor: pairs are given images already", remedies=[Remedy({"anchor": None})])
+            raise OptionError("anchor: pairs are given images already", {"anchor": None})
         if self.pairs is not None and self.eval_share not in (0, _EVAL_SHARE):
             raise ValueError(f"eval_share={self.eval_share} has no meaning with pairs; give pairs.eval or eval_prompts")
 

@@ -86,8 +86,7 @@ def named_as_file(word: str) -> bool:
 
 def missing_package(error: ModuleNotFoundError, where: str) -> ConfigError:
     return ConfigError(
-        f"{where} needs a package that is not installed ({error.name})",
-        remedies=[Remedy(command="pip install 'flowrl[data]'")],
+        f"{where} needs a package that is not installed ({error.name})", Remedy(command="pip install 'flowrl[data]'")
     )
 
 

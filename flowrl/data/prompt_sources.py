@@ -16,7 +16,7 @@ from typing import Any
 
 from flowrl import moving_shapes, shapes
 from flowrl.core.assets import embedded_prompts
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.errors import ConfigError
 from flowrl.core.files import cache_folder
 from flowrl.core.paths import lost, lost_in, split_of
 from flowrl.core.registry import suggest
@@ -71,7 +71,7 @@ def load_prompts(source: str, key: str, columns: Columns = Columns(), most: int 
         column = next((name for name in TEXTS if name in error.columns), None)
         if column is None or isinstance(columns.prompt, tuple):
             raise
-        raise ConfigError(str(error), remedies=[Remedy({"data.prompt_column": column})]) from None
+        raise ConfigError(str(error), {"data.prompt_column": column}) from None
     if not columns.names_sample:  # nothing is sampled by them
         note_sampler_keys(where, {name for prompt in prompts for name in prompt.metadata})
     return prompts

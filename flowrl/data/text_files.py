@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.errors import ConfigError
 from flowrl.core.files import fsync, writing
 from flowrl.core.types import Condition, Identity
 from flowrl.data.options import DataConfig
@@ -52,8 +52,7 @@ def text_folder(data: DataConfig, output: str, size: int | None, *, images: bool
     if size is None or images:
         reason = "prompts with images have embeddings" if images else "an adapter without a pipeline has text encoders"
         raise ConfigError(
-            f"data.text_cache={chosen!r}: {reason} that a file cannot be told by",
-            remedies=[Remedy({"data.text_cache": "memory"})],
+            f"data.text_cache={chosen!r}: {reason} that a file cannot be told by", {"data.text_cache": "memory"}
         )
     return Path(chosen)
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.tensors import floats
 from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.process import expand
@@ -37,7 +37,7 @@ def sa_schedule(schedule: Schedule) -> Schedule:
         raise OptionError(
             f"the SA-Solver needs a grid of at least 3 steps that ends at sigma 0; this one has {len(schedule)} and "
             f"ends at {float(schedule.sigmas[-1]):.3g}",
-            remedies=[Remedy({"algorithm.solver": "ode", "algorithm.solver_noise": 0.0})],
+            {"algorithm.solver": "ode", "algorithm.solver_noise": 0.0},
         )
     sigmas = schedule.sigmas.clone()
     sigmas[0] = sigmas[0].clamp(max=0.999)

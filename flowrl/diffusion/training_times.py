@@ -181,8 +181,7 @@ def _trained(schedule: Schedule, u: np.ndarray) -> Times:
     """Timesteps of training at u in (0, 1], [B, T]."""
     if schedule.table is None:
         raise OptionError(
-            "times.name=timesteps: a flow is not trained at numbered timesteps",
-            remedies=[Remedy({"times.name": "logit_normal"})],
+            "times.name=timesteps: a flow is not trained at numbered timesteps", {"times.name": "logit_normal"}
         )
     count = len(schedule.table)
     step = torch.as_tensor(np.minimum(((1 - u) * count).astype(np.int64), count - 1))

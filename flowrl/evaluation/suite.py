@@ -303,4 +303,4 @@ def require_path(path: Path | None, name: str, facts: Facts, forms: str) -> Path
 def refuse_path(path: Path | None, name: str) -> None:
     """Raise ConfigError where a suite that generates or ships its prompts was given others."""
     if path is not None:
-        raise ConfigError(f"--prompts {path}: {name} makes its own prompts", remedies=[Remedy(without="--prompts")])
+        raise ConfigError(f"--prompts {path}: {name} makes its own prompts", Remedy(without="--prompts"))

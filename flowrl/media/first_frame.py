@@ -3,7 +3,7 @@
 from PIL import ImageOps
 from PIL.Image import Image, Resampling
 
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 
 MOST_ENLARGED = 2.0
 """Largest factor by which an image is enlarged: a smaller one has no detail for a frame of that size."""
@@ -29,7 +29,7 @@ def require_frame(size: tuple[int, int], height: int, width: int, *, crop: bool 
         raise OptionError(
             f"its {size[0]} x {size[1]} pixels (width x height) have not the aspect ratio of a frame of {width} x "
             f"{height}, and model.first_frame=exact crops nothing",
-            remedies=[Remedy({"model.first_frame": "crop"})],
+            {"model.first_frame": "crop"},
         )
 
 

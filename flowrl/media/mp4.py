@@ -65,7 +65,7 @@ def library(file: str | Path) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"{Path(file).name} needs a package that is not installed ({error.name}); animated WebP (.webp) needs none",
-            remedies=[Remedy(command="pip install 'flowrl[video]'")],
+            Remedy(command="pip install 'flowrl[video]'"),
         ) from None
     return av
 

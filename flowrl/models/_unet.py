@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import ModelError, Remedy
+from flowrl.core.errors import ModelError
 from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
@@ -92,15 +92,12 @@ class UNet(Native):
         Native.__init__(self, pipeline, config, pipeline.unet)
         if pipeline.vae.config.get("latents_mean") is not None:
             raise ModelError(
-                "model.vae: its latents have a mean of their own (latents_mean)",
-                remedies=[Remedy({"model.name": "generic"})],
+                "model.vae: its latents have a mean of their own (latents_mean)", {"model.name": "generic"}
             )
         own = pipeline.scheduler
         self.path = path_of(own)
         if self.path.is_flow:
-            raise ModelError(
-                f"model.path: {type(own).__name__} is a flow's", remedies=[Remedy({"model.name": "generic"})]
-            )
+            raise ModelError(f"model.path: {type(own).__name__} is a flow's", {"model.name": "generic"})
         self.consistent = self.distilled is not None and self.distilled.kind == "consistency"
         self._ddim = plain(own, self.path)
         self.process = self.path.process
@@ -117,7 +114,7 @@ class UNet(Native):
             raise ModelError(
                 "model.timestep_spacing=lcm: a consistency model was distilled on those timesteps, and this checkpoint "
                 "is not one",
-                remedies=[Remedy({"model.timestep_spacing": None}), Remedy({"model.distilled": "consistency"})],
+                [{"model.timestep_spacing": None}, {"model.distilled": "consistency"}],
             )
         # Original height and width, crop's top and left, target height and width.
         self.sizes = torch.tensor([[self.height, self.width, 0, 0, self.height, self.width]], dtype=torch.float32)
@@ -132,10 +129,7 @@ class UNet(Native):
             raise ModelError(
                 f"model.guidance_rescale and model.negative_prompt belong to CFG, which a checkpoint distilled "
                 f"{self.distilled} does not take",
-                remedies=[
-                    Remedy({"model.guidance_rescale": 0.0, "model.negative_prompt": None}),
-                    Remedy({"model.distilled": "none"}),
-                ],
+                [{"model.guidance_rescale": 0.0, "model.negative_prompt": None}, {"model.distilled": "none"}],
             )
         if self.consistent:
             self.prediction_type = "x0"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.core.errors import ModelError, Remedy
+from flowrl.core.errors import ModelError
 from flowrl.models.base import ModelConfig, VaePrecision
 from flowrl.models.memory.units import recompute_units
 
@@ -48,14 +48,14 @@ def set_up_vae(pipeline: Any, config: ModelConfig) -> None:
             except (AttributeError, NotImplementedError, ValueError):
                 raise ModelError(
                     f"model.memory.{option}=true: {type(vae).__name__} has no {switch}()",
-                    remedies=[Remedy({f"model.memory.{option}": False})],
+                    {f"model.memory.{option}": False},
                 ) from None
     if memory.vae_channels_last:
         if vae is None or any(p.ndim > 4 for p in vae.parameters()):
             raise ModelError(
                 f"model.memory.vae_channels_last=true: {type(vae).__name__} has convolutions over time, and this "
                 "format is for those of images",
-                remedies=[Remedy({"model.memory.vae_channels_last": False})],
+                {"model.memory.vae_channels_last": False},
             )
         vae.to(memory_format=torch.channels_last)
     # Only the pipelines of SDXL's VAE have upcast_vae(); force_upcast alone is the default of every VAE.
@@ -64,7 +64,7 @@ def set_up_vae(pipeline: Any, config: ModelConfig) -> None:
         raise ModelError(
             "model.vae_precision=float16: the activations of this VAE exceed float16 (its force_upcast is true), and "
             "images would be black; those of madebyollin/sdxl-vae-fp16-fix do not",
-            remedies=[Remedy({"model.vae_precision": "bfloat16"}), Remedy({"model.vae_precision": "tf32"})],
+            [{"model.vae_precision": "bfloat16"}, {"model.vae_precision": "tf32"}],
         )
 
 

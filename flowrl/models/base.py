@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.errors import ModelError as ModelError
-from flowrl.core.errors import Remedy
 from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.core.types import Condition
 from flowrl.diffusion.process import FlowProcess, PredictionType, Process
@@ -345,7 +344,7 @@ def packed_grid(adapter: ModelAdapter) -> tuple[int, ...] | None:
     raise ModelError(
         f"algorithm.spatial: this model's latents are packed to {shape}, and the places of its class's tokens in the "
         "image are not known (docs/models.md)",
-        remedies=[Remedy({"algorithm.spatial": None})],
+        {"algorithm.spatial": None},
     )
 
 
@@ -381,6 +380,4 @@ def check_size(name: str, value: int, unit: int, largest: int | None = None) -> 
     near = max(round(value / unit), 1) * unit
     near = near if largest is None else min(near, largest)
     limits = "" if largest is None else f" in {unit}..{largest}"
-    raise ModelError(
-        f"model.{name}={value} must be a multiple of {unit}{limits}", remedies=[Remedy({f"model.{name}": near})]
-    )
+    raise ModelError(f"model.{name}={value} must be a multiple of {unit}{limits}", {f"model.{name}": near})

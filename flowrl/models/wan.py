@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor  # there is no public name
 
-from flowrl.core.errors import ModelError, Remedy
+from flowrl.core.errors import ModelError
 from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
@@ -93,7 +93,7 @@ class Wan(Native):
         elif config.guidance_scale_2 is not None:
             raise ModelError(
                 f"model.guidance_scale_2={config.guidance_scale_2}: this model has no second expert",
-                remedies=[Remedy({"model.guidance_scale_2": None})],
+                {"model.guidance_scale_2": None},
             )
         if any(part is None for part in experts.values()):
             raise ModelError("this Wan model leaves out one of its transformers; give a complete pipeline folder")
@@ -116,14 +116,13 @@ class Wan(Native):
         if frames < 1 or (frames - 1) % step:
             near = near_frames(frames, step, patch)
             raise ModelError(
-                f"model.num_frames={frames} must be one more than a multiple of {step}",
-                remedies=[Remedy({"model.num_frames": near})],
+                f"model.num_frames={frames} must be one more than a multiple of {step}", {"model.num_frames": near}
             )
         latents = (frames - 1) // step + 1
         if latents % patch:
             raise ModelError(
                 f"model.num_frames={frames} makes {latents} latent frames, and the denoiser reads {patch} at a time",
-                remedies=[Remedy({"model.num_frames": near_frames(frames, step, patch)})],
+                {"model.num_frames": near_frames(frames, step, patch)},
             )
 
     def latent_shape(self) -> tuple[int, ...]:
@@ -223,7 +222,7 @@ class Wan(Native):
             raise ModelError(
                 f"model.num_frames={self.num_frames}: the VAE makes latents {list(latents.shape[1:])} of so many given "
                 f"frames, and the denoiser takes {list(self.latent_shape())}",
-                remedies=[Remedy({"model.num_frames": max(round((self.num_frames - 1) / 4), 1) * 4 + 1})],
+                {"model.num_frames": max(round((self.num_frames - 1) / 4), 1) * 4 + 1},
             )
         return latents
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.errors import ConfigError
 from flowrl.core.rng import derive
 from flowrl.data.given_samples import Given
 from flowrl.data.prompts import Prompt, identity
@@ -175,5 +175,5 @@ def _require_judged(session: Session, entry: WeightedReward, found: list[Prompt]
     except ConfigError as error:
         raise ConfigError(
             f"eval.best_guidance: the scales are compared on captions that are trained on. {error}",
-            remedies=[Remedy({"eval.best_guidance": []})],
+            {"eval.best_guidance": []},
         ) from None

@@ -179,7 +179,7 @@ class RunFolder:
             if not resume:
                 raise ConfigError(
                     f"the run folder {self.path} already holds this run, or choose another name",
-                    remedies=[Remedy(flag="--resume")],
+                    Remedy(flag="--resume"),
                 )
         start = saved[-1] if resume and saved else 0
         if started and record is None:

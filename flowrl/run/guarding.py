@@ -16,7 +16,7 @@ import numpy as np
 
 from flowrl.config.schema import GuardConfig
 from flowrl.config.watched import Scored, require_watched, watched_outputs
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.errors import ConfigError
 from flowrl.core.files import known_object
 from flowrl.data.prompts import Prompt, identity
 from flowrl.display.console import log, verdict
@@ -45,7 +45,7 @@ def refuse_guarded(folder: Path, guard: GuardConfig) -> None:
     if guard.acts:
         raise ConfigError(
             f"{folder}: {ended} guard.mode={guard.mode} would leave it there",
-            remedies=[Remedy({"guard.mode": "warn"}), Remedy({"guard.mode": "off"})],
+            [{"guard.mode": "warn"}, {"guard.mode": "off"}],
         )
     log.info("%s It goes on from there, and the guard does not end it again", ended)
 
@@ -97,7 +97,7 @@ class Guarding:
                 raise ConfigError(
                     f"guard.mode={guard.mode}: evaluations during training have {count} different prompts, and half of "
                     f"them are the guard's: it needs {LEAST}",
-                    remedies=[Remedy({"guard.mode": "off"})],
+                    {"guard.mode": "off"},
                 )
             if self.session.resolved.training.climbs:
                 log.warning("no guard watches this run: evaluations have %d prompts, and it needs %d", count, LEAST)

@@ -74,18 +74,17 @@ def load(
     is_run, is_file = (folder / "config.yaml").is_file(), folder.suffix == ".safetensors"
     if base and not is_run:
         raise ConfigError(
-            f"--base: {target!r} is no run folder, so it has no other base than itself",
-            remedies=[Remedy(without="--base")],
+            f"--base: {target!r} is no run folder, so it has no other base than itself", Remedy(without="--base")
         )
     if config is not None and not is_file:
         raise ConfigError(
             f"--config {config}: it belongs to a single .safetensors file, and {target!r} is none",
-            remedies=[Remedy(without="--config")],
+            Remedy(without="--config"),
         )
     if revision is not None and (is_run or is_file or folder.exists()):
         raise ConfigError(
             f"--revision {revision}: it belongs to a hub id, and {target!r} is on this disk",
-            remedies=[Remedy(without="--revision")],
+            Remedy(without="--revision"),
         )
     noise = None if base or not is_run else learned_noise(folder)
     if is_run:

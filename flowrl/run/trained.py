@@ -81,7 +81,7 @@ def learned_noise(run: Path) -> LearnedNoise | None:
     if outdated(run) is not None:
         raise ConfigError(
             f"{file} is not that of the newest checkpoint, and a resumed run writes it again",
-            remedies=[Remedy(command=f"flowrl train {shlex.quote(str(run))} --resume")],
+            Remedy(command=f"flowrl train {shlex.quote(str(run))} --resume"),
         )
     with reading(file):
         return LearnedNoise.load(file)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core import registry
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.types import Prediction, Step
 from flowrl.diffusion.process import FlowProcess, Process, VPProcess, expand
 
@@ -227,7 +227,7 @@ class FlowSampler(Sampler):
             raise OptionError(
                 f"sampler {self.name!r} needs a flow model (x = (1 - sigma) x0 + sigma eps), and this one "
                 "predicts noise (VP); cps is for a consistency model",
-                remedies=[Remedy({"rollout.sampler": {"name": "ddim", "eta": 1.0}})],
+                {"rollout.sampler": {"name": "ddim", "eta": 1.0}},
             )
         return euler_maruyama(x, prediction.velocity, step.sigma, step.sigma_next, self.diffusion(step))
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flowrl.core import registry
-from flowrl.core.errors import ConfigError, Fault, Remedy, described
+from flowrl.core.errors import ConfigError, Fault, described
 from flowrl.core.paths import refuse_lost
 from flowrl.core.strict import Options, UnknownKey, config_class, validate
 from flowrl.reward import Card, LatentReward, Reward, RewardError
@@ -229,7 +229,7 @@ def reward_plan(options: Options, where: str) -> RewardPlan:
         if plan.on_latents and entry.cache is not None:
             raise ConfigError(
                 f"{where}.cache={entry.cache!r}: scores are kept by image, and {name} judges latents",
-                remedies=[Remedy({f"{where}.cache": None})],
+                {f"{where}.cache": None},
             )
         return plan
     if not callable(getattr(module, "score", None)):
@@ -251,7 +251,7 @@ def _require_towards_better(entry: RewardEntry, where: str) -> None:
                 f"{where}.{option}={value:g} must not be below 0, which would train towards what is worse: an output "
                 "of which less is better is negated already (its card's less_is_better); weight 0 only looks at the "
                 "reward, and one that is to fall is the negative score of a file of your own",
-                remedies=[Remedy({f"{where}.{option}": -value})],
+                {f"{where}.{option}": -value},
             )
 
 

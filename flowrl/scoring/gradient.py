@@ -167,5 +167,5 @@ def require_paths(method: str, plans: Sequence[RewardPlan], cards: Sequence[Card
         if entry.cache is not None:
             raise ConfigError(
                 f"{key}.cache={entry.cache!r}: kept scores have no gradient, which {method} climbs",
-                remedies=[Remedy({f"{key}.cache": None})],
+                {f"{key}.cache": None},
             )

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.errors import ConfigError
 from flowrl.core.tensors import sent
 from flowrl.models.base import ModelAdapter
 from flowrl.rollout.outputs import training_guidance, unguided
@@ -34,7 +34,7 @@ class AdjointTraining(EdgeTraining):
             raise ConfigError(
                 f"rollout.sampler={setting.rollout.sampler}: {setting.name} reaches its target only where the first "
                 "noise says nothing of the sample, as with DDIM of eta 1",
-                remedies=[Remedy({"rollout.sampler": None})],
+                {"rollout.sampler": None},
             )
 
     def guidance(self, adapter: ModelAdapter, rollout: float) -> float:

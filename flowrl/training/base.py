@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import Method, Networks
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.errors import ConfigError
 from flowrl.core.rng import permutation
 from flowrl.core.types import Condition, Identity
 from flowrl.credit.advantages import Advantages
@@ -194,7 +194,7 @@ class Training(Generic[M]):
             raise ConfigError(
                 f"model.memory.group_offload: the decoder's weights leave the device before its backward pass, which "
                 f"{setting.name} takes",
-                remedies=[Remedy({"model.memory.group_offload": [part for part in offloaded if part != "vae"]})],
+                {"model.memory.group_offload": [part for part in offloaded if part != "vae"]},
             )
         rollout, config = setting.rollout, self.method.config
         drawn, steps = rollout.prompts_per_iteration * rollout.group_size, rollout.num_inference_steps
@@ -208,7 +208,7 @@ class Training(Generic[M]):
             raise ConfigError(
                 f"rollout.exploration: {setting.name} compares all samples of a prompt with their mean, which "
                 "choosing the extremes would shift, unlike a method on finished samples, such as diffusion_nft",
-                remedies=[Remedy({"rollout.exploration": None})],
+                {"rollout.exploration": None},
             )
 
     def check_prompts(self, train: Sequence[Prompt], evaluated: Sequence[Prompt]) -> None:

@@ -46,7 +46,7 @@ class EdgeTraining(Training[EdgeMethod]):
             raise ConfigError(
                 f"algorithm.guidance_scale={wanted} differs from rollout.guidance_scale={given}: the ratio of a method "
                 "with log-probs needs the same",
-                remedies=[Remedy({"algorithm.guidance_scale": None})],
+                {"algorithm.guidance_scale": None},
             )
         self._check_steps(setting)
         super().check(setting)
@@ -60,7 +60,7 @@ class EdgeTraining(Training[EdgeMethod]):
             raise ConfigError(
                 f"rollout.num_inference_steps={steps}: at least 2, since a flow's last step ends at clean data, where "
                 "no noise is left to be scored",
-                remedies=[Remedy({"rollout.num_inference_steps": 2})],
+                {"rollout.num_inference_steps": 2},
             )
         if trained is not None and max(trained) > steps - 1 - flow:
             raise ConfigError(
@@ -70,7 +70,7 @@ class EdgeTraining(Training[EdgeMethod]):
         if setting.sampler.default_noise_level() == 0:
             raise ConfigError(
                 f"rollout.sampler={setting.rollout.sampler}: this sampler is deterministic, its steps have no log-prob",
-                remedies=[_with_noise(setting.sampler)],
+                _with_noise(setting.sampler),
             )
 
     def _check_trees(self, setting: Setting) -> None:
@@ -81,13 +81,13 @@ class EdgeTraining(Training[EdgeMethod]):
             raise ConfigError(
                 f"rollout.group_size={group}: the samples of a prompt are the leaves of whole trees, and one "
                 f"of {name} has {leaves} here",
-                remedies=[Remedy({"rollout.group_size": -(-group // leaves) * leaves})],
+                {"rollout.group_size": -(-group // leaves) * leaves},
             )
         least = config.least_trees * leaves
         if group < least:
             raise ConfigError(
                 f"rollout.group_size={group}: {name} compares the trees of a prompt, and one has {leaves} leaves here",
-                remedies=[Remedy({"rollout.group_size": least})],
+                {"rollout.group_size": least},
             )
         trees, updates = setting.samples // leaves, setting.optim.updates_per_iteration
         if leaves > 1 and trees % updates:

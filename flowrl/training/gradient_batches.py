@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import GradientMethod
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.errors import ConfigError
 from flowrl.core.rng import normal
 from flowrl.core.tensors import sent
 from flowrl.core.types import Condition, Step
@@ -39,7 +39,7 @@ class GradientTraining(Training[GradientMethod]):
         for option, (given, why, instead) in refused.items():
             if given:
                 key = option.partition("=")[0]
-                raise ConfigError(f"{option}: {why} ({name})", remedies=[Remedy({key: instead})])
+                raise ConfigError(f"{option}: {why} ({name})", {key: instead})
         if self.method.passes > 1:
             raise ConfigError(f"passes={self.method.passes}: {name} climbs from a rollout once; its samples move")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import NoiseMethod
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.errors import ConfigError
 from flowrl.core.rng import derive
 from flowrl.core.tensors import sent
 from flowrl.core.types import Identity
@@ -37,29 +37,26 @@ class NoiseTraining(Training[NoiseMethod]):
         if rollout.shared_noise:
             raise ConfigError(
                 f"rollout.shared_noise=true: the samples of {name} differ by their initial noise alone",
-                remedies=[Remedy({"rollout.shared_noise": False})],
+                {"rollout.shared_noise": False},
             )
         if rollout.sampler is not None:
             raise ConfigError(
                 f"rollout.sampler={rollout.sampler}: with the noise of a sampler's steps the initial noise would not "
                 f"decide the image, and {name} learns that alone; algorithm.solver takes the steps",
-                remedies=[Remedy({"rollout.sampler": None})],
+                {"rollout.sampler": None},
             )
         for key, value in (("lora", model.lora), ("init_lora", model.init_lora)):
             if value is not None:
                 raise ConfigError(
-                    f"model.{key}: {name} trains the initial noise, no weight of the network",
-                    remedies=[Remedy({f"model.{key}": None})],
+                    f"model.{key}: {name} trains the initial noise, no weight of the network", {f"model.{key}": None}
                 )
         if model.shard:
-            raise ConfigError(
-                f"model.shard=true: {name} does not split the frozen network", remedies=[Remedy({"model.shard": False})]
-            )
+            raise ConfigError(f"model.shard=true: {name} does not split the frozen network", {"model.shard": False})
         if setting.optim.weight_decay:
             raise ConfigError(
                 f"optim.weight_decay={setting.optim.weight_decay} would shrink the stds towards 0; "
                 "algorithm.prior_coef pulls to the base's noise",
-                remedies=[Remedy({"optim.weight_decay": 0.0})],
+                {"optim.weight_decay": 0.0},
             )
 
     def check_prompts(self, train: Sequence[Prompt], evaluated: Sequence[Prompt]) -> None:
@@ -69,7 +66,7 @@ class NoiseTraining(Training[NoiseMethod]):
                 raise ConfigError(
                     f"data.eval_prompts: {prompt.text[:60]!r} is not a training prompt; this method learns the initial "
                     "noise of its own prompts alone",
-                    remedies=[Remedy({"data.eval_prompts": None})],
+                    {"data.eval_prompts": None},
                 )
 
     def demand(self, plan: StepPlan, setting: Setting) -> Demand:

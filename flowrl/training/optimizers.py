@@ -37,17 +37,15 @@ def require(name: Name, device: torch.device) -> None:
     if name.startswith("paged") and device.type != "cuda":
         raise ConfigError(
             f"optim.name={name}: pages move between a CUDA GPU and its host, and this run is on {device.type}",
-            remedies=[Remedy({"optim.name": "adamw_8bit" if name.endswith("8bit") else "adamw"})],
+            {"optim.name": "adamw_8bit" if name.endswith("8bit") else "adamw"},
         )
     if device.type not in ("cpu", "cuda", "xpu"):
         raise ConfigError(
             f"optim.name={name}: bitsandbytes has no optimizer for {device.type}",
-            remedies=[Remedy({"optim.name": "adafactor"}), Remedy({"optim.name": "adamw"})],
+            [{"optim.name": "adafactor"}, {"optim.name": "adamw"}],
         )
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"optim.name={name} needs bitsandbytes", remedies=[Remedy(command="pip install 'flowrl[quant]'")]
-        )
+        raise ConfigError(f"optim.name={name} needs bitsandbytes", Remedy(command="pip install 'flowrl[quant]'"))
 
 
 def make(name: Name, parameters: Sequence[Tensor], settings: Settings) -> Any:
@@ -80,7 +78,7 @@ class _Muon:
             raise ConfigError(
                 f"optim.name=muon makes matrices orthogonal, and none of the {len(parameters)} trained weights is one: "
                 f"their dimensions are {sorted({p.ndim for p in parameters})} (a convolution has 4)",
-                remedies=[Remedy({"optim.name": PLAIN})],
+                {"optim.name": PLAIN},
             )
         lr, decay, others = options["lr"], options["weight_decay"], [p for p in parameters if p.ndim != 2]
         muon = torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw")

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 from flowrl.core.strict import require_not_negative, require_positive
 
 WEIGHT_DECAY = 1e-4
@@ -126,7 +126,7 @@ class OptimConfig:
             raise OptionError(
                 f"name=adafactor takes neither betas={self.betas} nor eps={self.eps:g}: its decay and its addend are "
                 "fixed (docs/configuration.md)",
-                remedies=[Remedy({"name": "adamw"})],
+                {"name": "adamw"},
             )
 
     @property

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.base import EdgeMethod, Networks
-from flowrl.core.errors import ParityError, Remedy
+from flowrl.core.errors import ParityError
 from flowrl.display.console import log
 from flowrl.losses.batches import Microbatch
 from flowrl.rollout.loop import batches
@@ -64,7 +64,7 @@ def pass_gate(work: Replayed, dtype: torch.dtype) -> None:
         raise ParityError(
             f"replaying the rollout changes the log ratio by {worst:.2e} at step {step}, more than {allowed:.2e} "
             "(a tenth of the clip range); equal rollout.batch_size and optim.batch_size may do too",
-            remedies=[Remedy({"algorithm.old_log_prob": "recompute"})],
+            {"algorithm.old_log_prob": "recompute"},
         )
 
 

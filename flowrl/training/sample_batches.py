@@ -39,19 +39,18 @@ class SampleTraining(Training[SampleMethod]):
         rollout, method, name = setting.rollout, self.method, setting.name
         if method.unit == "group" and rollout.group_size < 2:
             raise ConfigError(
-                f"rollout.group_size=1: the loss of {name} compares the samples of a prompt",
-                remedies=[Remedy({"rollout.group_size": 2})],
+                f"rollout.group_size=1: the loss of {name} compares the samples of a prompt", {"rollout.group_size": 2}
             )
         if rollout.shared_noise:
             raise ConfigError(
                 f"rollout.shared_noise=true: the samples of {name} differ by their initial noise",
-                remedies=[Remedy({"rollout.shared_noise": False})],
+                {"rollout.shared_noise": False},
             )
         if rollout.sampler is not None:
             raise ConfigError(
                 f"rollout.sampler={rollout.sampler}: {name} scores no transition, so it takes no sampler; "
                 "algorithm.solver takes the steps",
-                remedies=[Remedy({"rollout.sampler": None})],
+                {"rollout.sampler": None},
             )
         self._check_units(setting)
 
@@ -67,7 +66,7 @@ class SampleTraining(Training[SampleMethod]):
             raise ConfigError(
                 f"optim.batch_size={size}: a forward of {setting.name} must hold {what}, "
                 f"{whole} rows (model.gradient_checkpointing=true saves memory)",
-                remedies=[Remedy({"optim.batch_size": whole})],
+                {"optim.batch_size": whole},
             )
 
     def _check_exploration(self, setting: Setting) -> None:
@@ -80,7 +79,7 @@ class SampleTraining(Training[SampleMethod]):
             raise ConfigError(
                 f"rollout.exploration.network={options.network}: weights that {key} splits or stores in few bits have "
                 "no plain copy",
-                remedies=[Remedy({"rollout.exploration.network": "policy"})],
+                {"rollout.exploration.network": "policy"},
             )
         try:
             require_pool(options, setting.rollout.group_size)
@@ -112,7 +111,7 @@ class GivenTraining(SampleTraining):
                 raise ConfigError(
                     f"rollout.{name}={given[name]}: the slots of {setting.name} are filled from the pairs; "
                     "data.pairs.per_iteration is their number",
-                    remedies=[Remedy(without=f"rollout.{name}")],
+                    Remedy(without=f"rollout.{name}"),
                 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowrl.core.errors import ModelError, Remedy
+from flowrl.core.errors import ModelError
 from flowrl.models.base import ModelAdapter
 from flowrl.models.memory.blocks import blocks
 from flowrl.models.weights.roles import Weights
@@ -64,7 +64,7 @@ def _blocks(network: nn.Module) -> list[nn.Module]:
     if not result:
         raise ModelError(
             f"model.shard=true: {type(network).__name__} does not declare its blocks (_no_split_modules)",
-            remedies=[Remedy({"model.shard": False})],
+            {"model.shard": False},
         )
     return result
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.errors import ConfigError
 from flowrl.core.rng import derive, permutation
 from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
@@ -28,7 +28,7 @@ class TransitionTraining(EdgeTraining):
             raise ConfigError(
                 "model.shard=true: a network that is split needs its processes in step, and the transitions that "
                 f"{setting.name} remembers are spread unevenly",
-                remedies=[Remedy({"model.shard": False})],
+                {"model.shard": False},
             )
 
     def demand(self, plan: StepPlan, setting: Setting) -> Demand:

@@ -189,13 +189,13 @@ def require_devices(processes: int) -> str | None:
     if backend == "nccl" and not cards:
         raise ConfigError(
             "the backend nccl needs GPUs, and torch sees none",
-            remedies=[Remedy(without="--backend"), Remedy(flag="--backend gloo")],
+            [Remedy(without="--backend"), Remedy(flag="--backend gloo")],
         )
     if cards and processes > cards and backend != "gloo":
         raise ConfigError(
             f"{processes} processes on {cards} GPU{'s' if cards > 1 else ''}: nccl needs one for each process and "
             "through gloo, which is slower, they share them",
-            remedies=[Remedy(flag=f"--processes {cards}"), Remedy(flag="--backend gloo")],
+            [Remedy(flag=f"--processes {cards}"), Remedy(flag="--backend gloo")],
         )
     return backend
 

@@ -61,7 +61,7 @@ class RemoteDetector:
         except ModuleNotFoundError as error:
             raise RewardError(
                 f"a detector at {self.address} needs a package that is not installed ({error.name})",
-                remedies=[Remedy(command="pip install 'flowrl[serve]'")],
+                Remedy(command="pip install 'flowrl[serve]'"),
             ) from error
         self._client = httpx.Client(timeout=self.timeout_s)
 

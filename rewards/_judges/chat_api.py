@@ -280,7 +280,7 @@ def load(config: Http, reward: str) -> HttpJudge:
     except ModuleNotFoundError as error:
         raise RewardError(
             f"reward {reward!r} needs a package that is not installed ({error.name})",
-            remedies=[Remedy(command="pip install 'flowrl[vlm]'")],
+            Remedy(command="pip install 'flowrl[vlm]'"),
         ) from error
     return HttpJudge(config, reward)
 

@@ -318,7 +318,7 @@ def _http_client(config: Config) -> httpx.Client:
     except ModuleNotFoundError as error:
         raise RewardError(
             f"reward 'remote' needs a package that is not installed ({error.name})",
-            remedies=[Remedy(command="pip install 'flowrl[serve]'")],
+            Remedy(command="pip install 'flowrl[serve]'"),
         ) from error
     token = None
     if config.token_file is not None:

@@ -17,6 +17,7 @@ import yaml
 
 from flowrl.config.extends import load_layers
 from flowrl.config.load import load_config, resolve
+from flowrl.core import errors
 from flowrl.core.errors import Advised, Fault, Remedy
 from flowrl.core.strict import overridden
 from tests.remedies.source import ROOT, places
@@ -39,10 +40,12 @@ def recorded() -> Iterator[set[str]]:
 
     def init(self: Remedy, *arguments: Any, **named: Any) -> None:
         frame = sys._getframe(1)
+        while frame.f_code.co_filename == errors.__file__ and frame.f_back is not None:  # of settings in an error
+            frame = frame.f_back
         file = Path(frame.f_code.co_filename)
         first, last, left, right = (each or 0 for each in list(frame.f_code.co_positions())[frame.f_lasti // 2])
         if file.is_relative_to(ROOT):
-            made.add(places(file).get((first, last, left, right), ""))
+            made.update(places(file).get((first, last, left, right), [""]))
         build(self, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch:

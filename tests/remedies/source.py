@@ -7,7 +7,12 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES = [file for folder in ("flowrl", "rewards") for file in sorted((ROOT / folder).rglob("*.py"))]
+FILES = [
+    file
+    for folder in ("flowrl", "rewards")
+    for file in sorted((ROOT / folder).rglob("*.py"))
+    if file != ROOT / "flowrl/core/errors.py"  # which makes remedies of the mappings that errors are given
+]
 
 
 @cache
@@ -29,14 +34,32 @@ def called(node: ast.AST) -> str:
     return ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
 
 
+Span = tuple[int, int, int, int]
+"""(first line, last line, first column, last column)."""
+
+
+def span(node: ast.Call) -> Span:
+    return node.lineno, node.end_lineno or node.lineno, node.col_offset, node.end_col_offset or 0
+
+
+def settings(node: ast.AST) -> list[ast.expr]:
+    """The mappings among the remedies of an error, each of which stands for a `Remedy(...)`."""
+    if not isinstance(node, ast.Call) or not called(node).endswith("Error"):
+        return []
+    given = [*node.args[1:2], *(each.value for each in node.keywords if each.arg == "remedies")]
+    listed = [each for way in given for each in (way.elts if isinstance(way, ast.List) else [way])]
+    return [way for way in listed if isinstance(way.left if isinstance(way, ast.BinOp) else way, ast.Dict)]
+
+
 @cache
-def places(file: Path) -> dict[tuple[int, int, int, int], str]:
-    """(first line, last line, first column, last column) of each `Remedy(...)` of a file -> its place for `follows`."""
-    result, seen = dict[tuple[int, int, int, int], str](), Counter[str]()
+def places(file: Path) -> dict[Span, list[str]]:
+    """Span of each `Remedy(...)` of a file, or of the error with its settings -> its places for `follows`."""
+    result, seen, bare = dict[Span, list[str]](), Counter[str](), dict[ast.AST, Span]()
     for name, node in functions(parsed(file)):
-        if isinstance(node, ast.Call) and called(node) == "Remedy":
+        bare |= {way: span(node) for way in settings(node) if isinstance(node, ast.Call)}
+        if called(node) == "Remedy" or node in bare:
             seen[name] += 1
             number = f"#{seen[name]}" if seen[name] > 1 else ""
-            place = f"{file.relative_to(ROOT)}:{name}{number}"
-            result[node.lineno, node.end_lineno or node.lineno, node.col_offset, node.end_col_offset or 0] = place
+            made = bare[node] if node in bare else span(node) if isinstance(node, ast.Call) else (0, 0, 0, 0)
+            result.setdefault(made, []).append(f"{file.relative_to(ROOT)}:{name}{number}")
     return result

@@ -67,7 +67,7 @@ def _bound(port: int | None) -> socket.socket:
             if port is None and error.errno == errno.EADDRINUSE:
                 continue
             why = "another program listens there" if error.errno == errno.EADDRINUSE else error.strerror or error
-            raise ConfigError(f"--port {number}: {why}", remedies=[Remedy(without="--port")]) from None
+            raise ConfigError(f"--port {number}: {why}", Remedy(without="--port")) from None
     raise AssertionError("the system gives a free port")
 
 

@@ -33,6 +33,6 @@ def tool_of(file: str, name: str | None) -> Tool:
         raise ConfigError(
             f"{file}: its ending does not tell which tool wrote it; give --from, one of {known}. Those of others, such "
             "as SimpleTuner, OneTrainer or kohya's scripts, are not converted: for a configuration to start from",
-            remedies=[Remedy(command="flowrl new config mine --model tiny-sd3 --reward shapes")],
+            Remedy(command="flowrl new config mine --model tiny-sd3 --reward shapes"),
         )
     return TOOLS[guess]

@@ -10,7 +10,7 @@ from typing import Any
 
 from flowrl.config.resolved import Resolved
 from flowrl.config.schema import to_tree
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.errors import ConfigError
 from flowrl.core.files import file_sha256
 from flowrl.data.prompt_sources import Columns, load_prompts
 from flowrl.data.prompts import Prompt
@@ -81,18 +81,14 @@ def check(resolved: Resolved, wanted: Wanted) -> None:
     if not (math.isfinite(wanted.margin) and wanted.margin >= 0):
         raise ConfigError(f"--margin {wanted.margin}: give a number from 0")
     if rollout.exploration is not None:
-        raise ConfigError(
-            "rollout.exploration: pairs are drawn in full", remedies=[Remedy({"rollout.exploration": None})]
-        )
+        raise ConfigError("rollout.exploration: pairs are drawn in full", {"rollout.exploration": None})
     if rollout.shared_noise and (rollout.sampler is None or resolved.sampler.build().default_noise_level() == 0):
         raise ConfigError(
             "rollout.shared_noise=true without a stochastic rollout.sampler: all samples of a prompt would be the same",
-            remedies=[Remedy({"rollout.shared_noise": False})],
+            {"rollout.shared_noise": False},
         )
     if resolved.model.config.shard:
-        raise ConfigError(
-            "model.shard=true: `flowrl pairs` keeps the network whole", remedies=[Remedy({"model.shard": False})]
-        )
+        raise ConfigError("model.shard=true: `flowrl pairs` keeps the network whole", {"model.shard": False})
 
 
 def made_with(resolved: Resolved, prompts: Sequence[Prompt], wanted: Wanted) -> dict[str, Any]:

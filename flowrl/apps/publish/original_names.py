@@ -31,9 +31,7 @@ def renamed(tensors: dict[str, Tensor], scale: float, family: Family, layout: La
     known = {f"{name}.lora_{half}.weight" for name in modules for half in "AB"}
     if set(tensors) != known:
         odd = sorted(set(tensors) ^ known)[0]
-        raise ModelError(
-            f"{odd}: only a plain LoRA has names in the layout {layout}", remedies=[Remedy(flag="--format merged")]
-        )
+        raise ModelError(f"{odd}: only a plain LoRA has names in the layout {layout}", Remedy(flag="--format merged"))
     groups: dict[str, tuple[Place, dict[int, tuple[Tensor, Tensor]]]] = {}
     for name in modules:
         pair = tensors[f"{name}.lora_A.weight"].float(), tensors[f"{name}.lora_B.weight"].float()
@@ -41,7 +39,7 @@ def renamed(tensors: dict[str, Tensor], scale: float, family: Family, layout: La
         if place is None or pair[0].ndim != 2:
             raise ModelError(
                 f"{name} is not in the table of {family.name} for the layout {layout}",
-                remedies=[Remedy(flag="--format diffusers"), Remedy(flag="--format merged")],
+                [Remedy(flag="--format diffusers"), Remedy(flag="--format merged")],
             )
         groups.setdefault(place.dotted, (place, {}))[1][place.slot] = pair
     result: dict[str, Tensor] = {}
@@ -62,8 +60,7 @@ def fuse(parts: dict[int, tuple[Tensor, Tensor]], widths: tuple[int, ...]) -> tu
     rank, into = first.shape
     if {len(down) for down, _ in parts.values()} != {rank}:
         raise ModelError(
-            "modules that share a matrix of the original network have several ranks",
-            remedies=[Remedy(flag="--format merged")],
+            "modules that share a matrix of the original network have several ranks", Remedy(flag="--format merged")
         )
     down, up = torch.zeros(len(widths) * rank, into), torch.zeros(sum(widths) * into, len(widths) * rank)
     row = 0

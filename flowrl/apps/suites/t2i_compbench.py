@@ -110,8 +110,7 @@ def layout(item: Item, k: int) -> str:
     """
     if k >= _IMAGES:
         raise ConfigError(
-            f"--export: the tools of t2i_compbench read {_IMAGES} images a prompt",
-            remedies=[Remedy(flag=f"--samples {_IMAGES}")],
+            f"--export: the tools of t2i_compbench read {_IMAGES} images a prompt", Remedy(flag=f"--samples {_IMAGES}")
         )
     if "/" in item.text or "_" in item.text or "\0" in item.text:
         raise ConfigError(f"--export: {item.text!r} holds / or _, and the tools read the prompt from the file's name")

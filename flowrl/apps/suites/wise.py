@@ -134,9 +134,7 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
 def layout(item: Item, k: int) -> str:
     """Raises ConfigError for a second image: the evaluator reads one of each prompt."""
     if k:
-        raise ConfigError(
-            "--export: the evaluator of wise reads one image of each prompt", remedies=[Remedy(flag="--samples 1")]
-        )
+        raise ConfigError("--export: the evaluator of wise reads one image of each prompt", Remedy(flag="--samples 1"))
     return f"{item.id}.png"
 
 

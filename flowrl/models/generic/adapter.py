@@ -8,7 +8,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from flowrl.core.errors import ModelError, Remedy
+from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
 from flowrl.diffusion.schedules import Schedule
 from flowrl.media.mp4 import require_rate
@@ -77,7 +77,7 @@ class Generic(ModelAdapter):
         self.decodes_with_cond = door.images.holds
         if self.path.is_flow and config.final_alpha != "model":
             words = f"model.final_alpha={config.final_alpha}: a flow ends at sigma 0"
-            raise ModelError(words, remedies=[Remedy({"model.final_alpha": "model"})])
+            raise ModelError(words, {"model.final_alpha": "model"})
         self.device, self.dtype = torch.device("cpu"), torch_dtype(config.dtype)
         self.autocasts = config.precision == "autocast"
         self._template: Template | None = None

@@ -39,7 +39,7 @@ def guidance_arguments(pipeline: Any, scale: float, call: Mapping[str, Any]) -> 
     """Arguments, besides `call`, that set the pipeline's guidance to `scale`. Raises ModelError: it takes none."""
     kind = _guidance(pipeline)
     if kind == "none":
-        raise ModelError(f"{type(pipeline).__name__} takes no guidance scale", remedies=[Remedy(without="--guidance")])
+        raise ModelError(f"{type(pipeline).__name__} takes no guidance scale", Remedy(without="--guidance"))
     if kind == "guider":
         pipeline.guider.guidance_scale = scale
         return {}
@@ -141,7 +141,7 @@ class Size:
             raise ModelError(
                 f"model.height={self.height}, model.width={self.width} is not a size of {type(pipeline).__name__}: "
                 f"it makes {height} x {width} of such an image",
-                remedies=[Remedy({"model.height": height, "model.width": width})],
+                {"model.height": height, "model.width": width},
             )
 
 
@@ -191,7 +191,7 @@ def frames_of(pipeline: Any, given: Mapping[str, Any], parameters: Mapping, netw
         near = max(round((int(asked) - 1) / step), 0) * step + 1
         raise ModelError(
             f"model.call.{name}={asked} must be one more than a multiple of {step}, the VAE's factor in time",
-            remedies=[Remedy({f"model.call.{name}": near})],
+            {f"model.call.{name}": near},
         )
     return whole
 

@@ -73,7 +73,7 @@ def _files(path: str, networks: dict[str, nn.Module]) -> list[Path]:
     elif inner := next((each for name in ("adapter", "lora") if lora_file(each := place / name).is_file()), None):
         raise ModelError(
             f"model.init_lora={path!r} is a folder of a run, whose LoRA lies in {inner.name}/",
-            remedies=[Remedy({"model.init_lora": str(inner)})],
+            {"model.init_lora": str(inner)},
         )
     elif place.is_dir():
         given = sorted(place.glob("*.safetensors"))
@@ -184,8 +184,7 @@ class _Reader:
             reasons.append(f"it has {shared} of the {len(self.modules)} modules of model.lora.targets{example}")
         if changes:
             raise ModelError(
-                f"model.init_lora={self.path!r} does not fit model.lora: {'; '.join(reasons)}",
-                remedies=[Remedy(changes)],
+                f"model.init_lora={self.path!r} does not fit model.lora: {'; '.join(reasons)}", Remedy(changes)
             )
 
     def _targets(self, placed: set[str]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flowrl.core.errors import ModelError, Remedy
+from flowrl.core.errors import ModelError
 from flowrl.models.memory.options import Checkpointing
 
 
@@ -52,14 +52,14 @@ def checkpoint_blocks(network: Any, option: Checkpointing) -> None:
         has = f"has {count} blocks" if count else "does not declare its blocks (_repeated_blocks, _no_split_modules)"
         raise ModelError(
             f"model.gradient_checkpointing={shown}: {kind} {has}, so there is no every {every}th of them",
-            remedies=[Remedy({"model.gradient_checkpointing": True}), Remedy({"model.gradient_checkpointing": False})],
+            [{"model.gradient_checkpointing": True}, {"model.gradient_checkpointing": False}],
         )
     try:
         network.enable_gradient_checkpointing(*([_every(every, kind)] if every > 1 else []))
     except ValueError as error:
         raise ModelError(
             f"model.gradient_checkpointing={shown}: {kind} has no checkpointing in diffusers",
-            remedies=[Remedy({"model.gradient_checkpointing": False})],
+            {"model.gradient_checkpointing": False},
         ) from error
 
 
@@ -71,10 +71,7 @@ def _every(n: int, kind: str) -> Callable[..., Any]:
         if not isinstance(block, nn.Module):
             raise ModelError(
                 f"model.gradient_checkpointing={n}: {kind} recomputes functions, not blocks, which cannot be counted",
-                remedies=[
-                    Remedy({"model.gradient_checkpointing": True}),
-                    Remedy({"model.gradient_checkpointing": False}),
-                ],
+                [{"model.gradient_checkpointing": True}, {"model.gradient_checkpointing": False}],
             )
         if places.setdefault(block, len(places)) % n:
             return block(*args)

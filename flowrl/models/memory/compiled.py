@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from flowrl.core.errors import ModelError, Remedy
+from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
 from flowrl.models.base import ModelAdapter
 from flowrl.models.memory.blocks import repeated
@@ -97,14 +97,14 @@ def explained(what: str) -> Iterator[None]:
         raise ModelError(
             f"model.compile=blocks: {what} was compiled {LIMIT} times, for other shapes, roles or settings, and would "
             f"now run uncompiled; fewer batch sizes and image sizes would do",
-            remedies=[Remedy({"model.compile": None})],
+            {"model.compile": None},
         ) from error
     except TorchDynamoException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         raise ModelError(
             f"model.compile=blocks: {what} cannot be compiled whole ({lines[0]}); another option of the model may be "
             "what its code does not compile with",
-            remedies=[Remedy({"model.compile": None})],
+            {"model.compile": None},
         ) from error
 
 
@@ -115,7 +115,7 @@ def require_compiler(device: torch.device) -> None:
     if config.disable:
         raise ModelError(
             "model.compile=blocks: TORCH_COMPILE_DISABLE=1 in the environment turns torch.compile off",
-            remedies=[Remedy({"model.compile": None})],
+            {"model.compile": None},
         )
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
@@ -127,7 +127,7 @@ def require_compiler(device: torch.device) -> None:
             raise ModelError(
                 "model.compile=blocks needs a C++ compiler on the CPU, and there is none: install g++, or name one in "
                 "the variable CXX",
-                remedies=[Remedy({"model.compile": None})],
+                {"model.compile": None},
             ) from error
         return
     from torch.utils._triton import has_triton
@@ -136,7 +136,7 @@ def require_compiler(device: torch.device) -> None:
         raise ModelError(
             f"model.compile=blocks needs triton on {device}, and there is none that works with it (the package triton, "
             "and a GPU of compute capability 7.0 or later)",
-            remedies=[Remedy({"model.compile": None})],
+            {"model.compile": None},
         )
 
 
@@ -161,7 +161,7 @@ def compile_blocks(network: nn.Module) -> None:
             raise ModelError(
                 f"model.compile=blocks: {type(part).__name__} does not declare its blocks (_repeated_blocks, "
                 "_no_split_modules)",
-                remedies=[Remedy({"model.compile": None})],
+                {"model.compile": None},
             )
         for block in found:
             if not isinstance(block.forward, Block):

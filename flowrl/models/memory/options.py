@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flowrl.core.errors import OptionError, Remedy
+from flowrl.core.errors import OptionError
 
 Checkpointing = bool | Literal["auto"] | int
 OFFLOADED = ("text_encoders", "vae")
@@ -33,7 +33,7 @@ class MemorySettings:
         if self.layerwise_casting is not None and self.quantize is not None:
             raise OptionError(
                 f"layerwise_casting={self.layerwise_casting} and quantize={self.quantize} both store the same weights",
-                remedies=[Remedy({"layerwise_casting": None}), Remedy({"quantize": None})],
+                [{"layerwise_casting": None}, {"quantize": None}],
             )
         for part in self.group_offload:
             if part in _DENOISER:
@@ -41,7 +41,7 @@ class MemorySettings:
                     f"group_offload has {part!r}: its weights would leave the device after each forward, while the "
                     "backward pass and the optimizer still need them there; gradient_checkpointing, layerwise_casting "
                     "and quantize save memory of the denoiser",
-                    remedies=[Remedy({"group_offload": [name for name in self.group_offload if name in OFFLOADED]})],
+                    {"group_offload": [name for name in self.group_offload if name in OFFLOADED]},
                 )
             if part not in OFFLOADED:
                 raise ValueError(f"group_offload has {part!r}; there are: {', '.join(OFFLOADED)}")
@@ -65,13 +65,13 @@ def require_stored(settings: MemorySettings, kind: str | None, *, shard: bool, c
             raise OptionError(
                 f"memory.{name}={value} needs lora: full fine-tuning trains these weights, and steps smaller than "
                 "their spacing would be lost",
-                remedies=[Remedy({"lora": {}}), Remedy({f"memory.{name}": None})],
+                [{"lora": {}}, {f"memory.{name}": None}],
             )
         if shard:
             raise OptionError(
                 f"shard=true with memory.{name}={value}: FSDP2 gathers weights as they are stored, and these change "
                 "their type in each layer",
-                remedies=[Remedy({"shard": False}), Remedy({f"memory.{name}": None})],
+                [{"shard": False}, {f"memory.{name}": None}],
             )
     if kind in (None, "lora", "rslora"):
         return
@@ -81,7 +81,7 @@ def require_stored(settings: MemorySettings, kind: str | None, *, shard: bool, c
             raise OptionError(
                 f"lora.kind={kind} with {option}: peft's layer of this kind reads the frozen weight itself, in its own "
                 "shape and type",
-                remedies=[Remedy({"lora.kind": "lora"}), Remedy({"lora.kind": "rslora"})],
+                [{"lora.kind": "lora"}, {"lora.kind": "rslora"}],
             )
 
 
@@ -91,17 +91,17 @@ def require_own_call(shard: bool, gradient: str, vae_precision: str) -> None:
         raise OptionError(
             "shard=true: the pipeline's own call does not run in step on all processes; that of native adapters (sd, "
             "sdxl, sd3, flux, qwen_image, wan) does",
-            remedies=[Remedy({"shard": False})],
+            {"shard": False},
         )
     if gradient != "both":
         raise OptionError(
             f"guidance_gradient={gradient}: guidance is inside the pipeline's own call, which evaluates both branches "
             "as it likes; native adapters (sd, sdxl, sd3, flux, qwen_image, wan) do not",
-            remedies=[Remedy({"guidance_gradient": "both"})],
+            {"guidance_gradient": "both"},
         )
     if vae_precision == "float16":
         raise OptionError(
             "vae_precision=float16: the pipeline's own call clamps its images, so a value that overflows would become "
             "white or black in silence; a family's native adapter reports it",
-            remedies=[Remedy({"vae_precision": "bfloat16"}), Remedy({"vae_precision": "tf32"})],
+            [{"vae_precision": "bfloat16"}, {"vae_precision": "tf32"}],
         )

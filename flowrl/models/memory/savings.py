@@ -39,13 +39,13 @@ def check_available(config: ModelConfig) -> None:
         if importlib.util.find_spec(package) is None:
             raise ModelError(
                 f"model.memory.quantize={config.memory.quantize} needs {package}",
-                remedies=[Remedy(command="pip install 'flowrl[quant]'")],
+                Remedy(command="pip install 'flowrl[quant]'"),
             )
         if package == "bitsandbytes" and not torch.accelerator.is_available():
             raise ModelError(
                 "model.memory.quantize=nf4 needs a GPU: diffusers loads bitsandbytes weights onto one; int8 also works "
                 "on the CPU",
-                remedies=[Remedy({"model.memory.quantize": "int8"})],
+                {"model.memory.quantize": "int8"},
             )
     if config.attention is not None:
         _check_backend(config.attention)
@@ -57,7 +57,7 @@ def require_types(config: ModelConfig, device: torch.device) -> None:
         raise ModelError(
             f"model.dtype=bfloat16: {torch.cuda.get_device_name(device)} has no bfloat16 (compute capability 8.0 or "
             "later has)",
-            remedies=[Remedy({"model.dtype": "float16"})],
+            {"model.dtype": "float16"},
         )
     options = {"dtype": torch_dtype(config.dtype)}
     if config.memory.layerwise_casting is not None:
@@ -71,7 +71,7 @@ def require_types(config: ModelConfig, device: torch.device) -> None:
             raise ModelError(
                 f"model.{option}={str(dtype).removeprefix('torch.')} does not work on {device} "
                 f"({(str(error).splitlines() or [type(error).__name__])[0]})",
-                remedies=[Remedy({f"model.{option}": "float32" if option == "dtype" else None})],
+                {f"model.{option}": "float32" if option == "dtype" else None},
             ) from error
 
 
@@ -100,13 +100,13 @@ def require_known(name: str) -> None:
         raise ModelError(
             f"model.attention={name!r} would download and run a compiled kernel from the hub; there are: "
             f"{', '.join(offered)}",
-            remedies=[Remedy({"model.attention": None})],
+            {"model.attention": None},
         )
     if "sage" in name:
         raise ModelError(
             f"model.attention={name!r}: SageAttention has no backward pass, so nothing could be trained; there are: "
             f"{', '.join(offered)}",
-            remedies=[Remedy({"model.attention": None})],
+            {"model.attention": None},
         )
 
 
@@ -161,7 +161,7 @@ def _set_attention(network: Any, name: str) -> None:
         raise ModelError(
             f"model.attention={name!r}: the attention of {type(network).__name__} does not go through diffusers' "
             f"backends, so this would change nothing",
-            remedies=[Remedy({"model.attention": None})],
+            {"model.attention": None},
         )
     try:
         network.enable_xformers_memory_efficient_attention()
@@ -206,7 +206,7 @@ def place(pipeline: Any, config: ModelConfig, device: torch.device, *, autocasts
         raise ModelError(
             f"model.memory.group_offload={config.memory.group_offload} moves weights between host memory and a GPU, "
             "and this run is on the CPU",
-            remedies=[Remedy({"model.memory.group_offload": []})],
+            {"model.memory.group_offload": []},
         )
     for name in visiting:
         offload(pipeline.components[name], device)
@@ -278,7 +278,7 @@ def probe_attention(name: str, device: torch.device, dtype: torch.dtype, *, auto
             raise ModelError(
                 f"model.attention={name!r} does not work on {device} in {dtype} with gradients{mode} "
                 f"({type(error).__name__}: {reason})",
-                remedies=[Remedy({"model.attention": None})],
+                {"model.attention": None},
             ) from error
         results.append((output.detach().float(), gradient.float()))
     limit = 1e-4 if dtype == torch.float32 else 3e-2
@@ -288,5 +288,5 @@ def probe_attention(name: str, device: torch.device, dtype: torch.dtype, *, auto
             raise ModelError(
                 f"model.attention={name!r} differs from torch's own attention by {error:.1e} on {device} "
                 f"(limit {limit:.0e}): it is approximate or broken",
-                remedies=[Remedy({"model.attention": None})],
+                {"model.attention": None},
             )

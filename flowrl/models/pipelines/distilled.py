@@ -83,7 +83,7 @@ class Distilled:
         if self.nodes is not None and steps != len(self.nodes):
             raise ModelError(
                 f"{_given(key, steps)}: the model is distilled {self}, and its network knows these steps alone",
-                remedies=[_remedy(key, len(self.nodes))],
+                _remedy(key, len(self.nodes)),
             )
 
     def refuse_cfg(self, guidance_scale: float, free_at: float, key: str) -> None:
@@ -92,7 +92,7 @@ class Distilled:
         raise ModelError(
             f"{_given(key, guidance_scale)}: the model is distilled {self} and takes no CFG, whose scale is "
             f"{free_at:g} then; one that is not distilled takes it",
-            remedies=[_remedy(key, free_at), *instead],
+            [_remedy(key, free_at), *instead],
         )
 
 
@@ -150,7 +150,7 @@ def _levels(value: Any) -> tuple[float, ...]:
         raise ModelError(
             f"{INDICES[1]}: {SIGMAS}={json.dumps(value)} must fall strictly and lie in (0, 1]: the noise levels at "
             "which its steps begin, such as [1.0, 0.75, 0.5, 0.25]; mend them in that file",
-            remedies=[Remedy({"model.distilled": "none"})],
+            {"model.distilled": "none"},
         )
     return tuple(map(float, numbers))
 

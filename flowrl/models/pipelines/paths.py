@@ -82,7 +82,7 @@ def require_folder(path: str, kind: str | None = None) -> None:
     if kind is not None and parts.get("_class_name") != kind:
         raise ModelError(
             f"model.path={path!r} is a {parts.get('_class_name')}, and this adapter is for {kind}",
-            remedies=[Remedy(without="model.name")],
+            Remedy(without="model.name"),
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowrl.core.errors import ModelError, Remedy
+from flowrl.core.errors import ModelError
 from flowrl.models.base import ModelAdapter, ModelConfig
 
 ADAPTER = "default"
@@ -35,11 +35,7 @@ def autocasts(config: ModelConfig, *, trained: bool) -> bool:
         raise ModelError(
             f"model.precision=native with model.dtype={config.dtype} and model.lora=null: weights that are all trained "
             "are float32, so the network has no half-precision dtype of its own to run in",
-            remedies=[
-                Remedy({"model.precision": "autocast"}),
-                Remedy({"model.lora": {}}),
-                Remedy({"model.dtype": "float32"}),
-            ],
+            [{"model.precision": "autocast"}, {"model.lora": {}}, {"model.dtype": "float32"}],
         )
     return masters or config.precision == "autocast"
 

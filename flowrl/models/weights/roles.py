@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from flowrl.core.errors import ModelError, Remedy
+from flowrl.core.errors import ModelError
 from flowrl.models.base import LoraSettings, ModelAdapter, ModelConfig
 from flowrl.models.lora_formats.files import component_names as component_names
 from flowrl.models.lora_formats.files import lora_file as lora_file
@@ -96,7 +96,7 @@ class Weights:
         kind, adapted = type(next(iter(self.components.values()))).__name__, list[PeftAdapterMixin]()
         for network in self.components.values():
             if not isinstance(network, PeftAdapterMixin):
-                raise ModelError(f"{kind} takes no LoRA in diffusers", remedies=[Remedy({"model.lora": None})])
+                raise ModelError(f"{kind} takes no LoRA in diffusers", {"model.lora": None})
             adapted.append(network)
         if not targets:
             raise ModelError(
@@ -111,15 +111,13 @@ class Weights:
                     network.add_adapter(config, adapter_name=ADAPTER)
             except ValueError as error:
                 raise ModelError(
-                    f"model.lora.targets={targets} binds to no module of {kind} ({error})",
-                    remedies=[Remedy({"model.lora.targets": None})],
+                    f"model.lora.targets={targets} binds to no module of {kind} ({error})", {"model.lora.targets": None}
                 ) from error
         names = list(adapted_modules(name for name, _ in self.network.named_parameters()))
         for target in targets:
             if not any(name == target or name.endswith(f".{target}") for name in names):
                 raise ModelError(
-                    f"model.lora.targets: {target!r} binds to no module of {kind}",
-                    remedies=[Remedy({"model.lora.targets": None})],
+                    f"model.lora.targets: {target!r} binds to no module of {kind}", {"model.lora.targets": None}
                 )
         self._refuse_rank(lora)
         self.layers = [self.network.get_submodule(name) for name in names]
@@ -135,7 +133,7 @@ class Weights:
             raise ModelError(
                 f"model.lora.rank={lora.rank} is above the width of every adapted matrix, {max(most)} at most: the "
                 "rest would cost memory and change nothing",
-                remedies=[Remedy({"model.lora.rank": max(most)})],
+                {"model.lora.rank": max(most)},
             )
 
     @property
@@ -238,7 +236,7 @@ class Weights:
         if self.lora is None:
             raise ModelError(
                 "model.init_lora needs model.lora: full fine-tuning has no adapter to load into",
-                remedies=[Remedy({"model.lora": {}}), Remedy({"model.init_lora": None})],
+                [{"model.lora": {}}, {"model.init_lora": None}],
             )
         if self.lora.kind in ("dora", "lokr"):
             raise ModelError(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from flowrl.algorithms.base import Method, Networks
 from flowrl.config.checks import check_model, check_trained
 from flowrl.config.resolved import Resolved
-from flowrl.core.errors import ConfigError, Diverged, Remedy
+from flowrl.core.errors import ConfigError, Diverged
 from flowrl.display.console import log
 from flowrl.models.weights.roles import Weights
 from flowrl.scoring.scorer import Scorer
@@ -60,7 +60,7 @@ def require_whole_groups(method: Method, prompts: int, world: World) -> None:
         raise ConfigError(
             f"{key}={prompts}: the loss compares all samples of a prompt, which must be on "
             f"one of {world.size} processes",
-            remedies=[Remedy({key: world.size})],
+            {key: world.size},
         )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.config.resolved import Resolved
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.errors import ConfigError
 from flowrl.data.text_cache import Texts
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.models.base import ModelAdapter
@@ -44,7 +44,7 @@ class Scorers:
         for entry in entries:
             if entry.weight and not math.isfinite(entry.highest()):
                 words = f"{key}: the card of reward {entry.name!r} says no highest value; give it a clip [low, high]"
-                raise ConfigError(words, remedies=[Remedy({key: 0})])
+                raise ConfigError(words, {key: 0})
         return [torch.tensor(entry.highest()) for entry in entries]
 
     def tried(self, adapter: ModelAdapter, prompts: RunPrompts, texts: Texts | None = None) -> None:

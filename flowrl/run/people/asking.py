@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from flowrl.core.errors import Abandoned, ConfigError, Remedy, WriteError
+from flowrl.core.errors import Abandoned, ConfigError, WriteError
 from flowrl.core.files import writing
 from flowrl.core.polls import OCCASION, Occasion
 from flowrl.core.types import SampleId
@@ -62,7 +62,7 @@ class People:
             raise ConfigError(
                 f"rollout.prompts_per_iteration={slots}: {name} compares all samples of a prompt, which must be on one "
                 f"of {world.size} processes",
-                remedies=[Remedy({"rollout.prompts_per_iteration": world.size})],
+                {"rollout.prompts_per_iteration": world.size},
             )
         for what in (_DONE, _LEFT) if world.main else ():  # of an earlier call of the program
             for mark in (run / FOLDER).glob(f"{polls.ROUND}*/.{what}-*"):

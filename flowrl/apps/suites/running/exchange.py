@@ -26,8 +26,7 @@ def export(task: Task, folder: ResultsFolder, out: Path) -> int:
     suite = task.suite
     if suite.layout is None:
         raise ConfigError(
-            f"--export: {suite.name} has no official evaluator that reads a folder",
-            remedies=[Remedy(without="--export")],
+            f"--export: {suite.name} has no official evaluator that reads a folder", Remedy(without="--export")
         )
     missing = [sample for sample in task.all() if not folder.image(*sample).is_file()]
     if missing:
@@ -66,7 +65,7 @@ def _grid(folder: ResultsFolder, samples: list[Sample], target: Path) -> None:
     if columns * columns != len(samples):
         raise ConfigError(
             f"--export: the official evaluator reads a square of images of each prompt, and {len(samples)} make none",
-            remedies=[Remedy(flag=f"--samples {max(1, columns) ** 2}"), Remedy(flag=f"--samples {(columns + 1) ** 2}")],
+            [Remedy(flag=f"--samples {max(1, columns) ** 2}"), Remedy(flag=f"--samples {(columns + 1) ** 2}")],
         )
     sheet, _ = media.contact_sheet(images, columns, max(images.shape[-2:]))
     file = media.write(sheet, target.with_suffix(""))

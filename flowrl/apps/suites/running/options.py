@@ -78,4 +78,4 @@ def require_results_alone(options: Options) -> None:
     given = " ".join(name for name, value in idle.items() if value)
     if given:
         words = f"{given}: --results takes the scores of the official evaluator"
-        raise ConfigError(words, remedies=[Remedy(without=given)])
+        raise ConfigError(words, Remedy(without=given))

@@ -171,7 +171,7 @@ def compare_folders(
             if not rejudge:
                 raise ConfigError(
                     f"{file} holds pairs judged by another judge, or of other models; another --out keeps it",
-                    remedies=[Remedy(flag="--rejudge")],
+                    Remedy(flag="--rejudge"),
                 )
             known.clear()
             file.rename(out / f"pairs-judged-{1 + len(list(out.glob('pairs-judged-*.jsonl')))}.jsonl")
@@ -264,13 +264,13 @@ def pair_plan(judge: str | None, settings: Sequence[str], base: str | None) -> R
     if judge is None:
         if settings:
             raise ConfigError(
-                f"--pair-set {settings[0]}: it is an option of a --pair-judge", remedies=[Remedy(without="--pair-set")]
+                f"--pair-set {settings[0]}: it is an option of a --pair-judge", Remedy(without="--pair-set")
             )
         return None
     if base is None:
         raise ConfigError(
             f"--pair-judge {judge}: pairs have images of two models, and no --base names the other",
-            remedies=[Remedy(without="--pair-judge --pair-set" if settings else "--pair-judge")],
+            Remedy(without="--pair-judge --pair-set" if settings else "--pair-judge"),
         )
     (tree,) = reward_entries([judge], settings, prefixes=False).values()
     if judge == "vlm_judge":

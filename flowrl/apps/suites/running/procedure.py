@@ -38,7 +38,7 @@ def evaluate(options: Options) -> None:
     suite = load_suite(options.suite)
     if options.judging.compat and suite.compat is None:
         words = f"--compat: the official code of {options.suite} has no table of its own"
-        raise ConfigError(words, remedies=[Remedy(without="--compat")])
+        raise ConfigError(words, Remedy(without="--compat"))
     every = suite.items(options.prompts)
     if not every:
         raise ConfigError(f"--prompts {options.prompts}: there is no prompt in it; give those of {suite.facts.where}")
@@ -153,7 +153,7 @@ def _load(options: Options, name: str) -> Judged:
     if result.noise is not None:
         raise ConfigError(
             f"{options.target!r} learned the initial noise of its own prompts, and those of a suite are others",
-            remedies=[Remedy(without="--suite")],
+            Remedy(without="--suite"),
         )
     return result
 
