@@ -108,10 +108,11 @@ def encoded_pixels(
     `noise` as in `ModelAdapter.encode_images`, in that layout.
     """
     with arithmetic(precision):
-        given = vae.encode((2 * images - 1).to(vae.dtype)).latent_dist
-    latents = layout(given.mean.float())
-    if noise is None:
+        given = vae.encode((2 * images - 1).to(vae.dtype))
+    law = given.get("latent_dist")  # that of Sana has no posterior
+    latents = layout((given[0] if law is None else law.mean).float())
+    if noise is None or law is None:
         return latents
     if noise.shape != latents.shape:
         raise ValueError(f"noise {tuple(noise.shape)} must be shaped like the latents {tuple(latents.shape)}")
-    return latents + layout(given.std.float()) * noise.to(latents.device)
+    return latents + layout(law.std.float()) * noise.to(latents.device)

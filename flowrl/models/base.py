@@ -282,8 +282,8 @@ class ModelAdapter:
         Raises ModelError: the adapter has no encoder, or another size or number of frames.
         """
         raise ModelError(
-            f"model: {type(self).__name__} makes no latents of images, so it can be fitted to no given images; "
-            "use a native adapter of an image family, or wan for videos (docs/models.md)"
+            f"model: {self.kind} makes no latents of given images or videos here, so it cannot be fitted to any; use a "
+            "class that can (docs/models.md, column `given images`)"
         )
 
     def to(self, device: torch.device) -> None:

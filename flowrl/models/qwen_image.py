@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from flowrl.core.tensors import sent
 from flowrl.core.types import Condition
 from flowrl.models._guidance import classifier_free, guided
-from flowrl.models._native import JOINT_ATTENTION, Family, FlowConfig, Native, decoded_frames
-from flowrl.models.base import ModelAdapter, autocast
+from flowrl.models._native import JOINT_ATTENTION, Family, FlowConfig, Native, decoded_frames, encoded_frames
+from flowrl.models.base import autocast, require_image_size
 
 # yifan123/flow_grpo:scripts/train_qwenimage.py
 LORA_TARGETS = (*JOINT_ATTENTION, "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
@@ -101,7 +101,12 @@ class QwenImage(Native):
         # The VAE is for videos: an image is a video of one frame.
         return decoded_frames(self.pipeline.vae, self.unpacked(latents), self.config.vae_precision)[:, 0]
 
-    encode_images = ModelAdapter.encode_images
+    @torch.no_grad()
+    def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        require_image_size(images, self.height, self.width)
+        noise = None if noise is None else self.unpacked(noise)
+        frames = images[:, None].to(self.device)
+        return self.packed(encoded_frames(self.pipeline.vae, frames, self.config.vae_precision, noise)[:, :, 0])
 
 
 FAMILY = Family(

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowrl.core.errors import ModelError
+from flowrl.data.given_samples import require_encoder
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.families import FAMILIES, Family, Guidance
 from flowrl.models.generic.options import find_networks
@@ -45,8 +47,13 @@ the native or the generic adapter. If `model.name` is left out, flowrl takes the
 checkpoint (text prompts only, a scheduler that it knows), else `generic`. For VP models and their options see
 [noise_prediction.md](noise_prediction.md), for models of few steps [distilled.md](distilled.md).
 
-| pipeline | process, prediction | meaning of `guidance_scale` | network's timestep | native | parity |
-|---|---|---|---|---|---|
+Given images are those of a preference set, from which `sft`, `diffusion_dpo`, `diffusion_kto` and `seppo` learn. A
+class has *yes* if its tiny pipeline makes latents of an image: flowrl reads from the class's own code where each value
+of the VAE's latents comes from, and a random sample must come back within 1e-3. The same is done when a model is loaded
+for given images, and what cannot be undone is refused by name. Videos are given through `wan` alone.
+
+| pipeline | process, prediction | meaning of `guidance_scale` | network's timestep | native | given images | parity |
+|---|---|---|---|---|---|---|
 """
 TAIL = """
 `t` is the scheduler's timestep. The process and the prediction follow from the scheduler; the table has those of the
@@ -158,15 +165,25 @@ def parity(found: Found) -> str:
     return when if largest > 1 else f"{when}, batch {largest} only"
 
 
+def given(model: Generic, native: str) -> str:
+    """Whether it is fitted to given images or videos, as tried."""
+    try:
+        require_encoder(model)
+    except ModelError:
+        return f"videos, by `{native}`" if native else "no"
+    return "yes"
+
+
 def row(kind: str, found: Found | None, native: str) -> str:
     if found is None:
-        return f"| {kind} | | | | {native} | not tested |"
+        return f"| {kind} | | | | {native} | | not tested |"
     model, family = found.model, FAMILIES[kind]
     guidance = GUIDANCE[model.guidance]
     if family.free_at == 0:
         guidance += "; s means s + 1 elsewhere, 0 is none"
     process = type(model.process).__name__.removesuffix("Process")
-    cells = [kind, f"{process}, {model.prediction_type}", guidance, time_map(model), native, parity(found)]
+    cells = [kind, f"{process}, {model.prediction_type}", guidance, time_map(model), native]
+    cells += [given(model, native), parity(found)]
     return f"| {' | '.join(cells)} |"
 
 

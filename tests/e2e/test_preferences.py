@@ -97,9 +97,24 @@ def test_interrupted_and_resumed_training_is_bitwise_the_uninterrupted_one(pairs
         assert state["made"] == 3
 
 
+ONE_UPDATE = ("iterations=1", "optim.updates_per_iteration=1")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "diffusion_dpo" else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
+@pytest.mark.usefixtures("pairs")
+def test_the_generic_adapter_takes_the_native_ones_first_update(name: str):
+    entered = "model={name: generic, path: tiny-sd3, lora: {rank: 4, alpha: 8}, call: {max_sequence_length: 9}}"
+    train("name=native", *SCENE, METHODS[name], *ONE_UPDATE)
+    train("name=entered", "model=null", *SCENE[:-1], entered, METHODS[name], *ONE_UPDATE)
+    for metric in ("matching/error", "policy/loss"):
+        assert told("entered")[0][metric] == pytest.approx(told("native")[0][metric], rel=1e-4)
+    assert_same_gradient("entered", "native")
+
+
 DATA = SCENE[0].replace("pairs: {", "pairs: {eval: heldout, ")
 HELD_OUT = (DATA, *SCENE[1:4], "model={name: sd3, path: tiny-sd3, lora: null, max_sequence_length: 9}")
-ONE_UPDATE = ("iterations=1", "optim.updates_per_iteration=1")
 
 
 @pytest.fixture(scope="module")

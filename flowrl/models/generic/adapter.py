@@ -21,6 +21,7 @@ from flowrl.models.generic.entrance import PROBE_STEPS, Entrance
 from flowrl.models.generic.families import FAMILIES
 from flowrl.models.generic.images import blank
 from flowrl.models.generic.options import RATES
+from flowrl.models.generic.packing import Packing, read
 from flowrl.models.generic.reentry import Visit
 from flowrl.models.memory.options import require_own_call
 from flowrl.models.memory.savings import give_memory_back, place
@@ -81,6 +82,7 @@ class Generic(ModelAdapter):
         self.device, self.dtype = torch.device("cpu"), torch_dtype(config.dtype)
         self.autocasts = config.precision == "autocast"
         self._template: Template | None = None
+        self._packing: Packing | None = None
         self._freed = False
 
     # ---- facts that the pipeline shows when it is entered
@@ -348,11 +350,11 @@ class Generic(ModelAdapter):
         rows = torch.arange(len(latents)).split(1 if alone else len(latents))
         blank_rows = self._probe.index(torch.zeros(len(latents), dtype=torch.int64))
         cond = cond if self.images.holds and cond is not None else blank_rows
+        latents = latents.to(vae_dtype(self.config.vae_precision))
         return torch.cat([self._decode(latents[part.to(latents.device)], cond.index(part)) for part in rows])
 
     def _decode(self, latents: Tensor, cond: Condition) -> Tensor:
         options = {**self._answers(cond), "timesteps": self._pin([]), "output_type": "pt"}
-        latents = latents.to(vae_dtype(self.config.vae_precision))
         with arithmetic(self.config.vae_precision):
             visit = self.entrance.enter(len(latents), PROBE_GUIDANCE, latents=latents, keep_dtype=True, **options)
         output = visit.output[0] if isinstance(visit.output, tuple) else visit.output
@@ -362,9 +364,22 @@ class Generic(ModelAdapter):
         images = images[:, 0] if images.ndim == 5 and self.num_frames == 1 else images
         return images.contiguous() if self.config.memory.vae_channels_last else images
 
+    def _read_packing(self) -> Packing:
+        zero = torch.zeros(1, *self.latent_shape(), device=self.device)
+        return read(self.pipeline, lambda x: self._decode(x, self._probe), zero, (self.height, self.width))
+
+    @torch.no_grad()
+    def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        if self.num_frames > 1 or self.images.holds:
+            return super().encode_images(images, noise)
+        with self.entrance.explained("for given images"):
+            if self._packing is None:
+                self._packing = self._read_packing().checked(self.kind)
+            return self._packing.encode(self.pipeline.vae, images, self.config.vae_precision, noise)
+
     def to(self, device: torch.device) -> None:
         place(self.pipeline, self.config, device, autocasts=self.autocasts)
-        self.device = device
+        self.device, self._packing = device, None
         self.reentry.forget()
         self.images.to(device)
         if self._template is not None:

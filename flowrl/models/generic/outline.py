@@ -119,6 +119,10 @@ class Outline(Generic):
         with self._measurable():
             return Generic.decode_with_grad(self, latents, held)
 
+    def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        with self._measurable():
+            return self._read_packing().encode(self.pipeline.vae, images, self.config.vae_precision, noise)
+
     @contextmanager
     def _measurable(self) -> Iterator[None]:
         self.reentry.forget()
