@@ -12,21 +12,27 @@ from flowrl.core.strict import require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientOptions(Options):
+class ClimbOptions(Options):
     """Options of every method that climbs the gradient of its rewards."""
 
     hinge: float | None = None
     """A sample whose weighted sum of training values is not below this has no gradient; null: all have."""
     decoded_at_once: int = 4
     """Images whose decoder and rewards keep their graph at a time."""
-    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
-    """Pull of the network's output y (velocity, eps, v) to the untouched network's at every trained step, a sample's
-    steps summed. At a step it balances the reward where mean_d (y - y_ref)^2 is D |c|^2 / (2 coef)^2, with D the values
-    of a latent and |c| `reward_gradient/coefficient`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(vars(self), "decoded_at_once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientOptions(ClimbOptions):
+    """And a pull to the untouched network."""
+
+    kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
+    """Pull of the network's output y (velocity, eps, v) to the untouched network's at every trained step, a sample's
+    steps summed. At a step it balances the reward where mean_d (y - y_ref)^2 is D |c|^2 / (2 coef)^2, with D the values
+    of a latent and |c| `reward_gradient/coefficient`."""
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._climbing import EndOptions
+from flowrl.algorithms._climbing import ClimbOptions, EndOptions
 from flowrl.algorithms._credit import plain_rewards
 from flowrl.algorithms.base import EdgeMethod, GradientMethod, Method, Networks
 from flowrl.algorithms.dance_grpo import ShareOptions
@@ -43,7 +43,7 @@ NEAR = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ShareOptions, EndOptions):
+class Config(ShareOptions, EndOptions, ClimbOptions):
     default_sampler: ClassVar[str] = "ddim"
 
     strength: float = 1.0
@@ -60,10 +60,6 @@ class Config(ShareOptions, EndOptions):
     """`exact` divides the loss of a step by its mean over the iteration at the untouched network."""
     loss_clip: float | None = None
     """`exact`: a step's loss from this times lambda^2 on has no gradient (paper: 1.6); null: all have."""
-    hinge: float | None = None
-    """A sample whose weighted sum of training values is not below this has no gradient; null: all have."""
-    decoded_at_once: int = 4
-    """Images whose decoder and rewards keep their graph at a time."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -71,7 +67,7 @@ class Config(ShareOptions, EndOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(vars(self), "growth", "loss_clip", "decoded_at_once")
+        require_positive(vars(self), "growth", "loss_clip")
         require_not_negative(vars(self), "strength")
 
     def last(self, count: int) -> tuple[int, ...]:

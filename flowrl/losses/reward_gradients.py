@@ -1,7 +1,7 @@
 """From the gradient of a reward at clean latents to gradients of the network at the steps of a rollout.
 
-A deterministic step is linear in its latents and in the network's output there, x' = keep x + gain y(x), and so is the
-jump from a step to the clean prediction. With a = dR/dx' after it:
+A step is linear in its latents and in the network's output there, x' = keep x + gain y(x), if its noise is given, and
+so is the jump from a step to the clean prediction. With a = dR/dx' after it:
 
     c = gain a                            dR/dtheta has the part (dy/dtheta)^T c
     a <- keep a + through (dy/dx)^T c     dR/dx, for the step before; `through` 0 leaves the product out
@@ -28,6 +28,7 @@ from flowrl.diffusion.process import FlowProcess, PredictionType, Process, euler
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import GradientBatch, LossOutput, summed
 from flowrl.losses.matching import mean_square
+from flowrl.samplers.base import Sampler
 
 LEVER = 0.05
 """Least noise level of a step that is trained: below it the network moves the image by next to nothing."""
@@ -100,7 +101,12 @@ def _clock(plan: StepPlan, process: Process, place: int | None) -> tuple[float, 
 
 
 def _leap(
-    plan: StepPlan, process: Process, kind: PredictionType, supports: Sequence[int], end: int | None
+    plan: StepPlan,
+    process: Process,
+    kind: PredictionType,
+    supports: Sequence[int],
+    end: int | None,
+    sampler: Sampler | None,
 ) -> list[Link]:
     """The links of a leap from its first support to the place `end`, None: to clean latents; late to early."""
     result, clocks = list[Link](), [_clock(plan, process, k) for k in supports]
@@ -112,6 +118,8 @@ def _leap(
         step = plan.steps(torch.tensor([k, k]), process, ends=ends)
         prediction = process.predict(y, x, step.sigma, kind, step.alpha)
         ahead = prediction.x0_hat if end is None else euler_mean(process, prediction, step)
+        if sampler is not None and plan.stochastic[k]:
+            ahead = sampler.transition(process, prediction, x, step).mean
         keep, gain = floats(ahead.flatten())
         if len(supports) > 1:  # what a part of the long step does; latents but the start's are given
             part = weight / (goal - t)
@@ -120,9 +128,12 @@ def _leap(
     return result[::-1]
 
 
-def links(plan: StepPlan, process: Process, kind: PredictionType, route: Route) -> list[Link]:
-    """The links of a route, late to early, with the factors of its gradients; `kind` is that of a network's output."""
-    parts = [_leap(plan, process, kind, supports, end) for supports, end in route.spans()]
+def links(
+    plan: StepPlan, process: Process, kind: PredictionType, route: Route, sampler: Sampler | None = None
+) -> list[Link]:
+    """The links of a route, late to early, with the factors of its gradients; `kind` is that of a network's output, and
+    `sampler` takes the steps with noise, which is given."""
+    parts = [_leap(plan, process, kind, supports, end, sampler) for supports, end in route.spans()]
     result = list[Link]()
     for part in parts if route.leaps else [[*chain(*parts)]]:
         size = {link.step: abs(link.gain) for link in part}

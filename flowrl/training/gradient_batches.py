@@ -29,12 +29,16 @@ class GradientTraining(Training[GradientMethod]):
     rows_are = "steps"
     climbs = True
 
+    def __init__(self, method: GradientMethod) -> None:
+        super().__init__(method)
+        self.takes_sampler = method.noisy
+
     def check(self, setting: Setting) -> None:
         super().check(setting)
         rollout, name = setting.rollout, setting.name
         refused = {
             "rollout.shared_noise=true": (rollout.shared_noise, "equal noise gives equal samples", False),
-            f"rollout.sampler={rollout.sampler}": (rollout.sampler, "its rollout is deterministic", None),
+            f"rollout.sampler={rollout.sampler}": (rollout.sampler and not self.takes_sampler, "its rollout is deterministic", None),
         }
         for option, (given, why, instead) in refused.items():
             if given:
@@ -90,7 +94,8 @@ class GradientBatches(Work):
         self.rollout, self.adapter = iteration.rollout, context.networks.policy.adapter
         self.plan, self.kept = self.rollout.plan, self.rollout.samples.kept
         self.route = self.method.route(levers(context.schedule), iteration.number, context.seed)
-        self.links = links(self.plan, self.adapter.process, self.adapter.prediction_type, self.route)
+        adapter, sampler = self.adapter, context.networks.policy.sampler
+        self.links = links(self.plan, adapter.process, adapter.prediction_type, self.route, sampler)
         identity, kept, tau = self.rollout.identity, iteration.credit.kept, self.method.tau
         self.weights: Tensor | None = None
         """Of the samples, [B]; None: all weigh alike."""

@@ -60,6 +60,7 @@ OWN_SAMPLER = {
     "dance_grpo": "dance_sde",
     "ddpo": "ddim",
     "dpok": "ddim",
+    "rocm": "cps",
     "sage_grpo": "sage",
 }
 """The methods whose published noise is not the Flow-SDE's."""

@@ -223,5 +223,5 @@ def test_every_recipe_fits_its_model(name):
             assert any(module == target or module.endswith(f".{target}") for module in names), target
     assert min(adapter.latent_shape()) > 0
     plan = step_plan(run, adapter)
-    assert bool(plan.train) == run.training.takes_sampler
+    assert any(plan.stochastic) == run.training.takes_sampler
     assert len(plan.schedule.timesteps) == len(plan)
