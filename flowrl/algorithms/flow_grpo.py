@@ -113,16 +113,22 @@ class ClipOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(SpatialOptions, StepOptions, ClipOptions, RatioOptions):
-    """Rule of credit and KL, bound of the ratio, trained steps, and map of the image."""
+class StepCreditOptions(SpatialOptions):
+    """Credit of each step, or of each place of an image."""
 
     step_values: StepValues | None = None
-    """Credit of each trained step by a judge of latents, beside that of the sample: {output, weight}; null: none."""
+    """Credit of each trained step by a judge of latents, beside that of the sample: {output, weight, of}; null:
+    none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.spatial is not None and self.step_values is not None:
             raise OptionError("spatial and step_values both change the credit of a step", {"step_values": None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(StepCreditOptions, StepOptions, ClipOptions, RatioOptions):
+    """Rule of credit and KL, bound of the ratio, trained steps, and map of the image."""
 
 
 # ---- the method

@@ -2,7 +2,8 @@
 
     1. roll out by the sampler, x' = mu(x) + s z; of a consistency model s = sigma', `cps` with noise_level 1. The last
        step, and those that begin below sigma 0.05, have no noise
-    2. z is given, so a = dR/dx0 goes back through every step: c = (dmu/dy) a, a <- (dmu/dx)^T a; theta gets (dy/dtheta)^T c
+    2. with z given a = dR/dx0 goes back through all steps: c = (dmu/dy) a, a <- (dmu/dx)^T a; theta gets
+       (dy/dtheta)^T c
     3. loss + coef * sum over noisy steps of f(q), q = mean_d ((mu - mu_ref) / s)^2, at the latents of the rollout
 
         kl  q / 2        hellinger  1 - exp(-q / 8)        jensen_shannon  log 2 - E log(1 + exp(sqrt(q) u - q / 2))

@@ -258,14 +258,15 @@ def _check_rewards(resolved: Resolved) -> None:
                 raise ConfigError(f"{key} repeats {earlier} ({plan.name}): name each value once; {why}")
     check_plans(plans, latents=True)
     _check_renewal(resolved, plans)
-    wanted = vars(resolved.algorithm.config).get("step_values")
     offered = [name for plan in resolved.rewards if plan.on_latents for name in plan.outputs]
-    if wanted is not None and wanted.output not in offered:
-        raise ConfigError(
-            f"algorithm.step_values.output={wanted.output}: it is no output of an entry of `rewards` that judges "
-            f"latents; there are {', '.join(offered) or 'none'}",
-            {"algorithm.step_values": None},
-        )
+    for key in ("step_values", "tilt"):
+        wanted = vars(resolved.algorithm.config).get(key)
+        if wanted is not None and wanted.output not in offered:
+            raise ConfigError(
+                f"algorithm.{key}.output={wanted.output}: it is no output of an entry of `rewards` that judges "
+                f"latents; there are {', '.join(offered) or 'none'}",
+                {f"algorithm.{key}": None},
+            )
     if resolved.training.climbs:
         # Options may change what a card declares: without `card_of` that is known when the reward is built.
         late = [{"build", "card_of"} & vars(plan.module).keys() == {"build"} for plan in resolved.rewards]

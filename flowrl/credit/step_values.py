@@ -3,11 +3,12 @@
     gain of step k = value(x_{k+1}, sigma_{k+1}) - value(x_k, sigma_k), a logit of a judge of latents
     A(k) = A + weight * (the gains of step k compared over the group by the rule that compares the rewards)
 
-Source: this project, after the process reward of Euphonium, arXiv 2602.04928, which guides a sampler.
+Source: this project, after the process reward of Euphonium, arXiv 2602.04928, which compares the values themselves.
 """
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ class StepValues:
     """Of an entry of `rewards` that judges latents, clean and noisy."""
     weight: float = 1.0
     """Of a step's credit beside that of its sample."""
+    of: Literal["gain", "value"] = "gain"
+    """What is compared: what the step adds, or the value of the latents before it (Euphonium)."""
 
     def __post_init__(self) -> None:
         if not (self.weight > 0 and math.isfinite(self.weight)):

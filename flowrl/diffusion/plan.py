@@ -35,6 +35,8 @@ class StepPlan:
     """Factor on the std where a tree splits, in draw and density alike; other than 1 it changes the marginals."""
     keep: tuple[int, ...] = ()
     """Further steps, with noise or without, whose latents and predictions are kept of every sample."""
+    tilt: tuple[float, ...] = ()
+    """For each step: a transition is drawn from tilt std^2 times a judge's slope beside its mean; empty: none is."""
     _tables: "dict[int, _Table]" = field(default_factory=dict, init=False, repr=False, compare=False)
     """What `steps` takes from, by the identity of the process."""
 

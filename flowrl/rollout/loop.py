@@ -19,6 +19,7 @@ from flowrl.core.errors import Abandoned
 from flowrl.core.tensors import in_order, ints, sent
 from flowrl.core.types import Condition, Edges, Kept, Prediction, SampleId, Samples, Step
 from flowrl.diffusion.plan import StepPlan
+from flowrl.diffusion.process import expand
 from flowrl.diffusion.solver_base import Node
 from flowrl.diffusion.solvers import SOLVERS
 from flowrl.models.base import ModelAdapter
@@ -29,10 +30,13 @@ from flowrl.rollout.recorder import Recorder, Recording, join
 from flowrl.rollout.routes import Move, Routes
 from flowrl.rollout.trajectories import Asked
 
+Slope = Callable[[Tensor, Tensor, Condition], Tensor]
+"""Gradient [N, ...] of a judge of latents x [N, ...] at noise levels sigma [N], under conditions of N rows."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Recording, device and callbacks of a rollout; none of them changes its samples."""
+    """Recording, device and callbacks of a rollout; none but `slope` changes its samples."""
 
     recording: Recording = field(default_factory=Recording)
     device: torch.device | str = "cpu"
@@ -43,6 +47,8 @@ class RunOptions:
     """Called before `progress` with the place of the first of them and their latents [b, ...], on the CPU."""
     stop: Callable[[], bool] = lambda: False
     """Called before every forward; True ends the rollout."""
+    slope: Slope | None = None
+    """Where the plan has a tilt."""
 
 
 _PLAIN = RunOptions()
@@ -193,7 +199,7 @@ class _Walk:
         options: RunOptions,
     ) -> None:
         self.policy, self.plan, self.batch, self.drawn = policy, batch.plan, batch, drawn
-        self.cond, self.stop = asked.cond.index(asked.rows), options.stop
+        self.cond, self.stop, self.slope = asked.cond.index(asked.rows), options.stop, options.slope
         self.recorder, self.device, self.process = recorder, options.device, policy.adapter.process
 
     def __call__(self, batch_size: int) -> tuple[Tensor, Edges]:
@@ -241,9 +247,7 @@ class _Walk:
 
     def _predict(self, front: _Front, step: Step, batch_size: int) -> Prediction:
         """The prediction at all rows, in several forwards if a tree is larger than a batch."""
-        cond, size = self.cond, len(front.x)
-        if size != len(cond):
-            cond = cond.index(front.leads)
+        cond, size = self._cond(front), len(front.x)
         if size <= batch_size:
             return self._forward(front.x, step, cond)
         parts = []
@@ -256,6 +260,10 @@ class _Walk:
             torch.cat([part.velocity for part in parts]),
         )
 
+    def _cond(self, front: _Front) -> Condition:
+        """Conditions of the rows."""
+        return self.cond if len(front.x) == len(self.cond) else self.cond.index(front.leads)
+
     def _forward(self, x: Tensor, step: Step, cond: Condition) -> Prediction:
         if self.stop():
             raise Abandoned
@@ -266,12 +274,19 @@ class _Walk:
     ) -> tuple[Tensor, Tensor]:
         """Children [M, ...] drawn from the transition by xi, and their numbers among the recorded nodes."""
         rows, transition = _rows(move.parent, front.x), self.policy.distribution(prediction, front.x, step)
+        velocity, pull = prediction.velocity, None
+        if self.slope is not None and self.plan.tilt and self.plan.tilt[k]:
+            factor = expand(self.plan.tilt[k] * transition.std.square(), front.x)
+            pull = factor * self.slope(front.x, step.sigma, self._cond(front))
+            velocity = velocity + pull / expand(step.sigma_next - step.sigma, pull)
         if rows is not None:
             transition = transition.at(rows)
         x_next = transition.sample(xi)
+        if pull is not None:  # the density does not know of it
+            x_next = x_next + _taken(pull, rows)
         if k not in self.plan.train:
             return x_next, torch.full((len(x_next),), -1)
-        return x_next, self.recorder.add(k, front.x, front.stored, move, x_next, transition, prediction.velocity)
+        return x_next, self.recorder.add(k, front.x, front.stored, move, x_next, transition, velocity)
 
     def _solve(
         self, k: int, front: _Front, step: Step, prediction: Prediction, end: int, xi: Tensor | None

@@ -12,7 +12,7 @@ from flowrl.rollout.routes import Move
 from flowrl.samplers.base import LogProbForm, StepDistribution
 
 COLUMNS = ("mean_old", "velocity_old")
-"""Optional values of an edge: the mean of its transition, and the velocity at its start."""
+"""Optional values of an edge: the mean of its transition, and the velocity at its start, with what a tilt adds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Recorder:
             move: parents and first samples of the children.
             x_next: the children, [M, ...].
             transition: the distributions of the children, M rows.
-            velocity: of the network at x, [N, ...].
+            velocity: at x, [N, ...].
 
         Returns:
             Numbers of the children among the nodes, [M].

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.credit.advantages import Advantages, aggregate
+from flowrl.credit.step_values import StepValues
 from flowrl.credit.tree_credit import log_probs_on_paths
 from flowrl.data.prompts import PromptSource
 from flowrl.display.console import log
@@ -14,6 +15,7 @@ from flowrl.rollout.noise import Noise
 from flowrl.rollout.trajectories import NoiseDraws, Rollout, Trajectories
 from flowrl.run.assembly.parts import Parts
 from flowrl.run.exploring import Exploring
+from flowrl.scoring.gradient import slope_of
 from flowrl.scoring.surroundings import Batch, Latents
 from flowrl.training.dead_groups import DeadGroups
 from flowrl.training.image_std import group_image_std
@@ -65,7 +67,9 @@ class Collector:
             wanted = groups_of(self.world, iteration, prompts, group, plan, noise, self.config.rollout.batch_size)
             recording = self.learner.training.recording(sampling.sampler)
             asking, shown = self.scorer.asking(iteration), self.maps is not None
-            wanted = replace(wanted, recording=recording, asking=asking, shown=shown)
+            tilt = vars(self.method.config).get("tilt")
+            slope = None if tilt is None else slope_of(self.scorer, tilt.output)
+            wanted = replace(wanted, recording=recording, asking=asking, shown=shown, slope=slope)
             result = Drawing(sampling, self.scorer, wanted, timer, self.stop)()
         if self.maps is not None:
             with timer.phase("maps"):
@@ -100,11 +104,12 @@ class Collector:
         wanted = vars(self.method.config).get("step_values")
         if wanted is None:
             return None
-        own = self.world.in_step(lambda: self._own_gains(drawn, wanted.output))
+        own = self.world.in_step(lambda: self._own_gains(drawn, wanted))
         return by_identity(self.world, drawn.samples.ids, own, *rewards.shape[1:]).permute(1, 2, 0)
 
-    def _own_gains(self, drawn: Trajectories, output: str) -> Tensor:
-        """Those of this process's samples by `output`, [K, B]."""
+    def _own_gains(self, drawn: Trajectories, wanted: StepValues) -> Tensor:
+        """Those of this process's samples, [K, B]."""
+        output = wanted.output
         entry = next(e for e in self.scorer.distinct if output in e.reward.card.outputs)
         edges, steps = drawn.edges, drawn.plan.steps(drawn.edges.step, self.sampling.adapter.process)
         sigma, sample = torch.zeros(len(edges.nodes)), torch.zeros(len(edges.nodes), dtype=torch.int64)
@@ -114,7 +119,8 @@ class Collector:
         none = [""] * len(sigma)
         value = self.scorer.raw(entry, Batch(edges.nodes, none, [{} for _ in none], latents), [])[output]
         own = torch.full((len(drawn.plan), len(drawn.rows)), torch.nan)
-        own[edges.step, edges.sample] = value[edges.child] - value[edges.parent]
+        before = value[edges.parent]
+        own[edges.step, edges.sample] = before if wanted.of == "value" else value[edges.child] - before
         return own
 
     def noise(self, iteration: int) -> Noise:

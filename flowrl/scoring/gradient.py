@@ -4,7 +4,7 @@ Rewards on latents are differentiated as they are; where there is no other, noth
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -144,6 +144,19 @@ class RewardGradient:
                 "torch, in float, and without no_grad, or train on it by a method that takes scores alone, such as "
                 "flow_grpo; nothing was trained"
             )
+
+
+def slope_of(scorer: Scorer, output: str) -> Callable[[Tensor, Tensor, Condition], Tensor]:
+    """The gradient of a judge of latents, [N, ...], at latents [N, ...], noise levels [N] and conditions of N rows."""
+    entry = next(e for e in scorer.distinct if output in e.reward.card.outputs)
+
+    def slope(x: Tensor, sigma: Tensor, cond: Condition) -> Tensor:
+        x, none = x.detach().float().requires_grad_(), [""] * len(x)
+        with torch.enable_grad():
+            batch = Batch(x, none, [{} for _ in none], Latents(x, cond, torch.arange(len(x)), sigma))
+            return torch.autograd.grad(score_once(entry, batch, graph=True)[output].nansum(), x)[0]
+
+    return slope
 
 
 def require_paths(method: str, plans: Sequence[RewardPlan], cards: Sequence[Card | None]) -> None:

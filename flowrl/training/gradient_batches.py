@@ -35,10 +35,10 @@ class GradientTraining(Training[GradientMethod]):
 
     def check(self, setting: Setting) -> None:
         super().check(setting)
-        rollout, name = setting.rollout, setting.name
+        rollout, name, sampler = setting.rollout, setting.name, setting.rollout.sampler
         refused = {
             "rollout.shared_noise=true": (rollout.shared_noise, "equal noise gives equal samples", False),
-            f"rollout.sampler={rollout.sampler}": (rollout.sampler and not self.takes_sampler, "its rollout is deterministic", None),
+            f"rollout.sampler={sampler}": (sampler and not self.takes_sampler, "its rollout is deterministic", None),
         }
         for option, (given, why, instead) in refused.items():
             if given:

@@ -19,7 +19,7 @@ from flowrl.media.eight_bits import Album, EightBitImages
 from flowrl.models.base import ModelAdapter, decoded
 from flowrl.models.weights.whole import spoiled_weights
 from flowrl.rollout.learned_noise import LearnedNoise
-from flowrl.rollout.loop import RunOptions, batches, run
+from flowrl.rollout.loop import RunOptions, Slope, batches, run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Evaluations, Policy
 from flowrl.rollout.recorder import Recording
@@ -193,6 +193,8 @@ class Share:
     """The weights have moved, for the advice of a failure."""
     asking: Asking = NOBODY
     """The part of the iteration in which people may judge."""
+    slope: Slope | None = None
+    """Of the judge that a tilt of the plan follows."""
     shown: bool = True
     """False: rewards alone look at the images, so that none are decoded for those on latents."""
 
@@ -248,7 +250,9 @@ class Drawing:
         wanted = self.wanted
         with self.timer.phase("text"):
             asked = self.sampling.asked(wanted.prompts, wanted.ids)
-        options = RunOptions(recording=wanted.recording, progress=self.bar.update, stop=self.stop.in_step)
+        options = RunOptions(
+            recording=wanted.recording, progress=self.bar.update, stop=self.stop.in_step, slope=wanted.slope
+        )
         if self.ahead:  # without a reward that scores during sampling, the VAE waits for the end
             options = replace(options, finished=lambda start, x0: self._decode(x0, asked.cond, asked.rows[start:]))
         # A setting of the process: a reward at work in a thread must not meet the strict one.

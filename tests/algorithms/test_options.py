@@ -13,7 +13,7 @@ from flowrl.rollout.options import RolloutConfig
 from tests.tables import table
 from tests.toys import algorithms
 
-POSITIONAL = ("dance_grpo", "flow_grpo", "flow_grpo_fast", "mix_grpo", "mix_grpo_flash")
+POSITIONAL = ("dance_grpo", "euphonium", "flow_grpo", "flow_grpo_fast", "mix_grpo", "mix_grpo_flash")
 """The methods with a ratio by position."""
 REFUSED = [
     *table(__file__, "refused"),
@@ -60,6 +60,7 @@ OWN_SAMPLER = {
     "dance_grpo": "dance_sde",
     "ddpo": "ddim",
     "dpok": "ddim",
+    "euphonium": "dance_sde",
     "rocm": "cps",
     "sage_grpo": "sage",
 }
