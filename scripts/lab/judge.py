@@ -37,6 +37,9 @@ COLORS = {POLICY: "#2e6f95", "draft": "#d1495b", "refl": "#b07aa1", "draft_ancho
     "adjoint_matching": "#e0a458",
     "leap_align": "#17a2a2",
     "flowbp": "#4c4c4c",
+    "dance_grpo": "#8c564b",
+    "euphonium": "#e377c2",
+    "rocm": "#bcbd22",
 }
 BACKWARD = 2
 """Evaluations that a backward pass counts as."""
@@ -62,11 +65,15 @@ def curve(folder: Path, way: Sequence[Evaluation], recipe: Path) -> list[dict[st
     """Means of every evaluation, with what the iterations until there have cost.
 
     `evaluations` are those of the network and of the judge, a backward pass as two: of a sample its rollout, its score,
-    the forwards of its training with their backward passes and, of a method that climbs, the judge's gradient.
+    the forwards of its training with their backward passes and, of a method that climbs, the judge's gradient, or those
+    of Euphonium's pull.
     """
     tree, rows = read_recipe(recipe), runs.all_rows(folder)
     samples = tree["rollout"]["prompts_per_iteration"] * tree["rollout"]["group_size"]
-    judged = 1 if tree["algorithm"]["name"] == POLICY else 2 + BACKWARD
+    judged = 1 if tree["algorithm"]["name"] in (POLICY, "dance_grpo") else 2 + BACKWARD
+    if tree["algorithm"]["name"] == "euphonium":  # the first step of a group starts at one place
+        pulled = len(tree["algorithm"]["sde_steps"]) - 1 + 1 / tree["rollout"]["group_size"]
+        judged = 1 + pulled * (1 + BACKWARD)
     per_row = [samples * (r["nfe/rollout"] + (1 + BACKWARD) * r["nfe/train"] + judged) for r in rows]
     spent = {
         "evaluations": np.concatenate([[0.0], np.cumsum(per_row)]),
@@ -138,8 +145,8 @@ def draw(cells: Cells, file: Path) -> None:
 TEXT = """\
 # Reward gradients on a latent judge
 
-Written by `python -m scripts.lab judge`; do not edit. All train tiny-sd3 on `assets/tiny-judge` alone, which looks at
-clean latents; `shapes_strict` is only evaluated, on all 512 held-out captions x 2 seeds at every evaluation. Recipes:
+Written by `python -m scripts.lab judge`; do not edit. All train tiny-sd3, and `rocm` its four-step student, on
+`assets/tiny-judge` alone, which looks at clean latents; `shapes_strict` is only evaluated, on all 512 held-out captions x 2 seeds at every evaluation. Recipes:
 `configs/judge`. An evaluation is a forward of the network or of the judge for one sample; a backward counts two.
 
 - *best*: strict accuracy at the best evaluation less the base's, chosen on one half of the captions and measured on the
