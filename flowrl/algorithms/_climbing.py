@@ -1,6 +1,7 @@
 """Options that methods on the gradient of rewards share: hinge and pull of all, a route's drawn end, or its leaps."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from flowrl.core.strict import require_positive
 @dataclass(frozen=True, kw_only=True)
 class ClimbOptions(Options):
     """Options of every method that climbs the gradient of its rewards."""
+
+    noisy: ClassVar[bool] = False
+    """Whether the rollout has the noise of `rollout.sampler`, which is given to the gradient."""
 
     hinge: float | None = None
     """A sample whose weighted sum of training values is not below this has no gradient; null: all have."""

@@ -345,8 +345,6 @@ class GradientMethod(Method[G]):
     """A sample weighs 1 / sum over leaps of max(distance of their ends from where they land, tau); None: all alike."""
     predicts: bool = False
     """Whether rewards see the clean prediction at the end of the route, not the sample."""
-    noisy: bool = False
-    """Whether the rollout has the noise of `rollout.sampler`, which is given to the gradient."""
     redrawn: int = 0
     """Times that a sample is noised again to the end of the route, and climbs from its prediction there."""
 

@@ -51,7 +51,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "jensen_shannon": _jensen_shannon,
     "fisher": lambda q, std: q / std.square(),
 }
-"""Of q and s, [M] each: between two Gaussians of equal std s whose means are sqrt(q) s apart."""
+"""Of q and s, [M] each: of two Gaussians of std s, sqrt(q) s apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ class DivergenceConfig:
 @dataclass(frozen=True, kw_only=True)
 class Config(ClimbOptions):
     default_sampler: ClassVar[str] = "cps"
+    noisy: ClassVar[bool] = True
 
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     """Distance of every noisy step from the untouched network's: {name, coef}."""
@@ -79,8 +80,6 @@ class Config(ClimbOptions):
 
 
 class Rocm(GradientMethod[Any]):
-    noisy = True
-
     def route(self, reach: int, iteration: int, seed: int) -> Route:
         trained = tuple(reversed(range(reach)))
         return Route(reach - 1, trained, through=trained[:-1])

@@ -261,7 +261,6 @@ class _Walk:
         )
 
     def _cond(self, front: _Front) -> Condition:
-        """Conditions of the rows."""
         return self.cond if len(front.x) == len(self.cond) else self.cond.index(front.leads)
 
     def _forward(self, x: Tensor, step: Step, cond: Condition) -> Prediction:

@@ -109,15 +109,14 @@ class Collector:
 
     def _own_gains(self, drawn: Trajectories, wanted: StepValues) -> Tensor:
         """Those of this process's samples, [K, B]."""
-        output = wanted.output
-        entry = next(e for e in self.scorer.distinct if output in e.reward.card.outputs)
+        entry = next(e for e in self.scorer.distinct if wanted.output in e.reward.card.outputs)
         edges, steps = drawn.edges, drawn.plan.steps(drawn.edges.step, self.sampling.adapter.process)
         sigma, sample = torch.zeros(len(edges.nodes)), torch.zeros(len(edges.nodes), dtype=torch.int64)
         for ends, level in ((edges.parent, steps.sigma), (edges.child, steps.sigma_next)):
             sigma[ends], sample[ends] = level.cpu(), edges.sample
         latents = Latents(edges.nodes, drawn.cond, drawn.rows[sample], sigma)
         none = [""] * len(sigma)
-        value = self.scorer.raw(entry, Batch(edges.nodes, none, [{} for _ in none], latents), [])[output]
+        value = self.scorer.raw(entry, Batch(edges.nodes, none, [{} for _ in none], latents), [])[wanted.output]
         own = torch.full((len(drawn.plan), len(drawn.rows)), torch.nan)
         before = value[edges.parent]
         own[edges.step, edges.sample] = before if wanted.of == "value" else value[edges.child] - before

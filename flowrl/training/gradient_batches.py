@@ -31,7 +31,7 @@ class GradientTraining(Training[GradientMethod]):
 
     def __init__(self, method: GradientMethod) -> None:
         super().__init__(method)
-        self.takes_sampler = method.noisy
+        self.takes_sampler = method.config.noisy
 
     def check(self, setting: Setting) -> None:
         super().check(setting)

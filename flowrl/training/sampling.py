@@ -247,12 +247,10 @@ class Drawing:
             self.bar.close()
 
     def _sample(self) -> Trajectories:
-        wanted = self.wanted
+        wanted, stop = self.wanted, self.stop.in_step
         with self.timer.phase("text"):
             asked = self.sampling.asked(wanted.prompts, wanted.ids)
-        options = RunOptions(
-            recording=wanted.recording, progress=self.bar.update, stop=self.stop.in_step, slope=wanted.slope
-        )
+        options = RunOptions(recording=wanted.recording, progress=self.bar.update, stop=stop, slope=wanted.slope)
         if self.ahead:  # without a reward that scores during sampling, the VAE waits for the end
             options = replace(options, finished=lambda start, x0: self._decode(x0, asked.cond, asked.rows[start:]))
         # A setting of the process: a reward at work in a thread must not meet the strict one.
