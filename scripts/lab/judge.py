@@ -146,8 +146,9 @@ TEXT = """\
 # Reward gradients on a latent judge
 
 Written by `python -m scripts.lab judge`; do not edit. All train tiny-sd3, and `rocm` its four-step student, on
-`assets/tiny-judge` alone, which looks at clean latents; `shapes_strict` is only evaluated, on all 512 held-out captions x 2 seeds at every evaluation. Recipes:
-`configs/judge`. An evaluation is a forward of the network or of the judge for one sample; a backward counts two.
+`assets/tiny-judge` alone, which looks at clean latents, or with `euphonium` at noisy ones too; `shapes_strict` is only
+evaluated, on all 512 held-out captions x 2 seeds at every evaluation. Recipes: `configs/judge`. An evaluation is a
+forward of the network or of the judge for one sample; a backward counts two.
 
 - *best*: strict accuracy at the best evaluation less the base's, chosen on one half of the captions and measured on the
   other, both ways, with a 95 % bootstrap interval over captions.
