@@ -323,7 +323,8 @@ def noising_of(
     known: Advantages = credit or session.algorithm.advantages(rewards, torch.ones(len(rewards)))
     rollout, (prompts, group) = rollout_of(session, rewards), rewards.shape[1:]
     own = [slot * group + sample for slot, sample in shard(prompts, group, rank, size)]
-    samples = Samples(rollout.samples.x0[own], tuple(session.ids[row] for row in own))
+    initial = None if session.samples.initial is None else session.samples.initial[own]
+    samples = Samples(rollout.samples.x0[own], tuple(session.ids[row] for row in own), initial=initial)
     rollout = replace(rollout, samples=samples, rows=rollout.rows[own])
     world = World(rank, size, torch.device("cpu"))
     context = context_of(session, optim_of(updates, batch_size), world=world)

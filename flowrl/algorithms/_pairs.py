@@ -2,7 +2,7 @@
 
 Delta = (l_w - l_ref_w) - (l_l - l_ref_l), m = -beta / 2 Delta; see `losses/preference.py`.
 
-Source: arXiv 2405.16436 (`winner`); kykim0/margin-matching-pref-opt (`margin`);
+Source: arXiv 2405.16436 (`winner`); kykim0/margin-matching-pref-opt, arXiv 2605.09433 (`margin`);
 bghira/SimpleTuner:distillation/flow_dpo/distiller.py (`auto_beta`).
 """
 
@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -84,10 +84,13 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MarginConfig:
-    """Soft labels: the chosen image is the better one with p = sigmoid(gamma * difference of their rewards)."""
+    """What the difference d of a pair's rewards does."""
 
     gamma: float = 1.0
     """Factor of the difference, in 1 / its units: what counts as a clear preference is 1 / gamma and more."""
+    form: Literal["label", "beta"] = "label"
+    """`label`: the chosen image is the better one with p = sigmoid(gamma d) (MMPO); `beta`: beta tanh(gamma d / 2), so
+    that an unclear pair trains little (PNAPO)."""
 
     def __post_init__(self) -> None:
         require_positive(vars(self), "gamma")
@@ -140,13 +143,18 @@ class PreferenceOptions(Options):
     winner: float = 0.0
     """Coefficient of the error on the preferred image, which then falls too (RPO)."""
     margin: MarginConfig | None = None
-    """Soft labels from the margins of the pairs, of which ties count for both sides; null: every label is right."""
+    """Soft labels or weights from the margins of the pairs, ties included; null: all are right and weigh the same."""
     auto_beta: AutoBetaConfig | None = None
     """Beta by the size of the margins, once there are any; null: `beta` stays."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_not_negative(vars(self), "winner")
+        if self.margin is not None and self.margin.form == "beta" and self.loss.name == "ipo":
+            raise OptionError(
+                "margin.form=beta: the target of loss.name=ipo is no product of beta and the margin",
+                remedies=[Remedy({"margin.form": "label"}), Remedy({"loss.name": "sigmoid"})],
+            )
         if self.auto_beta is not None and self.loss.name in ("ipo", "hinge"):
             raise OptionError(
                 f"auto_beta: loss.name={self.loss.name} has no gradient factor sigmoid(-m)",
@@ -159,7 +167,10 @@ class PreferenceOptions(Options):
         if self.margin is not None:
             assert batch.margin is not None  # of `SampleMethod.graded`, or of a method's own credit
             right = torch.sigmoid(self.margin.gamma * batch.margin.to(delta))
-            result = right * result + (1 - right) * self.loss(-delta, beta)
+            if self.margin.form == "beta":  # of these losses beta is a factor of Delta alone
+                result = self.loss((2 * right - 1) * delta, beta)
+            else:
+                result = right * result + (1 - right) * self.loss(-delta, beta)
         if self.winner > 0:
             chosen = (batch.advantage > 0) * outputs.error("policy", space)
             result = result + self.winner * group_sum(chosen, batch.group)
@@ -213,7 +224,11 @@ def pair_loss(
         beta = preference.auto_beta.beta(size, outputs.batch.clean[0].numel()) if size > 0 else beta
         metrics = {**metrics, SIZE: delta.abs(), "policy/beta": torch.full_like(delta, beta)}
     policy = preference_loss(delta, beta) if preference is None else preference.rows(delta, beta, outputs, pair.space)
-    told = {"policy/loss": policy, **metrics} | pair_metrics(outputs, delta, pair.space) | outputs.metrics()
+    told = (
+        {"policy/loss": policy, "policy/gradient_factor": torch.sigmoid(beta / 2 * delta), **metrics}
+        | pair_metrics(outputs, delta, pair.space)
+        | outputs.metrics()
+    )
     return summed(policy + pull(kl, outputs, "reference"), told)
 
 

@@ -275,6 +275,8 @@ class SampleMethod(Method[C]):
     """Roles that follow the policy after every iteration: role <- d role + (1 - d) policy."""
     graded: bool = False
     """Whether given pairs have their margin and 0 as rewards, not 1 and 0; ties are then pairs too."""
+    own_noise: bool = False
+    """Whether given pairs are noised along the initial noise that they were drawn from."""
     refresh: tuple[str, int] | None = None
     """(role, n): the role becomes the policy after every n optimizer steps, once an iteration at most."""
 

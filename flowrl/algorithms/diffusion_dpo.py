@@ -1,17 +1,18 @@
 """Diffusion-DPO: given pairs of images, the error on the preferred one falls against that on the other.
 
     1. pairs (c, x_w, x_l) of the data; no rollout, no reward
-    2. one sigma and one eps for both: x = alpha x0 + sigma eps
+    2. one sigma and one eps for both, or the initial noise of each: x = alpha x0 + sigma eps
     3. Delta = (l_w - l_ref_w) - (l_l - l_ref_l), l = mean (v - v*)^2, the reference without CFG
     4. loss = -log sigmoid(-beta / 2 Delta) + kl mean (v - v_ref)^2
 
 On a model that predicts noise l is the error of eps, on a flow that of the velocity. A sample's sign (+1 preferred, -1
 not) travels as its advantage.
 
-Source: arXiv 2311.12908; SalesforceAIResearch/DiffusionDPO:train.py; flow form: arXiv 2501.13918.
+Source: arXiv 2311.12908; SalesforceAIResearch/DiffusionDPO:train.py; flow form: arXiv 2501.13918; `own`: 2605.09433.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -29,6 +30,10 @@ LEVEL = "tested"
 class Config(PairOptions, PreferenceOptions, PullOptions, TimesOptions):
     """The times, and what every method on pairs has."""
 
+    noise: Literal["fresh", "own"] = "fresh"
+    """`own`: each image of `flowrl pairs` is noised along the initial noise that it was drawn from (PNAPO), for flows
+    whose pairs a solver without noise has drawn."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require_anchor(self.loss, self.kl, self.beta)
@@ -44,7 +49,7 @@ class DiffusionDpo(SampleMethod[Config]):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.graded = config.margin is not None
+        self.graded, self.own_noise = config.margin is not None, config.noise == "own"
         self.size = 0.0
         """Running mean of |Delta|."""
         if config.auto_beta is not None:

@@ -176,6 +176,8 @@ class Samples:
     """B identities."""
     kept: Mapping[int, Kept] = field(default_factory=dict[int, Kept])
     """What the plan keeps, by step."""
+    initial: Tensor | None = None
+    """Initial noise that given samples were drawn from, [B, ...] float32; None: not asked for, or drawn here."""
 
 
 @dataclass(frozen=True, slots=True)

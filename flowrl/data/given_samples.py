@@ -7,13 +7,15 @@ single image with a label, is a slot of one sample. So a `Rollout` is the same f
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import Abandoned, ConfigError
+from flowrl.core.errors import Abandoned, ConfigError, Remedy
+from flowrl.core.files import known_object
 from flowrl.core.rng import normal, permutation, stream
 from flowrl.core.types import Member, SampleId
 from flowrl.data.contents import Input, set_of
@@ -47,6 +49,8 @@ class Slot:
     """Image of each sample; None: the network draws it, or the record cannot be read."""
     rewards: tuple[float, ...]
     """Reward of each sample, 1 or 0, or the margin of a pair and 0; NaN: the record cannot be read."""
+    keys: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Seed and key of the initial noise of each sample; (): not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,8 @@ class Latents:
     """[B] float32; NaN if the image cannot be read."""
     texts: dict[int, str]
     """Slot -> caption."""
+    initial: Tensor | None = None
+    """Initial noise that the samples were drawn from, [B, ...] float32; None: not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,10 @@ class Given:
         videos = Frames(num_frames, cut=options.frames == "cut") if num_frames > 1 else None
         self.graded = algorithm.graded
         """Whether the rewards of a pair are its margin and 0."""
+        self.own_noise = algorithm.own_noise
+        """Whether samples come with the initial noise that they were drawn from."""
+        if self.own_noise:
+            require_own_noise(options, f"{key}.path")
         form = {"paired": paired, "graded": self.graded, "videos": videos}
         self.pairs = load_preferences(options.path, f"{key}.path", options.records, **form)
         self.records: PreferenceSet | LabelledSet = self.pairs
@@ -182,10 +192,31 @@ class Given:
             )
 
 
+def require_own_noise(options: PairsConfig, key: str) -> None:
+    """Raise ConfigError unless the pairs are of `flowrl pairs` by a deterministic sampler, and are shown as drawn."""
+    file, fresh = Path(options.path) / "pairs.json", Remedy({"algorithm.noise": "fresh"})
+    made = known_object(file).get("made_with")
+    reason = None
+    if made is None:
+        reason = f"{key}={options.path!r} is no folder of `flowrl pairs`, whose records say what noise an image is from"
+    elif made["sampler"] is not None:
+        name = made["sampler"]["name"]
+        reason = f"{key}={options.path!r} was drawn by rollout.sampler={name}, whose images have noise of every step"
+    elif options.flip:
+        reason, fresh = f"{key[:-5]}.flip=true mirrors images, and not their noise", Remedy({f"{key[:-5]}.flip": False})
+    if reason is not None:
+        raise ConfigError(f"algorithm.noise=own: {reason}", remedies=[fresh])
+
+
 def slot_of(
-    records: PreferenceSet | LabelledSet, number: int, members: Sequence[Member], *, graded: bool = False
+    records: PreferenceSet | LabelledSet,
+    number: int,
+    members: Sequence[Member],
+    *,
+    graded: bool = False,
+    own: bool = False,
 ) -> Slot:
-    """The slot of a record, `graded` with its margin as the reward of the chosen image.
+    """The slot of a record, `graded` with its margin as the reward of the chosen image, `own` with keys of its noise.
 
     Without images and with NaN rewards if it cannot be read.
     """
@@ -199,7 +230,9 @@ def slot_of(
     images = {"chosen": record.chosen, "rejected": record.rejected}
     best = 1.0 if not graded or record.margin is None else record.margin
     rewards = tuple(best if m == "chosen" else 0.0 for m in members)
-    return Slot(record.prompt.text, tuple(map(images.get, members)), rewards)
+    drawn = record.prompt.metadata.get("drawn", {})
+    keys = [(drawn["seed"], (drawn["round"], drawn["prompt"], drawn[member])) for member in members if own]
+    return Slot(record.prompt.text, tuple(map(images.get, members)), rewards, tuple(keys))
 
 
 def latents_of(
@@ -225,6 +258,7 @@ def latents_of(
     """
     x0, rewards = torch.zeros(len(ids), *adapter.latent_shape()), torch.full((len(ids),), torch.nan)
     texts: dict[int, str] = {}
+    initial: dict[int, Tensor] = {}
     waiting: list[tuple[int, Tensor]] = []
 
     def flush() -> None:
@@ -244,10 +278,13 @@ def latents_of(
             place, mirror = ((0.5, 0.5), False) if look is None else look.place(i.slot)
             moment = 0.5 if look is None else look.moment(i.slot)
         rewards[row], image = slot.rewards[i.sample], slot.images[i.sample]
+        if slot.keys:
+            seed, key = slot.keys[i.sample]
+            initial[row] = normal(x0.shape[1:], seed, "pairs/initial", [key])[0]
         if image is None:
             continue
         try:
-            waiting.append((row, _shown(image, adapter, moment, place, mirror)))
+            waiting.append((row, _shown(image, adapter, moment, place, mirror, as_drawn=bool(slot.keys))))
         except Unreadable as error:
             log.warning("%s", error)
             rewards[row] = torch.nan
@@ -255,13 +292,22 @@ def latents_of(
         if len(waiting) == batch_size:
             flush()
     flush()
-    return Latents(x0, rewards, texts)
+    # Of a record that cannot be read there is no noise, and nothing is trained on it.
+    own = torch.stack([initial.get(row, x0[row]) for row in range(len(ids))]) if initial else None
+    return Latents(x0, rewards, texts, own)
 
 
-def _shown(image: StoredImage, adapter: Any, moment: float, place: tuple[float, float], mirror: bool) -> Tensor:
-    """An image [3, H, W] or a video [F, 3, H, W] at the model's size, uint8."""
+def _shown(
+    image: StoredImage, adapter: Any, moment: float, place: tuple[float, float], mirror: bool, *, as_drawn: bool
+) -> Tensor:
+    """An image [3, H, W] or a video [F, 3, H, W] at the model's size, uint8; `as_drawn` it must have that size."""
     video = adapter.num_frames > 1
     frames = image.frames(adapter.num_frames, moment) if video else [image.open()]
+    if as_drawn and frames[0].size != (adapter.width, adapter.height):
+        raise ConfigError(
+            f"algorithm.noise=own: {image.where} has {frames[0].size} pixels, and the model makes "
+            f"{(adapter.width, adapter.height)}: its noise belongs to another size"
+        )
     small = [fitted(frame, adapter.height, adapter.width, place, mirror=mirror) for frame in frames]
     levels = torch.as_tensor(np.stack([np.asarray(frame) for frame in small])).permute(0, 3, 1, 2).contiguous()
     return levels if video else levels[0]

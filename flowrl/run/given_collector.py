@@ -58,7 +58,7 @@ class PairCollector:
         look = Look(given.options, seed, iteration)
 
         def of_slot(slot: int) -> Slot:
-            return slot_of(given.records, numbers[slot], given.members, graded=given.graded)
+            return slot_of(given.records, numbers[slot], given.members, graded=given.graded, own=given.own_noise)
 
         def prepare() -> tuple[Latents, Condition]:
             with timer.phase("images"):
@@ -74,7 +74,7 @@ class PairCollector:
             x0 = complete() if sampling.sharded else self.world.in_step(complete)
         rewards = by_identity(self.world, own, result.rewards[None], len(numbers), size)
         given.require_readable(int(rewards[0].isnan().any(dim=1).sum()), len(numbers))
-        samples = Samples(x0, tuple(own))
+        samples = Samples(x0, tuple(own), initial=result.initial)
         return Trajectories(plan, samples, no_edges(samples), cond, rows).scored(rewards)
 
     def _completed(self, plan: StepPlan, read: Latents, own: Asked, iteration: int, timer: Timer, sums: Sums) -> Tensor:

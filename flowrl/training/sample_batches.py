@@ -239,6 +239,8 @@ class SampleBatches(Work):
     def _eps(self, terms: Tensor) -> Tensor:
         """The noise of each term, on the CPU."""
         rows, time, samples = terms // self.count, terms % self.count, self.rollout.samples
+        if samples.initial is not None:
+            return pinned(samples.initial[rows])
         keys = [
             (self.iteration.number, i.slot, 0 if self.method.shared_eps else i.sample, k)
             for i, k in zip([samples.ids[row] for row in rows.tolist()], time.tolist(), strict=True)

@@ -35,7 +35,8 @@ from scripts.lab.recipes import ROOT, recipes
 
 NUMBERS, PAGE = ROOT / "docs" / "lab" / "rules.json", ROOT / "docs" / "concepts" / "rules.md"
 PAIRS = "runs/pairs-shapes"
-KEPT = ("reward/group_std", "advantage/dead_group_share", "policy/clip_fraction")
+PAIRED = ("matching/error_chosen", "policy/implicit_accuracy", "policy/gradient_factor")
+KEPT = ("reward/group_std", "advantage/dead_group_share", "policy/clip_fraction", *PAIRED)
 """Metrics of which a cell keeps the means over the first and the last fifth of the iterations."""
 SUMMARY = ("seconds", "cpu_seconds", "load", "parts", "iterations", "difference", "diversity", "best_of")
 MANY = 4
@@ -124,7 +125,8 @@ def kept(folder: Path) -> Cell:
     told = {"images": both["base"].seeds, "right": {tag: "".join(map(str, each)) for tag, each in counts.items()}}
     summary = runs.measured(folder) | runs.costs(folder)
     summary = {key: summary[key] for key in SUMMARY if key in summary}
-    return runs.origin(folder) | {"summary": summary} | told | {"metrics": fifths(runs.all_rows(folder))}
+    curve = runs.curve(folder, SETS)
+    return runs.origin(folder) | {"summary": summary, "curve": curve} | told | {"metrics": fifths(runs.all_rows(folder))}
 
 
 def along(folder: Path) -> list[dict[str, float]]:
@@ -202,6 +204,12 @@ def rival(cell: Cell, other: Cell) -> str:
     return f"{100 * most.mean():.1f} of {cell['images']}; {between(best_of(cell, 'tuned'), most)}"
 
 
+def fall(cell: Cell, other: Cell) -> str:
+    """Strict accuracy at the best evaluation of the way and at the end, on the same captions."""
+    way = [100 * point[METRIC] for point in cell["curve"]]
+    return f"{max(way):.1f} to {way[-1]:.1f}"
+
+
 def metric(name: str, cell: Cell, other: Cell) -> str:
     return " to ".join(f"{value:.3f}" for value in cell["metrics"][name])
 
@@ -209,6 +217,10 @@ def metric(name: str, cell: Cell, other: Cell) -> str:
 COLUMNS: dict[str, tuple[str, Callable[[Cell, Cell], str]]] = {
     "share": ("share of that gain", lambda cell, other: f"{100 * gain(cell) / gain(other):.0f} %"),
     "best": (f"best of {MANY}, base to tuned; less the row", best),
+    "fall": ("best on the way to end", fall),
+    "winner": ("winner's error", partial(metric, PAIRED[0])),
+    "accuracy": ("agreement", partial(metric, PAIRED[1])),
+    "factor": ("gradient factor", partial(metric, PAIRED[2])),
     "chosen": (f"base, best of {MANY} by the proxy; tuned, one image, less that", chosen),
     "rival": ("base, best of n; tuned, one image, less that", rival),
     "spread": ("std in a group", partial(metric, KEPT[0])),

@@ -22,6 +22,7 @@ from flowrl.core.types import SampleId
 from flowrl.data.given_samples import Given, Look, Slot, latents_of, slot_of
 from flowrl.data.options import PairsConfig, PreferenceOptions
 from flowrl.media.media import fitted, pixels
+from flowrl.rollout.noise import Noise
 from flowrl.run.changes import differences
 from flowrl.run.given_collector import PairCollector
 from tests.toys import ToyAdapter
@@ -192,6 +193,53 @@ def test_the_posterior_is_drawn_anew_in_every_iteration(folder):
     assert not torch.equal(first, second)
     mean = given(folder, flip=False, posterior="mean")
     assert torch.equal(encoded(mean, both(0), look=Look(mean.options, 0, 1)).x0, torch.stack([latent(0), latent(100)]))
+
+
+# ---- noise of their own
+
+
+def own_noise(folder: Path, made: dict[str, Any] | None = None, *, flip: bool = False) -> Given:
+    """The pairs as `flowrl pairs` keeps them: pair k is of round 2, prompt 10 + k, candidates 3 and 1."""
+    lines = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    for k, line in enumerate(lines):
+        line["drawn"] = {"seed": 5, "round": 2, "prompt": 10 + k, "chosen": 3, "rejected": 1}
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "pairs.json").write_text(json.dumps({"made_with": made or {"sampler": None}}))
+    method = diffusion_dpo.build(diffusion_dpo.Config(noise="own"))
+    return Given(PairsConfig(path=str(folder), flip=flip), method, seed=3)
+
+
+def test_own_noise_is_bit_for_bit_that_which_the_pairs_were_drawn_from(folder):
+    found = own_noise(folder)
+    ids, adapter = both(4, 1), ToyAdapter()
+    latents = latents_of(lambda slot: slot_of(found.records, slot, found.members, own=True), ids, adapter, batch_size=3)
+    drawn = Noise(5, "pairs", 2, tuple(latents.x0.shape[1:]))
+    prompts = [SampleId(14, 3), SampleId(14, 1), SampleId(11, 3), SampleId(11, 1)]
+    assert latents.initial is not None
+    assert torch.equal(latents.initial, drawn.initial(prompts))
+    assert encoded(found, ids).initial is None
+
+
+def test_own_noise_belongs_to_images_of_the_size_that_was_drawn(folder):
+    found = own_noise(folder)
+    picture(3, 8, 8).save(folder / "chosen-2.png")
+    with pytest.raises(ConfigError, match=r"chosen-2\.png\) has \(8, 8\) pixels, and the model makes \(4, 4\)"):
+        latents_of(
+            lambda slot: slot_of(found.records, slot, found.members, own=True), both(2), ToyAdapter(), batch_size=3
+        )
+
+
+def test_own_noise_needs_records_that_know_it_a_solver_without_noise_and_images_as_drawn(folder):
+    for made, options, message in (
+        ({"sampler": {"name": "flow_sde"}}, {}, "was drawn by rollout.sampler=flow_sde"),
+        (None, {"flip": True}, "data.pairs.flip=true mirrors images"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            own_noise(folder, made, **options)
+    (folder / "pairs.json").unlink()
+    method = diffusion_dpo.build(diffusion_dpo.Config(noise="own"))
+    with pytest.raises(ConfigError, match=r"algorithm\.noise=own: data\.pairs\.path=.* is no folder of `flowrl pairs`"):
+        Given(PairsConfig(path=str(folder), flip=False), method, seed=3)
 
 
 # ---- what cannot be read

@@ -152,6 +152,35 @@ def test_a_soft_label_weighs_both_orders_by_the_sigmoid_of_its_margin():
     assert float(sure) == float(found(build())[0].loss)
 
 
+def test_a_beta_by_the_margin_is_none_for_a_tie_and_whole_for_a_clear_pair():
+    """PNAPO: beta (2 sigmoid(gamma d) - 1), in the losses of which beta is a factor of Delta alone."""
+    own = {"gamma": 1.7, "form": "beta"}
+    weight = torch.tanh(1.7 / 2 * torch.tensor([0.3, 2.0, 0.0], dtype=torch.float64)).repeat_interleave(2)
+    for name in ("sigmoid", "smoothed", "hinge"):
+        flip = 0.1 if name == "smoothed" else 0.0
+        expected = torch.stack(
+            [shaped_loss(d, BETA * float(w), name, flip) for d, w in zip(margins(), weight, strict=True)]
+        )
+        loss = soft([0.3, 2.0, 0.0], loss={"name": name}, margin=own).loss
+        assert float(loss) == pytest.approx(float(expected.sum()), rel=1e-9)
+    assert float(soft([0.0] * 3, margin=own).loss) == pytest.approx(2 * PAIRS * math.log(2), rel=1e-12)
+    assert float(soft([1e9] * 3, margin=own).loss) == float(found(build())[0].loss)
+    with pytest.raises(ConfigError, match=r"margin\.form=beta: the target of loss\.name=ipo"):
+        build(loss={"name": "ipo"}, margin=own)
+
+
+def test_the_gradient_factor_is_a_half_at_the_reference_and_falls_with_the_margin():
+    def factor(v: Tensor) -> float:
+        scene = outputs_of(
+            {"policy": v, "reference": REF}, clean=CLEAN, eps=EPS, sigma=SIGMA, group=PAIR, advantage=SIGN
+        )
+        return float(loss_of(build(), scene).metrics["policy/gradient_factor"]) / (2 * PAIRS)
+
+    assert factor(REF) == pytest.approx(0.5, rel=1e-12)
+    liked = REF + 0.1 * (SIGN > 0)[:, None] * (EPS - CLEAN - REF)
+    assert 0 < factor(liked) < 0.5
+
+
 def test_graded_pairs_keep_their_order_in_a_tie_and_lose_halves():
     credit = given_signs(torch.tensor([[[0.7, 0.0], [0.0, 0.0], [math.nan, 0.0]]]), graded=True)
     assert credit.values.squeeze(2).tolist() == [[1, -1], [1, -1], [0, -1]]
@@ -175,6 +204,15 @@ def test_each_term_of_a_pair_has_its_margin():
     assert terms == [(0, pytest.approx(0.7))] * 6 + [(1, 0.0)] * 6
     plain = roll_out(ToyAdapter(), algorithm=build(), num_steps=4, group=2)
     assert all(batch.margin is None for batch, _ in noising_of(plain, torch.tensor([[[1.0, 0.0]] * 2])).batches(0))
+
+
+def test_each_term_of_a_sample_is_noised_along_the_noise_that_the_sample_was_drawn_from():
+    session = roll_out(ToyAdapter(), algorithm=build(times={"name": "logit_normal", "count": 3}), num_steps=4, group=2)
+    samples = session.samples
+    own = torch.arange(samples.x0.numel(), dtype=torch.float32).reshape(samples.x0.shape)
+    session = replace(session, samples=replace(samples, initial=own))
+    for batch, _ in noising_of(session, torch.tensor([[[1.0, 0.0]] * 2])).batches(0):
+        assert torch.equal(batch.eps, own[batch.sample])
 
 
 def test_online_the_margin_is_that_of_the_weighted_rewards():
