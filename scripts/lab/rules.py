@@ -125,8 +125,8 @@ def kept(folder: Path) -> Cell:
     told = {"images": both["base"].seeds, "right": {tag: "".join(map(str, each)) for tag, each in counts.items()}}
     summary = runs.measured(folder) | runs.costs(folder)
     summary = {key: summary[key] for key in SUMMARY if key in summary}
-    curve = runs.curve(folder, SETS)
-    return runs.origin(folder) | {"summary": summary, "curve": curve} | told | {"metrics": fifths(runs.all_rows(folder))}
+    told |= {"summary": summary, "curve": runs.curve(folder, SETS)}
+    return runs.origin(folder) | told | {"metrics": fifths(runs.all_rows(folder))}
 
 
 def along(folder: Path) -> list[dict[str, float]]:
