@@ -265,8 +265,8 @@ class SampleMethod(Method[C]):
     """tau of the solver `sa`."""
     shared_times: Literal["sample", "group", "all"] = "sample"
     """The samples that share their training times: none, those of a prompt, all."""
-    shared_eps: bool = False
-    """Whether a prompt's samples share their noise at each time."""
+    eps: Literal["sample", "group", "own"] = "sample"
+    """Noise at each time: a sample's, its prompt's, or the initial noise that given samples were drawn from."""
     keeps_old: bool = False
     """Whether the loss takes `old` of the behaviour policy."""
     compared: tuple[str, ...] = ()
@@ -275,8 +275,6 @@ class SampleMethod(Method[C]):
     """Roles that follow the policy after every iteration: role <- d role + (1 - d) policy."""
     graded: bool = False
     """Whether given pairs have their margin and 0 as rewards, not 1 and 0; ties are then pairs too."""
-    own_noise: bool = False
-    """Whether given pairs are noised along the initial noise that they were drawn from."""
     refresh: tuple[str, int] | None = None
     """(role, n): the role becomes the policy after every n optimizer steps, once an iteration at most."""
 

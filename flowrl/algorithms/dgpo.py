@@ -56,7 +56,7 @@ class Config(ReferenceOptions, CreditOptions, SolverOptions, TimesOptions):
 class Dgpo(SampleMethod[Config]):
     unit = "group"
     shared_times = "all"
-    shared_eps = True
+    eps = "group"
     remembers = ("behaviour",)
 
     def __init__(self, config: Config) -> None:

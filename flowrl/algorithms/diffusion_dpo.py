@@ -44,12 +44,14 @@ class DiffusionDpo(SampleMethod[Config]):
     prefers = True
     unit = "group"
     shared_times = "group"
-    shared_eps = True
+    eps = "group"
     compared = ("reference",)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.graded, self.own_noise = config.margin is not None, config.noise == "own"
+        self.graded = config.margin is not None
+        if config.noise == "own":
+            self.eps = "own"
         self.size = 0.0
         """Running mean of |Delta|."""
         if config.auto_beta is not None:

@@ -69,7 +69,7 @@ class Config(PairOptions, PreferenceOptions, PullOptions, CreditOptions, SolverO
 class OnlineDpo(SampleMethod[Config]):
     unit = "group"
     shared_times = "group"
-    shared_eps = True
+    eps = "group"
     remembers = ("refreshes",)
 
     def __init__(self, config: Config) -> None:

@@ -69,7 +69,7 @@ class Seppo(SampleMethod[Config]):
     prefers = True
     unit = "prompt"
     shared_times = "group"
-    shared_eps = True
+    eps = "group"
     remembers = ("made", "last", "behaviour")
 
     def __init__(self, config: Config) -> None:

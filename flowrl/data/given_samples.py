@@ -119,7 +119,7 @@ class Given:
         videos = Frames(num_frames, cut=options.frames == "cut") if num_frames > 1 else None
         self.graded = algorithm.graded
         """Whether the rewards of a pair are its margin and 0."""
-        self.own_noise = algorithm.own_noise
+        self.own_noise = algorithm.eps == "own"
         """Whether samples come with the initial noise that they were drawn from."""
         if self.own_noise:
             require_own_noise(options, f"{key}.path")

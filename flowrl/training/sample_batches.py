@@ -242,7 +242,7 @@ class SampleBatches(Work):
         if samples.initial is not None:
             return pinned(samples.initial[rows])
         keys = [
-            (self.iteration.number, i.slot, 0 if self.method.shared_eps else i.sample, k)
+            (self.iteration.number, i.slot, i.sample if self.method.eps == "sample" else 0, k)
             for i, k in zip([samples.ids[row] for row in rows.tolist()], time.tolist(), strict=True)
         ]
         return pinned(normal(samples.x0.shape[1:], self.context.seed, "training_noise", keys))
