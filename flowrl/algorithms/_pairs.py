@@ -153,7 +153,7 @@ class PreferenceOptions(Options):
         if self.margin is not None and self.margin.form == "beta" and self.loss.name == "ipo":
             raise OptionError(
                 "margin.form=beta: the target of loss.name=ipo is no product of beta and the margin",
-                remedies=[Remedy({"margin.form": "label"}), Remedy({"loss.name": "sigmoid"})],
+                [{"margin.form": "label"}, {"loss.name": "sigmoid"}],
             )
         if self.auto_beta is not None and self.loss.name in ("ipo", "hinge"):
             raise OptionError(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.core.errors import Abandoned, ConfigError, Remedy
+from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.core.files import known_object
 from flowrl.core.rng import normal, permutation, stream
 from flowrl.core.types import Member, SampleId
@@ -194,18 +194,19 @@ class Given:
 
 def require_own_noise(options: PairsConfig, key: str) -> None:
     """Raise ConfigError unless the pairs are of `flowrl pairs` by a deterministic sampler, and are shown as drawn."""
-    file, fresh = Path(options.path) / "pairs.json", Remedy({"algorithm.noise": "fresh"})
-    made = known_object(file).get("made_with")
-    reason = None
-    if made is None:
-        reason = f"{key}={options.path!r} is no folder of `flowrl pairs`, whose records say what noise an image is from"
-    elif made["sampler"] is not None:
-        name = made["sampler"]["name"]
-        reason = f"{key}={options.path!r} was drawn by rollout.sampler={name}, whose images have noise of every step"
-    elif options.flip:
-        reason, fresh = f"{key[:-5]}.flip=true mirrors images, and not their noise", Remedy({f"{key[:-5]}.flip": False})
-    if reason is not None:
-        raise ConfigError(f"algorithm.noise=own: {reason}", remedies=[fresh])
+    where, made = f"algorithm.noise=own: {key}={options.path!r}", known_object(Path(options.path) / "pairs.json")
+    if not made:
+        raise ConfigError(
+            f"{where} is no folder of `flowrl pairs`, whose records say what noise an image came from",
+            {"algorithm.noise": "fresh"},
+        )
+    if (sampler := made["made_with"]["sampler"]) is not None:
+        raise ConfigError(
+            f"{where} was drawn by rollout.sampler={sampler['name']}, whose images have noise of every step in them",
+            {"algorithm.noise": "fresh"},
+        )
+    if options.flip:
+        raise ConfigError(f"{where}: images would be mirrored, and not their noise", {"data.pairs.flip": False})
 
 
 def slot_of(

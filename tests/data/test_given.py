@@ -232,7 +232,7 @@ def test_own_noise_belongs_to_images_of_the_size_that_was_drawn(folder):
 def test_own_noise_needs_records_that_know_it_a_solver_without_noise_and_images_as_drawn(folder):
     for made, options, message in (
         ({"sampler": {"name": "flow_sde"}}, {}, "was drawn by rollout.sampler=flow_sde"),
-        (None, {"flip": True}, "data.pairs.flip=true mirrors images"),
+        (None, {"flip": True}, "images would be mirrored, and not their noise"),
     ):
         with pytest.raises(ConfigError, match=message):
             own_noise(folder, made, **options)

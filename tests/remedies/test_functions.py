@@ -1,6 +1,7 @@
 """Remedies of one function's arguments: of models, of a machine, of what a library cannot do."""
 
 import importlib.util
+import json
 import os
 import sys
 import tempfile
@@ -62,6 +63,17 @@ def held_pairs(remedy: Remedy) -> None:
     run, method = stand_in(data=data, rewards=[], eval=eval_), stand_in(prefers=False)
     resolved = {"run": run, "method": method, "members": ("chosen",), "algorithm": stand_in(name="mine")}
     _check_source(stand_in(**resolved))
+
+
+def own_noise(remedy: Remedy, made: dict[str, Any], *, flip: bool = False) -> None:
+    from flowrl.data.given_samples import require_own_noise
+    from flowrl.data.options import PairsConfig
+
+    if get(remedy, "algorithm.noise", "own") == "fresh":
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "pairs.json").write_text(json.dumps(made))
+        require_own_noise(PairsConfig(path=folder, flip=get(remedy, "data.pairs.flip", flip)), "data.pairs.path")
 
 
 def vae(remedy: Remedy, option: str) -> None:
@@ -458,6 +470,15 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("models/weights/precision.py:autocasts 1 2 3", autocasts),
     ("config/checks.py:_check_videos", videos),
     ("config/checks.py:_check_source 6", held_pairs),
+    ("data/given_samples.py:require_own_noise 1", lambda remedy: own_noise(remedy, {})),
+    (
+        "data/given_samples.py:require_own_noise 2",
+        lambda remedy: own_noise(remedy, {"made_with": {"sampler": {"name": "cps"}}}),
+    ),
+    (
+        "data/given_samples.py:require_own_noise 3",
+        lambda remedy: own_noise(remedy, {"made_with": {"sampler": None}}, flip=True),
+    ),
     ("models/_unet.py:UNet.__init__ 1", lambda remedy: foreign(remedy, "vae")),
     ("models/_unet.py:UNet.__init__ 2", lambda remedy: foreign(remedy, "flow")),
     ("models/wan.py:Wan.encode_images", encoded),
