@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # In reading order. A late import and one under TYPE_CHECKING count: they hide a circle and do not break it.
 ORDER = (
-    *("core", "reward", "shapes", "moving_shapes", "display", "media"),
+    *("core", "reward", "shapes", "moving_shapes", "edited_shapes", "display", "media"),
     *("statistics", "diffusion", "samplers", "losses", "credit"),
     *("models", "data", "rollout", "scoring", "algorithms", "training"),
     *("config", "evaluation", "planning", "run", "contracts"),
@@ -27,7 +27,8 @@ PURE = ("statistics", "diffusion", "losses", "credit")
 SEE_PROCESSES = ("training", "evaluation", "planning", "run", "contracts", "apps", "commands", "cli")
 """Packages that know of ranks and of the number of processes."""
 FOR_REWARDS = (
-    *("flowrl.core", "flowrl.reward", "flowrl.rewards", "flowrl.shapes", "flowrl.moving_shapes"),
+    *("flowrl.core", "flowrl.reward", "flowrl.rewards"),
+    *("flowrl.shapes", "flowrl.moving_shapes", "flowrl.edited_shapes"),
     *("flowrl.statistics", "flowrl.media"),  # arrays alone; images and videos as files
 )
 

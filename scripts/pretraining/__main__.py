@@ -22,8 +22,14 @@ two cores is
     python -m scripts.pretraining tiny-wan --stage denoiser
     python -m scripts.pretraining tiny-wan --measure
 
-shapes-prompts, sd3-prompts, geneval-prompts: the lists of `assets/prompts/`, in a second. Making them again changes
-nothing; tests compare them.
+tiny-kontext: a real FluxKontextPipeline (kontext.py) on edits of the shapes world, with the VAE of tiny-sd3. It goes on
+where it was stopped (kontext_stages.py):
+
+    python -m scripts.pretraining tiny-kontext
+    python -m scripts.pretraining tiny-kontext --measure
+
+shapes-prompts, edit-prompts, sd3-prompts, geneval-prompts: the lists of `assets/prompts/`, in seconds. Making them
+again changes nothing; tests compare them.
 """
 
 from __future__ import annotations
@@ -35,12 +41,16 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
+from flowrl.edited_shapes import OPERATIONS
 from scripts.pretraining import (
     clip,
     clip_measure,
+    edit_prompts,
     geneval_prompts,
     judge,
     judge_measure,
+    kontext,
+    kontext_stages,
     sd3_prompts,
     shapes_prompts,
     student,
@@ -65,7 +75,12 @@ denoiser.safetensors, is removed first, and for another --two-share latents-*.sa
 takes the VAE in the output folder.
 """
 VAE_FROM = {"tiny-sd3": None, "tiny-sd": ASSETS / "tiny-sd3"}
-PROMPTS = {"shapes-prompts": shapes_prompts, "sd3-prompts": sd3_prompts, "geneval-prompts": geneval_prompts}
+PROMPTS = {
+    "shapes-prompts": shapes_prompts,
+    "edit-prompts": edit_prompts,
+    "sd3-prompts": sd3_prompts,
+    "geneval-prompts": geneval_prompts,
+}
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -106,6 +121,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--output", type=Path, default=ASSETS / "tiny-judge")
     one.set_defaults(make=make_judge)
     _add_wan(names.add_parser("tiny-wan", epilog=WAN_HELP, formatter_class=argparse.RawDescriptionHelpFormatter))
+    _add_kontext(names.add_parser("tiny-kontext"))
     for name, module in PROMPTS.items():
         one = names.add_parser(name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         module.add_arguments(one)
@@ -132,6 +148,43 @@ def _add_wan(one: argparse.ArgumentParser) -> None:
     one.add_argument("--work", type=Path, default=Path("runs/pretrain-tiny-wan"), help="folder of the checkpoints")
     one.add_argument("--output", type=Path, default=ASSETS / "tiny-wan")
     one.set_defaults(make=make_wan)
+
+
+def _add_kontext(one: argparse.ArgumentParser) -> None:
+    kept = kontext.Settings
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--processes", type=int, default=1)
+    one.add_argument("--steps", type=int, default=kept.steps)
+    one.add_argument("--rate", type=float, default=kept.rate, help="the denoiser's peak learning rate")
+    one.add_argument("--batch-size", type=int, default=kept.batch_size, help="pairs of a step, all processes together")
+    one.add_argument("--pairs", type=int, default=kept.pairs, help="pairs of each pool")
+    one.add_argument("--pools", type=int, default=kept.pools, help="fresh pools, one after another")
+    one.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
+    one.add_argument("--save-every", type=int, default=kept.save_every, help="steps between checkpoints")
+    one.add_argument("--vae-from", type=Path, default=ASSETS / "tiny-sd3", help="take the VAE of this pipeline folder")
+    one.add_argument("--port", type=int, default=29621)
+    one.add_argument("--measure", action="store_true", help="only measure what the output folder holds")
+    one.add_argument("--finish", action="store_true", help="save the checkpoint's average as it is, and measure it")
+    one.add_argument("--work", type=Path, default=Path("runs/pretrain-tiny-kontext"), help="folder of the checkpoint")
+    one.add_argument("--output", type=Path, default=ASSETS / "tiny-kontext")
+    one.set_defaults(make=make_kontext)
+
+
+def kontext_settings(args: argparse.Namespace) -> kontext.Settings:
+    """The settings of tiny-kontext's training."""
+    names = ("seed", "processes", "output", "work", "vae_from", "steps", "rate", "batch_size", "pairs", "pools")
+    given = {name: getattr(args, name) for name in (*names, "save_every")}
+    return kontext.Settings(**given, operations=tuple(args.operations))
+
+
+def make_kontext(args: argparse.Namespace) -> None:
+    """Train tiny-kontext, end it at its checkpoint, or measure what there is."""
+    if args.measure:
+        torch.set_num_threads(1)
+        kontext_stages.record(args.output)
+        return
+    settings = kontext_settings(args)
+    mp.spawn(kontext_stages.worker, args=(settings, args.port, args.finish), nprocs=settings.processes)
 
 
 def wan_settings(args: argparse.Namespace) -> wan.Settings:

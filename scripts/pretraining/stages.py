@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from scripts.pretraining.training import all_reduce_gradients
+from scripts.pretraining.training import all_reduce_gradients, log
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+SHOWN_EVERY = 25
 
 
 class Stage:
@@ -110,3 +112,19 @@ def check_facts(file: Path, held: dict[str, Any], wanted: dict[str, Any]) -> Non
 def ramp(step: int, steps: int, *, warm: int, decay_from: float) -> float:
     """Share of the peak learning rate: a linear start, then flat, then linear to 0."""
     return min(1.0, step / warm, max((1 - step / steps) / (1 - decay_from), 0.0))
+
+
+class Told:
+    """A line every few steps: the smoothed loss and the time of a step."""
+
+    def __init__(self, rank: int, name: str, steps: int) -> None:
+        self._rank, self._name, self._steps = rank, name, steps
+        self._shown, self._started, self._count = 0.0, time.time(), 0
+
+    def add(self, step: int, loss: float) -> None:
+        self._shown = loss if self._count == 0 else 0.95 * self._shown + 0.05 * loss
+        self._count += 1
+        if step % SHOWN_EVERY == 0 or step == self._steps:
+            pace = (time.time() - self._started) / self._count
+            log(self._rank, f"{self._name} {step}/{self._steps} loss {self._shown:.4f} {pace:.3f} s/step")
+            self._started, self._count = time.time(), 0

@@ -43,14 +43,18 @@ def t5_sizes(tokenizer) -> dict[str, int | float]:
     return {"vocab_size": len(tokenizer), **sizes, **ids}
 
 
-def clip_tokenizer():
-    """Every word of the world is one token; other words fall back to their characters."""
+def clip_tokenizer(known: list[str] | None = None):
+    """Every word is one token, by default of the world of images; other words fall back to their characters.
+
+    Where one word's pieces would cut another, `known` has the latter first.
+    """
     from transformers import CLIPTokenizer
 
+    # BPE applies the earliest merge first: long words lead, so that no short one cuts through them.
+    known = known or sorted(words(), key=len, reverse=True)
     pieces = LETTERS + [letter + "</w>" for letter in LETTERS]
     merges: list[tuple[str, str]] = []
-    # BPE applies the earliest merge first: long words lead, so that no short one cuts through them.
-    for word in sorted(words(), key=len, reverse=True):
+    for word in known:
         symbols = [*word[:-1], word[-1] + "</w>"]
         while len(symbols) > 1:
             pair = (symbols[0], symbols[1])
@@ -61,7 +65,7 @@ def clip_tokenizer():
             symbols = [symbols[0] + symbols[1], *symbols[2:]]
     vocab = {piece: index for index, piece in enumerate([*pieces, "<|startoftext|>", "<|endoftext|>"])}
     tokenizer = CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_LENGTH)
-    require_whole_words(tokenizer)
+    require_whole_words(tokenizer, known)
     return tokenizer
 
 

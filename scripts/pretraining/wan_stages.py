@@ -18,7 +18,7 @@ from torch import Tensor
 from flowrl import moving_shapes
 from flowrl.core.files import write_atomically
 from scripts.pretraining.report import quiet
-from scripts.pretraining.stages import Stage, check_facts, ramp
+from scripts.pretraining.stages import Stage, Told, check_facts, ramp
 from scripts.pretraining.training import log, save
 from scripts.pretraining.wan import (
     MODEL,
@@ -35,7 +35,6 @@ from scripts.pretraining.wan import (
 RECORD = "pretraining.json"
 FINGERPRINT = {"prompt": "a red circle moves left", "seed": 0}
 WARM = {"vae": 100, "denoiser": 300}
-SHOWN_EVERY = 25
 _VAE, _DENOISER, _POOL, _MOMENTS, _CHECK = range(5)
 
 
@@ -65,22 +64,6 @@ def _noise(settings: Settings, stage: int, step: int, rank: int) -> torch.Genera
     return torch.Generator().manual_seed(int(_rng(settings, stage, 1, step, rank).integers(2**62)))
 
 
-class _Told:
-    """A line every few steps: the smoothed loss and the time of a step."""
-
-    def __init__(self, rank: int, name: str, steps: int) -> None:
-        self._rank, self._name, self._steps = rank, name, steps
-        self._shown, self._started, self._count = 0.0, time.time(), 0
-
-    def add(self, step: int, loss: float) -> None:
-        self._shown = loss if self._count == 0 else 0.95 * self._shown + 0.05 * loss
-        self._count += 1
-        if step % SHOWN_EVERY == 0 or step == self._steps:
-            pace = (time.time() - self._started) / self._count
-            log(self._rank, f"{self._name} {step}/{self._steps} loss {self._shown:.4f} {pace:.3f} s/step")
-            self._started, self._count = time.time(), 0
-
-
 # ---- the VAE
 
 
@@ -94,7 +77,7 @@ def train_vae(settings: Settings, rank: int) -> None:
     file, facts = settings.work / "vae.safetensors", settings.facts("vae")
     done = stage.load(file, facts)
     plan = [phase for phase in settings.vae for _ in range(phase.steps)]
-    told = _Told(rank, "vae", len(plan))
+    told = Told(rank, "vae", len(plan))
     for step, phase in enumerate(plan[done:], done + 1):
         videos = draw_batch(_rng(settings, _VAE, step, rank), phase.batch, settings.weights, phase.frames)[0]
         loss = vae_loss(vae, videos, _noise(settings, _VAE, step, rank))
@@ -157,7 +140,7 @@ def train_denoiser(settings: Settings, rank: int) -> None:
     stage = Stage(groups, average=settings.ema, processes=settings.processes)
     file, facts = settings.work / "denoiser.safetensors", settings.facts("denoiser") | latent_facts(pipe.vae)
     done = stage.load(file, facts)
-    objective, told = FlowMatching(pipe), _Told(rank, "denoiser", settings.steps)
+    objective, told = FlowMatching(pipe), Told(rank, "denoiser", settings.steps)
     pool, held = -1, None
     for step in range(done + 1, settings.steps + 1):
         wanted = (step - 1) * settings.pools // settings.steps
