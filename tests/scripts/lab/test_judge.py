@@ -56,6 +56,11 @@ def test_costs_count_a_backward_as_two_and_the_judge(tmp_path: Path):
     assert climbing[0]["evaluations"] == 0
     policy = judge.curve(tmp_path, way, judge.RECIPES / "flow_grpo.yaml")
     assert policy[1]["evaluations"] == 2 * 128 * (6 + 3 * 2 + 1)
+    rival = judge.curve(tmp_path, way, judge.RECIPES / "dance_grpo.yaml")
+    assert rival[1]["evaluations"] == policy[1]["evaluations"]
+    # The pull: once at the start of a group, and once at the next step of each of its samples.
+    pulled = judge.curve(tmp_path, way, judge.RECIPES / "euphonium.yaml")
+    assert pulled[1]["evaluations"] == rival[1]["evaluations"] + 2 * (8 + 128) * 3
 
 
 def test_the_share_is_of_the_rivals_evaluations_to_its_own_last_value():
@@ -76,7 +81,10 @@ def test_the_page_and_the_picture_are_made_of_the_cells(tmp_path: Path):
 
 @pytest.mark.parametrize("name", judge.recipes())
 def test_a_recipe_has_the_data_model_reward_and_evaluations_of_the_others(name):
+    """But for the student, which knows four steps."""
     trees = [yaml.safe_load(judge.recipes()[each].read_text(encoding="ascii")) for each in (judge.POLICY, name)]
+    if name == "rocm":
+        trees[0]["model"]["path"], trees[0]["eval"]["num_inference_steps"] = "tiny-sd3-student", 4
     for key in ("model", "data", "rewards"):
         assert trees[0][key] == trees[1][key]
     assert trees[0]["eval"] == trees[1]["eval"] | {"every": trees[0]["eval"]["every"]}
