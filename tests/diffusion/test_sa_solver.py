@@ -11,9 +11,9 @@ from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.core.types import Prediction, SampleId
 from flowrl.diffusion.plan import StepPlan, solver_plan
 from flowrl.diffusion.process import FlowProcess
-from flowrl.diffusion.sa_solver import SaSolver, noise_levels, sa_schedule
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.solver_base import Node
+from flowrl.diffusion.solvers import SaSolver, noise_levels, sa_schedule
 from flowrl.rollout.loop import run
 from flowrl.rollout.noise import Noise
 from flowrl.rollout.policy import Policy

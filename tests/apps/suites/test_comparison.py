@@ -7,7 +7,7 @@ import pytest
 
 from flowrl.apps.suites._points import mean_of_parts
 from flowrl.apps.suites.geneval import TASKS
-from flowrl.apps.suites.running.comparison import compare, markdown, plain, shares, table_text
+from flowrl.apps.suites.running.report import compare, markdown, plain, shares, table_text
 from flowrl.evaluation.suite import Row, Table, line, score
 from flowrl.evaluation.suite_intervals import Part, stratified
 

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from flowrl.apps.suites.running.comparison import compare, markdown, plain
 from flowrl.apps.suites.running.drawing import Drawing
 from flowrl.apps.suites.running.exchange import export, fingerprint, with_results
 from flowrl.apps.suites.running.folder import ResultsFolder
+from flowrl.apps.suites.running.report import compare, markdown, plain
 from flowrl.apps.suites.running.runner import Task, fill, limited, rows_of
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError, RewardFailure

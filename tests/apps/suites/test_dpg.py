@@ -5,7 +5,7 @@ import math
 import pytest
 
 from flowrl.apps.suites import dpg
-from flowrl.apps.suites.running.comparison import compare
+from flowrl.apps.suites.running.report import compare
 from tests.apps.suites.written import means, official, rows_of, scored
 from tests.tiny_suites import dpg as tiny
 

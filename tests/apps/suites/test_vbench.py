@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flowrl.apps.suites import vbench
-from flowrl.apps.suites.running.comparison import compare
 from flowrl.apps.suites.running.exchange import require_each_once
+from flowrl.apps.suites.running.report import compare
 from flowrl.commands import eval as evaluation
 from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suite import Item, Row, Table
