@@ -5,6 +5,7 @@ import json
 import math
 import os
 import tempfile
+import uuid
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,6 +203,23 @@ def fsync_all(folder: Path) -> None:
             done.result()
     for path in (folder, folder.parent):
         fsync(path)
+
+
+@contextmanager
+def replaced(file: Path, safe: str) -> Generator[Path]:
+    """A path to write to, which no other process has; it becomes `file` at the end of the block, so none reads a part.
+
+    Raises WriteError: as `writing`, which gets the sentence `safe`; the old file remains.
+    """
+    temporary = file.with_name(f".{uuid.uuid4().hex}.tmp")
+    with writing(file, safe):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            fsync(temporary)
+            os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def write_atomically(file: Path, text: str) -> None:

@@ -8,8 +8,6 @@ and renamed. It is safetensors, with the SHA-256 of its contents in the header; 
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import fsync, writing
+from flowrl.core.files import replaced
 from flowrl.core.types import Condition, Identity
 from flowrl.data.options import DataConfig
 from flowrl.data.text_identity import digest
@@ -160,13 +158,5 @@ def _write(file: Path, entries: dict[str, Tensor | list[Tensor]]) -> None:
         name: torch.cat(value) if isinstance(value, list) else value.contiguous() for name, value in entries.items()
     }
     about = {"format": _FORMAT, "sha256": digest(tensors), "lengths": json.dumps(lengths)}
-    # A name that no other process has, on any machine.
-    temporary = file.with_name(f".{uuid.uuid4().hex}.tmp")
-    with writing(file, "the files of other prompts are safe"):
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, temporary, metadata=about)
-            fsync(temporary)
-            os.replace(temporary, file)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with replaced(file, "the files of other prompts are safe") as temporary:
+        save_file(tensors, temporary, metadata=about)

@@ -7,7 +7,6 @@ its files. docs/files.md is the users' page.
 
 import ast
 import json
-import os
 import shutil
 import sys
 import typing
@@ -19,7 +18,7 @@ from typing import Any
 
 from flowrl.config.resolved import Resolved
 from flowrl.core.assets import embedded_prompts
-from flowrl.core.files import file_sha256, write_atomically
+from flowrl.core.files import file_sha256, replaced, write_atomically
 from flowrl.core.paths import NAME_OR_PATH, PATH
 from flowrl.core.strict import Options
 from flowrl.data import contents
@@ -125,10 +124,8 @@ def write(run: Path, record: Record) -> Record:
         if one.copy is None and one.kind != "set" and one.bytes <= LARGEST_COPY and source.is_file():
             copy = Path(COPIES) / one.sha256[:8] / source.name
             if not (run / copy).is_file():
-                (run / copy).parent.mkdir(parents=True, exist_ok=True)
-                half = run / copy.with_name(f".{copy.name}.tmp")  # a copy that was cut off must not stand in for it
-                shutil.copyfile(source, half)
-                os.replace(half, run / copy)
+                with replaced(run / copy) as half:
+                    shutil.copyfile(source, half)
             one = replace(one, copy=str(copy))
         kept.append(one)
     record = Record(tuple(kept), record.changes)

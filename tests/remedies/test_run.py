@@ -84,7 +84,7 @@ def asked_people(remedy: Remedy) -> None:
 
 
 def whole_groups(remedy: Remedy, members: tuple[str, ...], key: str) -> None:
-    from flowrl.run.assembly.parts import require_whole_groups
+    from flowrl.run.assembly.learner import require_whole_groups
 
     method = stand_in(unit="group", members=members)
     require_whole_groups(method, get(remedy, key, 2), stand_in(size=4))
@@ -238,9 +238,9 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
                                                             "rollout.sampler=null")),
     ("apps/pairs/plan.py:check 3", lambda remedy: made_pairs(remedy, "model.shard=true")),
     ("run/people/asking.py:People.of", asked_people),
-    ("run/assembly/parts.py:require_whole_groups",
+    ("run/assembly/learner.py:require_whole_groups",
      lambda remedy: whole_groups(remedy, (), "rollout.prompts_per_iteration")),
-    ("run/assembly/parts.py:require_whole_groups",
+    ("run/assembly/learner.py:require_whole_groups",
      lambda remedy: whole_groups(remedy, ("a",), "data.pairs.per_iteration")),
     ("run/assembly/rewards.py:Scorers.highest", unbounded),
     ("run/anchoring.py:Anchor.__init__", few_anchor_images),

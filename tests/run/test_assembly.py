@@ -5,7 +5,7 @@ import torch
 
 from flowrl.algorithms import awm, dgpo
 from flowrl.core.errors import ConfigError
-from flowrl.run.assembly.parts import require_whole_groups
+from flowrl.run.assembly.learner import require_whole_groups
 from flowrl.training.world import World
 from tests.test_layers import imported_modules
 

@@ -4,7 +4,6 @@ Only text files and images of run folders are read, so a report can be built any
 run is under way.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from flowrl.apps.gallery.rendering import rendered
 from flowrl.apps.gallery.runs import Run, load_run
 from flowrl.apps.gallery.view import num_bytes, view
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import fsync, writing
+from flowrl.core.files import replaced
 from flowrl.data.contents import require_comparable
 
 
@@ -45,17 +44,8 @@ def build(run_folders: Sequence[Path], out: Path | None = None, accept_changes: 
     changed = require_comparable([run.folder for run in runs], accept=accept_changes)
     output = page_folder([run.folder for run in runs], out) / PAGE
     page = render(runs, OnDisk(output.parent), alike=not changed)
-    # Under a temporary name first, so that no reader sees an incomplete page.
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    with writing(output, "the run itself is safe, and flowrl gallery RUN builds its report"):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # "replace": a lone surrogate in a prompt cannot be encoded.
-            temporary.write_bytes(page.encode("utf-8", "replace"))
-            fsync(temporary)
-            os.replace(temporary, output)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with replaced(output, "the run itself is safe, and flowrl gallery RUN builds its report") as temporary:
+        temporary.write_bytes(page.encode("utf-8", "replace"))  # a lone surrogate in a prompt cannot be encoded
     return output
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import fsync, loads, write_atomically, writing
+from flowrl.core.files import fsync, loads, replaced, write_atomically, writing
 from flowrl.core.polls import Vote, wins_among
 from flowrl.statistics.bradley_terry import strengths
 
@@ -43,12 +43,8 @@ def keep_image(folder: Path, data: bytes, suffix: str) -> str:
     name = image_name(data, suffix)
     copy = folder / name
     if not copy.is_file():
-        with writing(copy, "the votes before it are safe"):
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            half = copy.with_name(f".{os.getpid()}-{copy.name}.tmp")
+        with replaced(copy, "the votes before it are safe") as half:
             half.write_bytes(data)
-            fsync(half)
-            os.replace(half, copy)
     return name
 
 
