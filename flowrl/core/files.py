@@ -206,7 +206,7 @@ def fsync_all(folder: Path) -> None:
 
 
 @contextmanager
-def replaced(file: Path, safe: str) -> Generator[Path]:
+def replaced(file: Path, safe: str = "what was written before it is safe") -> Generator[Path]:
     """A path to write to, which no other process has; it becomes `file` at the end of the block, so none reads a part.
 
     Raises WriteError: as `writing`, which gets the sentence `safe`; the old file remains.
