@@ -14,7 +14,7 @@ import pytest
 from flowrl.apps.gallery.runs import load_run
 from flowrl.core.errors import ConfigError, RewardError, RewardFailure, Stopped
 from flowrl.run import desk as requests
-from flowrl.run.people import occasion as waiting
+from flowrl.run.people import asking as waiting
 from flowrl.run.people import polls
 from flowrl.run.people.votes import FOLDER, VoteBook, read_votes
 from flowrl.training.metrics import repeatable

@@ -17,9 +17,9 @@ from flowrl.core.errors import Abandoned, RewardError
 from flowrl.core.polls import Question, Vote
 from flowrl.media import media
 from flowrl.reward import REASONS
-from flowrl.run.people import occasion as waiting
+from flowrl.run.people import asking as waiting
 from flowrl.run.people import polls
-from flowrl.run.people.occasion import Reminder
+from flowrl.run.people.asking import Reminder
 from flowrl.run.people.votes import FOLDER, LOG, VoteBook
 from flowrl.statistics.bradley_terry import strengths
 from tests.tiny_rewards.votes import asking, occasion, vote_for_bright, voting_for_bright

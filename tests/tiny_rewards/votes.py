@@ -15,9 +15,9 @@ from flowrl.core.types import SampleId
 from flowrl.media import media
 from flowrl.reward import Images, Reward
 from flowrl.rewards import votes
-from flowrl.run.people import occasion as waiting
+from flowrl.run.people import asking as waiting
 from flowrl.run.people import polls
-from flowrl.run.people.occasion import RunOccasion
+from flowrl.run.people.asking import RunOccasion
 from flowrl.run.people.votes import FOLDER, VoteBook
 
 
