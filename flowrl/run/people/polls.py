@@ -142,18 +142,11 @@ def open_questions(folder: Path, iteration: int | None = None) -> list[Question]
 
 
 def _read(file: Path) -> Question:
-    return parsed(
-        file,
-        _REMEDY,
-        lambda record: Question(
-            iteration=int(record["iteration"]),
-            slot=int(record["slot"]),
-            prompt=str(record["prompt"]),
-            samples=tuple(map(int, record["samples"])),
-            images=tuple(map(str, record["images"])),
-            votes_per_sample=int(record["votes_per_sample"]),
-        ),
-    )
+    def make(record: dict[str, Any]) -> Question:
+        listed = {"samples": tuple(map(int, record["samples"])), "images": tuple(map(str, record["images"]))}
+        return Question(**record | listed)
+
+    return parsed(file, _REMEDY, make)
 
 
 class Log:
