@@ -6,16 +6,14 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+from PIL.Image import Image
 
 from flowrl.data.prompts import Prompt
 from flowrl.data.stored_videos import frame_files, frames_of, part_of
 from flowrl.media import media
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 BY_RULE = ("tie", "same image twice", "no label")
 """Reasons that are no fault: pairs without a preference, of which there may be any number."""
@@ -52,11 +50,11 @@ class StoredImage:
             return f"file:{self.source}"
         return f"sha256:{hashlib.sha256(self.source).hexdigest()}"
 
-    def open(self) -> "Image":
+    def open(self) -> Image:
         """The image by `media.open_image`. Raises Unreadable: missing, broken, of an unknown range, or a video."""
         return self._read(self._image)
 
-    def frames(self, count: int | None, place: float = 0.5) -> "list[Image]":
+    def frames(self, count: int | None, place: float = 0.5) -> list[Image]:
         """RGB frames of a video.
 
         Args:
@@ -80,7 +78,7 @@ class StoredImage:
             digest.update(file.read_bytes())
         return digest.hexdigest()
 
-    def _image(self) -> "Image":
+    def _image(self) -> Image:
         with media.opened(io.BytesIO(self.source) if isinstance(self.source, bytes) else self._file()) as image:
             frames = media.frames_in(image)
             if frames > 1:

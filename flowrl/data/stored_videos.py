@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from PIL.Image import Image
 
 from flowrl.core.errors import ConfigError
 from flowrl.data.natural import natural
 from flowrl.media import media, mp4
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 VIDEO = "a video, for a model of images"
 FRAME_SUFFIXES = tuple(suffix for suffix in media.IMAGE_SUFFIXES if suffix != ".gif")
@@ -106,11 +104,11 @@ def facts(source: Path) -> tuple[int, float | None]:
     return media.facts(source)
 
 
-def frames_of(source: Path) -> "list[Image]":
+def frames_of(source: Path) -> list[Image]:
     """RGB frames of a file or folder, in order. Raises media.UNREADABLE: none, broken, or of several sizes."""
     if not source.is_dir():
         return media.read_frames(source)
-    files, frames = frame_files(source), list["Image"]()
+    files, frames = frame_files(source), list[Image]()
     for file in files:
         mp4.require_room(len(files), *media.size(file))
         frames.append(media.open_image(file))
@@ -128,7 +126,7 @@ def frame_files(folder: Path) -> list[Path]:
     return sorted(files, key=lambda file: natural(file.name))
 
 
-def part_of(frames: "list[Image]", count: int | None, place: float) -> "list[Image]":
+def part_of(frames: list[Image], count: int | None, place: float) -> list[Image]:
     """`count` neighbouring frames, None: all; `place` in [0, 1], 0.5 the middle. Raises ValueError: there are fewer."""
     if count is None:
         return frames

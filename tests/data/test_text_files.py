@@ -148,7 +148,7 @@ def test_a_full_disk_is_an_error_with_a_remedy_and_leaves_no_part(tmp_path: Path
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("flowrl.data.text_files.fsync", full)
+    monkeypatch.setattr("flowrl.core.files.fsync", full)
     with pytest.raises(WriteError, match="No space left"):
         files(tmp_path, Encoder(False)).make(range(3))
     assert not list(tmp_path.iterdir())

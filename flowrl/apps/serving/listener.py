@@ -4,15 +4,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flowrl.apps.serving.app import Service, create_app
-
-if TYPE_CHECKING:
-    from flowrl.apps.serving.batching import Batcher
+from flowrl.apps.serving.batching import Batcher
 
 KEEP_ALIVE_S = 75
 """Longer than clients keep a connection that rests, so that it is they who close it."""

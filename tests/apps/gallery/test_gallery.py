@@ -530,7 +530,7 @@ def test_a_failed_build_keeps_the_previous_page(tmp_path, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(builder.os, "replace", fail)
+    monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
         build([folder])
     assert page.read_bytes() == before
