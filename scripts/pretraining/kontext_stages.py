@@ -38,15 +38,15 @@ def worker(rank: int, settings: Settings, port: int, finish: bool = False) -> No
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=settings.processes)
-    train(settings, rank, finish=finish)
+    done = train(settings, rank, finish=finish)
     if rank == 0:
-        record(settings.output, settings)
+        record(settings.output, settings.facts() | {"done": done})
     dist.barrier()
     dist.destroy_process_group()
 
 
-def train(settings: Settings, rank: int, *, finish: bool = False) -> None:
-    """Denoiser and text encoders on pools of latents; then the whole pipeline is saved.
+def train(settings: Settings, rank: int, *, finish: bool = False) -> int:
+    """Denoiser and text encoders on pools of latents; then the whole pipeline is saved. The number of steps done.
 
     `finish`: nothing is trained, and what the checkpoint holds is saved.
     """
@@ -58,7 +58,8 @@ def train(settings: Settings, rank: int, *, finish: bool = False) -> None:
     done = stage.load(file, facts)
     objective, told = FlowMatching(pipe, settings), Told(rank, "denoiser", settings.steps)
     number, pool = -1, {}
-    for step in range(done + 1, done + 1 if finish else settings.steps + 1):
+    last = done if finish else settings.steps
+    for step in range(done + 1, last + 1):
         wanted = (step - 1) * settings.pools // settings.steps
         if wanted != number:
             number, pool = wanted, _pool(objective, settings, rank, wanted)
@@ -79,6 +80,7 @@ def train(settings: Settings, rank: int, *, finish: bool = False) -> None:
     if rank == 0:
         save(pipe, MODEL, settings.output)
     dist.barrier()
+    return last
 
 
 def _lab_call() -> dict[str, Any]:
@@ -147,7 +149,7 @@ def strict_accuracy(pipe: Any, count: int, operations: tuple[str, ...], **call: 
         rows += [judge(pair.edit, *both).row for pair, *both in zip(part, *seen, strict=True)]
     table = np.asarray(rows)
     means = {name.removeprefix("edit_"): value for name, value in zip(CARD.outputs, table.mean(axis=0), strict=True)}
-    means |= {name: table[i :: len(operations), 0].mean() for i, name in enumerate(operations)}
+    means |= {name: table[i :: len(operations), 0].mean() for i, name in enumerate(operations[:count])}
     return {name: round(float(value), 4) for name, value in means.items()}
 
 
@@ -166,10 +168,10 @@ def fingerprint(pipe: Any) -> list[list[list[float]]]:
     return np.round(blocks.astype(float), 4).tolist()
 
 
-def record(folder: Path, settings: Settings | None = None, count: int = 500) -> None:
+def record(folder: Path, settings: dict[str, Any] | None = None, count: int = 500) -> None:
     """Measure a saved pipeline and write its `pretraining.json`; `settings` None: those of the file stay."""
     file, pipe = folder / RECORD, quiet(MODEL.load(folder))
-    kept = json.loads(file.read_text(encoding="utf-8"))["settings"] if settings is None else settings.facts()
+    kept = json.loads(file.read_text(encoding="utf-8"))["settings"] if settings is None else settings
     strict = {}
     for name, (call, _) in MODEL.calls.items():
         strict[name] = strict_accuracy(pipe, count, tuple(kept["operations"]), **call)

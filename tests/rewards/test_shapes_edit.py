@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,8 +156,8 @@ MISSES: dict[str, Miss] = {
 
 
 @cache
-def vae():
-    from diffusers import AutoencoderKL
+def vae() -> Any:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     return AutoencoderKL.from_pretrained(VAE, subfolder="vae").eval()
 

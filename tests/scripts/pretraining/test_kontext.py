@@ -87,7 +87,7 @@ def test_flowrl_predicts_edits_of_several_sources_at_once_as_one_by_one(untraine
 
 
 def test_a_stopped_training_goes_on_bitwise_and_ends_at_its_checkpoint_when_asked(alone, tmp_path, monkeypatch, capsys):
-    from diffusers import FluxKontextPipeline
+    from diffusers.pipelines.flux.pipeline_flux_kontext import FluxKontextPipeline
 
     update = stages.Stage.update
 
@@ -103,7 +103,7 @@ def test_a_stopped_training_goes_on_bitwise_and_ends_at_its_checkpoint_when_aske
         patch.setattr(stages.Stage, "update", stopping)
         with pytest.raises(KeyboardInterrupt):
             stages.train(stopped, 0)
-    stages.train(stopped, 0, finish=True)
+    assert stages.train(stopped, 0, finish=True) == 2
     early = load_file(stopped.output / "text_encoder" / "model.safetensors")
     stages.train(stopped, 0)
     assert capsys.readouterr().out.count(" held-out pairs: ") == 1
