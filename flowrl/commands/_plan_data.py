@@ -75,7 +75,7 @@ def data_here(resolved: "Resolved") -> Data:
         here = replace(data.pairs, eval=None) if "pairs.eval" in remote else data.pairs
         given = Given(here, resolved.method, run.seed, resolved.model.config.frames)
         count = len(given.records)
-        texts |= {(text, ()) for text in given.captions()} if data.caches_text else set()
+        texts |= set(given.captions()) if data.caches_text else set()
         lines += [f"{given.pairs.report}", f"{len(given.held_out_numbers)} held-out pairs"]
     lines += [] if "anchor.path" in remote else _anchor(resolved, texts)
     if count is not None and count < resolved.slots:
@@ -93,7 +93,7 @@ def _anchor(resolved: "Resolved", texts: set[Any]) -> list[str]:
     given = anchor_images(resolved)
     if given is None:
         return []
-    texts |= {(text, ()) for text in given.captions()} if resolved.run.data.caches_text else set()
+    texts |= set(given.captions()) if resolved.run.data.caches_text else set()
     line = f"data.anchor: {given.options.per_iteration} images an iteration, beside the update forwards counted below"
     return [f"{given.pairs.report}", line]
 

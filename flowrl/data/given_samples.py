@@ -17,12 +17,13 @@ from torch import Tensor
 from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.core.files import known_object
 from flowrl.core.rng import normal, permutation, stream
-from flowrl.core.types import Member, SampleId
+from flowrl.core.types import Identity, Member, SampleId
 from flowrl.data.contents import Input, set_of
 from flowrl.data.labels import Labelled, LabelledSet, LabelledSource, labelled
 from flowrl.data.options import PairsConfig
 from flowrl.data.preference_records import StoredImage, Unreadable
 from flowrl.data.preferences import PreferenceSet, PreferenceSource, load_preferences
+from flowrl.data.prompts import identity
 from flowrl.data.stored_videos import Frames
 from flowrl.display.console import log
 from flowrl.media.eight_bits import unit_floats
@@ -44,7 +45,7 @@ class TooManyLost(ConfigError):
 class Slot:
     """Caption, images and rewards of a slot."""
 
-    text: str
+    caption: Identity
     images: tuple[StoredImage | None, ...]
     """Image of each sample; None: the network draws it, or the record cannot be read."""
     rewards: tuple[float, ...]
@@ -61,8 +62,8 @@ class Latents:
     """[B, ...] float32 on the CPU; zeros if the network draws the sample, or the image cannot be read."""
     rewards: Tensor
     """[B] float32; NaN if the image cannot be read."""
-    texts: dict[int, str]
-    """Slot -> caption."""
+    texts: dict[int, Identity]
+    """Slot -> caption, with the paths of the images that it edits."""
     initial: Tensor | None = None
     """Initial noise that the samples were drawn from, [B, ...] float32; None: not asked for."""
 
@@ -85,10 +86,10 @@ class Look:
         random = self.options.crop == "random"
         return float(stream(self.seed, "look/moment", self.iteration, slot).random()) if random else 0.5
 
-    def caption(self, slot: int, text: str) -> str:
-        """The caption of a slot, "" if it is dropped."""
+    def caption(self, slot: int, given: Identity) -> Identity:
+        """The caption of a slot, its text "" if it is dropped."""
         dropped = stream(self.seed, "caption_dropout", self.iteration, slot).random() < self.options.caption_dropout
-        return "" if dropped else text
+        return ("", given[1]) if dropped else given
 
     def posterior(self, shape: Sequence[int], slots: Sequence[int]) -> Tensor | None:
         """Noise of the VAE's posterior for one image of each slot, [len(slots), *shape]; None: its mean is taken."""
@@ -140,16 +141,21 @@ class Given:
             self.held_out = load_preferences(options.eval, "data.pairs.eval", options.records, videos=videos)
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        """Column of the image that a caption edits; empty: there is none."""
+        return () if self.options.records.source is None else (self.options.records.source,)
+
+    @property
     def held_out_numbers(self) -> list[int]:
         """Numbers of the held-out pairs to evaluate, ascending: a random subset, since sets are often sorted."""
         count = 0 if self.held_out is None else len(self.held_out)
         most = HELD_OUT if self.options.max_eval is None else self.options.max_eval
         return sorted(permutation(count, self.seed, "held_out").tolist()[:most])
 
-    def captions(self) -> list[str]:
-        """All texts of forwards, with the empty one, for a cache of embeddings."""
-        own = list(self.pairs.captions())
-        return ["", *own, *(() if self.held_out is None else self.held_out.captions())]
+    def captions(self) -> list[Identity]:
+        """All captions of forwards, with the empty ones, for a cache of embeddings."""
+        own = [*self.pairs.captions(), *(() if self.held_out is None else self.held_out.captions())]
+        return [*dict.fromkeys(("", images) for _, images in own), *own]
 
     def facts(self) -> dict[str, Any]:
         """Contents of the sets and the reasons of skipped records, for provenance.json."""
@@ -225,15 +231,15 @@ def slot_of(
         record = records.read(number)
     except Unreadable as error:
         log.warning("%s", error)
-        return Slot("", (None,) * len(members), (math.nan,) * len(members))
+        return Slot(("", ()), (None,) * len(members), (math.nan,) * len(members))
     if isinstance(record, Labelled):
-        return Slot(record.prompt.text, (record.image,), ((record.label + 1) / 2,))
+        return Slot(identity(record.prompt), (record.image,), ((record.label + 1) / 2,))
     images = {"chosen": record.chosen, "rejected": record.rejected}
     best = 1.0 if not graded or record.margin is None else record.margin
     rewards = tuple(best if m == "chosen" else 0.0 for m in members)
     drawn = record.prompt.metadata.get("drawn", {})
     keys = [(drawn["seed"], (drawn["round"], drawn["prompt"], drawn[member])) for member in members if own]
-    return Slot(record.prompt.text, tuple(map(images.get, members)), rewards, tuple(keys))
+    return Slot(identity(record.prompt), tuple(map(images.get, members)), rewards, tuple(keys))
 
 
 def latents_of(
@@ -258,7 +264,7 @@ def latents_of(
     Raises Abandoned: `stop` returned true.
     """
     x0, rewards = torch.zeros(len(ids), *adapter.latent_shape()), torch.full((len(ids),), torch.nan)
-    texts: dict[int, str] = {}
+    texts: dict[int, Identity] = {}
     initial: dict[int, Tensor] = {}
     waiting: list[tuple[int, Tensor]] = []
 
@@ -275,7 +281,7 @@ def latents_of(
     for row, i in enumerate(ids):
         if i.slot not in texts:
             slot = read(i.slot)
-            texts[i.slot] = slot.text
+            texts[i.slot] = slot.caption
             place, mirror = ((0.5, 0.5), False) if look is None else look.place(i.slot)
             moment = 0.5 if look is None else look.moment(i.slot)
         rewards[row], image = slot.rewards[i.sample], slot.images[i.sample]

@@ -21,6 +21,8 @@ class PreferenceOptions:
     """Column of the preferred image: a path, or the file's bytes; of a video: a path of a file or of a folder."""
     rejected: str = "rejected"
     """Column of the other image."""
+    source: str | None = None
+    """Column of the image that the prompt edits, a path, for a model that takes one; null: none."""
     first: str = "jpg_0"
     """Column of the first of two images with a label (Pick-a-Pic), for a set without `chosen`."""
     second: str = "jpg_1"
@@ -72,6 +74,12 @@ class GivenConfig:
         require_positive(vars(self), *(name for name in _POSITIVE if name in vars(self)))
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"caption_dropout={self.caption_dropout} is a share: give 0 to 1")
+        if self.records.source is not None and (self.flip or self.crop == "random"):
+            raise OptionError(
+                f"records.source={self.records.source!r}: flip={self.flip}, crop={self.crop} would change the results "
+                "and not the sources",
+                {"flip": False, "crop": "center"},
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ import numpy as np
 from flowrl.core.errors import ConfigError
 from flowrl.core.registry import suggest
 from flowrl.core.rng import stream
+from flowrl.core.types import Identity
 from flowrl.data.options import PreferenceOptions
 from flowrl.data.preference_records import Preference, Report, StoredImage, Unreadable, Votes, is_false
 from flowrl.data.prompt_files import note_sampler_keys
@@ -52,7 +53,7 @@ def load_preferences(
     Raises ConfigError: no such source or column, no usable record, too many broken, a package that is not installed.
     """
     where = f"{key}={source!r}"
-    images = (options.chosen, options.rejected, options.first, options.second)
+    images = (options.chosen, options.rejected, options.first, options.second, options.source or "")
     records = find_records(source, images, options.subset, where)
     result = PreferenceSet(records, where, options, paired=paired, graded=graded, videos=videos)
     log.info("%s", result.report)
@@ -83,7 +84,7 @@ class PreferenceSet:
         self.voted = options.chosen not in names
         """Whether records are two images with a label, not a chosen and a rejected one."""
         wanted = (options.first, options.second, options.label) if self.voted else ()
-        self.named = wanted or (options.chosen, options.rejected, "margin")
+        self.named = (*(wanted or (options.chosen, options.rejected, "margin")), options.source or "")
         for name in wanted:
             if name not in names:
                 raise ConfigError(
@@ -134,15 +135,15 @@ class PreferenceSet:
         except OSError as error:
             raise Unreadable(where, str(error)) from error
 
-    def captions(self) -> Iterator[str]:
-        """Every distinct text, in the order of its first record."""
+    def captions(self) -> Iterator[Identity]:
+        """Every distinct text, with its source image where there is one, in the order of its first record."""
         seen: set[bytes] = set()
-        for _, record in self._usable():
-            text = str(record[self.text])
-            mark = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:16]
+        for index, record in self._usable():
+            asked = str(record[self.text]), self._source(record, int(self.rows[index]))
+            mark = hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).digest()[:16]
             if mark not in seen:
                 seen.add(mark)
-                yield text
+                yield asked
 
     def identities(self) -> Iterator[tuple[int, str, tuple[str, ...]]]:
         """(index, text, keys of the chosen and of a rejected image) of every record in order.
@@ -205,7 +206,18 @@ class PreferenceSet:
         options = self.options
         apart = (self.text, options.chosen, options.rejected, options.first, options.second, "margin")
         metadata = {name: value for name, value in record.items() if name not in apart}
-        return Preference(Prompt(text, metadata), won, lost, margin, self.records.place(row))
+        images = self._source(record, row)
+        metadata |= {"images": list(images)} if images else {}
+        return Preference(Prompt(text, metadata, images), won, lost, margin, self.records.place(row))
+
+    def _source(self, record: dict[str, Any], row: int) -> tuple[str, ...]:
+        """Path of the image that the prompt edits, where the set has one. Raises Unfit: it is missing, or no path."""
+        if self.options.source is None:
+            return ()
+        found = self._image(record, self.options.source, None, row).source
+        if not isinstance(found, Path) or found.is_dir() or is_video_file(found):
+            raise Unfit("source not an image's path", f"{self.options.source}={str(found)[:60]}")
+        return (str(found),)
 
     def _fitting(self, result: Preference) -> Preference:
         """The preference itself, if its videos fit. Raises Unfit: they do not, or are videos in a set of images."""

@@ -45,7 +45,7 @@ def require_images(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str, f
         if count < least:
             raise ConfigError(
                 f"{where} has {count} image(s), but {kind} needs {least}; give the paths under 'image' or 'images' "
-                "in a .jsonl, or data.image_column of a data set"
+                "in a .jsonl, or data.image_column of a data set, or the column of pairs as records.source"
             )
         if bool(count) != bool(first.images):
             raise ConfigError(

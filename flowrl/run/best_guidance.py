@@ -42,7 +42,9 @@ class Chosen:
 def captions(prompts: RunPrompts, given: Given | None) -> list[Prompt]:
     """The first distinct captions that a run trains on, in the order of their file."""
     found: dict[Any, Prompt] = {}
-    for prompt in prompts.train if given is None else map(Prompt, given.pairs.captions()):
+    for prompt in (
+        prompts.train if given is None else (Prompt(text, {}, images) for text, images in given.pairs.captions())
+    ):
         found.setdefault(identity(prompt), prompt)
         if len(found) == CAPTIONS:
             break

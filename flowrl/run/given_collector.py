@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.core.errors import Abandoned
-from flowrl.core.types import Condition, SampleId, Samples, no_edges
+from flowrl.core.types import Condition, Identity, SampleId, Samples, no_edges
 from flowrl.credit.advantages import Advantages
 from flowrl.data.given_samples import PAIR, Given, Latents, Look, Slot, latents_of, slot_of
 from flowrl.data.labels import LabelledSource
@@ -65,7 +65,7 @@ class PairCollector:
                 size = self.context.rollout_batch_size
                 result = latents_of(of_slot, own, sampling.adapter, batch_size=size, look=look, stop=self.stop.here)
             with timer.phase("text"):
-                return result, sampling.texts.lookup([look.caption(slot, result.texts[slot]) for slot in slots])
+                return result, sampling.texts.of_identities([look.caption(slot, result.texts[slot]) for slot in slots])
 
         result, cond = self.world.in_step(prepare)
         x0 = result.x0
@@ -153,7 +153,7 @@ class HeldOutPairs:
         total = torch.stack(self.world.gather(sums)).sum(dim=0).reshape(self.count, len(PAIR))
         right = ((total > 0).double() + (total >= 0).double()).mean(dim=1) / 2
         texts = {slot: text for part in self.world.gather(latents.texts) for slot, text in part.items()}
-        first: dict[str, int] = {}
+        first: dict[Identity, int] = {}
         return Agreement(
             torch.where(credit.dead, torch.nan, right).numpy(),
             np.array([first.setdefault(texts[slot], slot) for slot in range(self.count)], dtype=np.int64),
@@ -183,7 +183,7 @@ class HeldOutPairs:
         """Summed agreement of the samples of `slots`, by identity [2 N] float64."""
         ids, first = self._ids(slots), (slots[0] - self.slots[0]) * len(PAIR)
         samples = Samples(latents.x0[first : first + len(ids)], tuple(ids))
-        cond = self.sampling.texts.lookup([latents.texts[slot] for slot in slots])
+        cond = self.sampling.texts.of_identities([latents.texts[slot] for slot in slots])
         rows, plan = slots_and_rows(ids)[1], solver_plan(self.sampling.schedule)
         rollout = Trajectories(plan, samples, no_edges(samples), cond, rows).scored(rewards)
         sums = torch.zeros(self.count * len(PAIR), dtype=torch.float64)

@@ -82,7 +82,7 @@ def test_a_slot_holds_a_pair_a_winner_alone_or_a_place_for_a_drawn_sample(folder
     found = encoded(given(folder, method), ids)
     assert torch.equal(found.x0, torch.stack([torch.zeros(2, 4, 4) if k is None else latent(k) for k in images]))
     assert found.rewards.tolist() == rewards
-    assert found.texts == {each.slot: f"prompt {each.slot}" for each in ids}
+    assert found.texts == {each.slot: (f"prompt {each.slot}", ()) for each in ids}
 
 
 def test_single_pictures_have_their_label_as_reward(folder):
@@ -131,9 +131,29 @@ def test_no_more_pictures_than_a_batch_are_in_memory():
 
     adapter = Counting()
     pair: tuple[Any, ...] = Watched(), Watched()
-    slots = [Slot("", pair, (1.0, 0.0)) for _ in range(5)]
+    slots = [Slot(("", ()), pair, (1.0, 0.0)) for _ in range(5)]
     latents_of(slots.__getitem__, both(*range(5)), adapter, batch_size=4)
     assert adapter.sizes == (4, 4, 2)
+
+
+def test_a_source_stands_beside_its_caption_also_where_that_is_dropped(folder):
+    lines = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    for k, line in enumerate(lines):
+        line |= {"prompt": "make it blue", "image": f"chosen-{k % 2}.png"}
+    lines[4]["image"], lines[5]["image"] = "gone.png", None
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = given(folder, records=PreferenceOptions(source="image", max_broken=0.4), flip=False)
+    files = [(str(folder / f"chosen-{k}.png"),) for k in (0, 1)]
+    assert found.pairs.report.counts == {"missing image": 2}
+    assert found.captions() == [("", files[0]), ("", files[1]), ("make it blue", files[0]), ("make it blue", files[1])]
+    texts = encoded(found, both(2, 3)).texts
+    assert texts == {2: ("make it blue", files[0]), 3: ("make it blue", files[1])}
+    always = Look(PairsConfig(path="x", caption_dropout=1.0), 0, 1)
+    assert always.caption(3, texts[3]) == ("", files[1])
+    assert found.pairs.read(1).prompt.metadata["images"] == list(files[1])
+    plain = given(folder)
+    assert plain.pairs.fingerprint != found.pairs.fingerprint
+    assert plain.captions() == [("", ()), ("make it blue", ())]
 
 
 # ---- how a picture is looked at
@@ -177,11 +197,11 @@ def test_a_look_is_keyed_by_seed_iteration_and_slot():
 def test_captions_are_dropped_and_pictures_mirrored_as_often_as_asked():
     """Of 2000 draws: std 8.9 at a share of 0.2, 22.4 at 0.5."""
     look = Look(PairsConfig(path="x"), 0, 1)
-    dropped = sum(look.caption(slot, "text") == "" for slot in range(2000))
+    dropped = sum(look.caption(slot, ("text", ("a",))) == ("", ("a",)) for slot in range(2000))
     assert abs(dropped - 400) < 4 * 17.9
     assert abs(sum(look.place(slot)[1] for slot in range(2000)) - 1000) < 4 * 22.4
     never = Look(PairsConfig(path="x", caption_dropout=0.0, flip=False), 0, 1)
-    assert all(never.caption(slot, "text") == "text" and not never.place(slot)[1] for slot in range(50))
+    assert all(never.caption(slot, ("text", ())) == ("text", ()) and not never.place(slot)[1] for slot in range(50))
 
 
 def test_the_posterior_is_drawn_anew_in_every_iteration(folder):
@@ -302,7 +322,7 @@ def test_facts_and_counts_are_those_of_the_sets(folder):
     found = given(folder, eval=str(folder / "pairs.jsonl"), max_eval=4)
     assert len(found.held_out_numbers) == 4
     assert found.facts()["eval_pairs"]["usable"] == COUNT
-    assert found.captions()[0] == ""
+    assert found.captions()[0] == ("", ())
     assert len(set(found.captions())) == COUNT + 1
 
 

@@ -100,7 +100,7 @@ def test_columns_may_have_other_names(put):
     options = PreferenceOptions(prompt="text", chosen="good", rejected="bad")
     found = load_preferences(folder, "data.pairs", options)
     assert [found.read(k).prompt for k in (0, 1)] == [Prompt("x"), Prompt("y")]
-    assert list(found.captions()) == ["x", "y"]
+    assert list(found.captions()) == [("x", ()), ("y", ())]
     assert "needs a column 'prompt' or 'caption'; there are: text, good, bad" in refusal(folder)
     message = refusal(folder, PreferenceOptions(prompt="text", chosen="god"))
     assert "needs 'god', or 'jpg_0', 'jpg_1', 'label_0'; has no 'jpg_0'" in message
@@ -262,7 +262,7 @@ def test_whatever_bytes_a_row_holds_end_in_one_error(content):
 def test_captions_are_given_once_in_the_order_of_the_set_and_of_usable_records_alone(put):
     records = [pair() | {"prompt": p} for p in ("b", "a", "b", "c")]
     records.insert(1, pair("gone.png") | {"prompt": "of a broken record"})
-    assert list(load_preferences(put(*records), "data.pairs", ALL).captions()) == ["b", "a", "c"]
+    assert list(load_preferences(put(*records), "data.pairs", ALL).captions()) == [(text, ()) for text in "bac"]
 
 
 # ---- the order
@@ -509,5 +509,5 @@ def test_a_data_set_in_the_layout_of_pick_a_pic(tmp_path, monkeypatch):
         assert found.report.counts == {"tie": 1}
         assert [red(found.read(k).chosen) for k in range(4)] == [0, 101, 3, 4]
         assert found.read(2).key == "row 4"
-        assert list(found.captions()) == [f"caption {k}" for k in (0, 1, 3, 4)]
+        assert list(found.captions()) == [(f"caption {k}", ()) for k in (0, 1, 3, 4)]
     assert "there is no split 'test'" in refusal(f"hf:{tmp_path / 'saved'}:test")

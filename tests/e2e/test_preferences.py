@@ -14,6 +14,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.files import json_ready
 from flowrl.data.preferences import PreferenceSource, load_preferences
 from tests import ranks
+from tests import tiny_pipelines as tiny
 from tests.e2e.conftest import assert_same_gradient, digest, inside, train
 
 SCENE = (
@@ -111,6 +112,42 @@ def test_the_generic_adapter_takes_the_native_ones_first_update(name: str):
     for metric in ("matching/error", "policy/loss"):
         assert told("entered")[0][metric] == pytest.approx(told("native")[0][metric], rel=1e-4)
     assert_same_gradient("entered", "native")
+
+
+@pytest.mark.usefixtures("pairs")
+def test_edits_learn_from_their_sources():
+    """FLUX Kontext by its own call: other sources change the loss, on captions alone it is another one too."""
+    tiny.make("flux_kontext").save_pretrained("kontext")
+    call = f"call: {{max_sequence_length: {tiny.TOKENS}, _auto_resize: false}}"
+    model = f"model={{name: generic, path: ./kontext, height: 16, width: 16, lora: {{rank: 2, alpha: 4}}, {call}}}"
+    lines = [json.loads(line) for line in Path("pairs/pairs.jsonl").read_text().splitlines()]
+    errors = []
+    for k, side in enumerate(("chosen", "rejected", "chosen")):
+        edits = [line | {"image": f"{side}-{5 - n}.png"} for n, line in enumerate(lines)]
+        Path(f"edits-{k}.jsonl").write_text("".join(json.dumps(absolute(line)) + "\n" for line in edits))
+        records = ", records: {source: image}" if k < 2 else ""
+        data = f"data={{pairs: {{path: edits-{k}.jsonl, per_iteration: 4, flip: false, posterior: mean{records}}}}}"
+        train(
+            f"name=edits-{k}",
+            "model=null",
+            data,
+            "rollout={num_inference_steps: 3, batch_size: 4}",
+            "rewards=[]",
+            model,
+            METHODS["sft"],
+            "eval.every=0",
+            *ONE_UPDATE,
+        )
+        row = told(f"edits-{k}")[0]
+        assert row["grad/norm"] > 0
+        errors.append(row["matching/error"])
+    assert len({round(error, 4) for error in errors}) == 3
+
+
+def absolute(line: dict) -> dict:
+    return {
+        name: str(Path("pairs", value).resolve()) if value.endswith(".png") else value for name, value in line.items()
+    }
 
 
 DATA = SCENE[0].replace("pairs: {", "pairs: {eval: heldout, ")

@@ -44,8 +44,8 @@ class Data:
     def require_fit(self, adapter: ModelAdapter, resolved: Resolved) -> None:
         """Refuse prompts that the model cannot take, with ConfigError that names the prompt and the remedy."""
         listed = [("data.prompts", self.prompts.listed)] if self.given is None else []
-        # Captions of given images have no reference images.
-        listed += [(each.key, [Prompt("")]) for each in self.images]
+        # Captions of given images have no reference images but the one that they edit.
+        listed += [(each.key, [Prompt("", {}, each.sources)]) for each in self.images]
         for key, prompts in (*listed, self.prompts.looked_up):
             require_images(prompts, adapter, key, listed[0][1][0])
         previews.require_fit(self.previews, adapter, resolved.model.config)
@@ -63,7 +63,7 @@ class Data:
 
     def texts(self, *, cache: bool) -> list[str | Prompt]:
         """All that is embedded ahead, if anything is."""
-        captions = [text for each in self.images for text in each.captions()] if cache else ()
+        captions = [Prompt(text, {}, of) for each in self.images for text, of in each.captions()] if cache else ()
         return [*self.prompts.train, *self.prompts.evaluated, *captions]
 
     def describe(self) -> str:
