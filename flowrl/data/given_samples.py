@@ -141,11 +141,6 @@ class Given:
             self.held_out = load_preferences(options.eval, "data.pairs.eval", options.records, videos=videos)
 
     @property
-    def sources(self) -> tuple[str, ...]:
-        """Column of the image that a caption edits; empty: there is none."""
-        return () if self.options.records.source is None else (self.options.records.source,)
-
-    @property
     def held_out_numbers(self) -> list[int]:
         """Numbers of the held-out pairs to evaluate, ascending: a random subset, since sets are often sorted."""
         count = 0 if self.held_out is None else len(self.held_out)

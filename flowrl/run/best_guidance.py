@@ -42,9 +42,8 @@ class Chosen:
 def captions(prompts: RunPrompts, given: Given | None) -> list[Prompt]:
     """The first distinct captions that a run trains on, in the order of their file."""
     found: dict[Any, Prompt] = {}
-    for prompt in (
-        prompts.train if given is None else (Prompt(text, {}, images) for text, images in given.pairs.captions())
-    ):
+    own = (Prompt(text, {}, images) for text, images in given.pairs.captions()) if given else prompts.train
+    for prompt in own:
         found.setdefault(identity(prompt), prompt)
         if len(found) == CAPTIONS:
             break

@@ -45,7 +45,8 @@ class Data:
         """Refuse prompts that the model cannot take, with ConfigError that names the prompt and the remedy."""
         listed = [("data.prompts", self.prompts.listed)] if self.given is None else []
         # Captions of given images have no reference images but the one that they edit.
-        listed += [(each.key, [Prompt("", {}, each.sources)]) for each in self.images]
+        columns = [(each.key, each.options.records.source) for each in self.images]
+        listed += [(key, [Prompt("", {}, () if of is None else (of,))]) for key, of in columns]
         for key, prompts in (*listed, self.prompts.looked_up):
             require_images(prompts, adapter, key, listed[0][1][0])
         previews.require_fit(self.previews, adapter, resolved.model.config)
