@@ -1,7 +1,5 @@
 """Noise drawn ahead: a thread draws what the next steps need while the network works, so that a GPU does not wait."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,7 +36,7 @@ class Ahead(Generic[T]):
         self._waiting: deque[Future[T]] = deque()
         self._pool = ThreadPoolExecutor(1, "noise") if ahead_of(torch.device(device)) else None
 
-    def __enter__(self) -> Ahead[T]:
+    def __enter__(self) -> "Ahead[T]":
         return self
 
     def __exit__(self, *failure: object) -> None:

@@ -4,8 +4,6 @@ A distribution is N(mean, std^2), initially N(0, 1). Each prompt's mean and std 
 those of the present prompts alone. `learned_noise.safetensors` holds all as [P, ...], with the prompts in its metadata.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,7 +69,7 @@ class LearnedNoise(nn.Module):
         save_file(tensors, folder / FILE, metadata={"prompts": json.dumps(self.prompts)})
 
     @staticmethod
-    def load(file: Path) -> LearnedNoise:
+    def load(file: Path) -> "LearnedNoise":
         """Inverse of `save`, on the CPU."""
         from safetensors import safe_open
 

@@ -5,8 +5,6 @@ x0 = model.denoise(x, 0.7, ["a small red circle"])
 images = model.sample(["a small red circle"], seed=0)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

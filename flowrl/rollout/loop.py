@@ -4,8 +4,6 @@ Rollout and training call the same `Policy.predict` and `Policy.distribution` on
 first ratio is 1 by construction.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -126,7 +124,7 @@ class _Batch:
     """Steps from each place but the last; empty where there is no node."""
 
     @classmethod
-    def of(cls, plan: StepPlan, noise: Noise, ids: Sequence[SampleId]) -> _Batch:
+    def of(cls, plan: StepPlan, noise: Noise, ids: Sequence[SampleId]) -> "_Batch":
         routes = Routes.of(plan, ids, shared_start=noise.shared_start)
         places = [routes.at(k) for k in range(len(plan))]
         moves = [routes.moves(k, leads) if len(leads) else [] for k, leads in enumerate(places)]
@@ -177,7 +175,7 @@ class _Front:
     """Numbers among the recorded nodes, [N]; -1: not recorded."""
 
     @staticmethod
-    def join(parts: Sequence[_Front]) -> _Front:
+    def join(parts: "Sequence[_Front]") -> "_Front":
         """Rows of several steps, in order."""
         if len(parts) == 1:
             return parts[0]

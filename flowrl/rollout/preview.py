@@ -44,12 +44,12 @@ class Preview:
         if not adapter.own_network:
             raise ModelError(
                 f"rollout.exploration.network={kind!r}: the generic adapter enters the pipeline's own network",
-                remedies=[Remedy({"rollout.exploration.network": "policy"})],
+                {"rollout.exploration.network": "policy"},
             )
         if isinstance(adapter.network, nn.ModuleDict):
             raise ModelError(
                 f"rollout.exploration.network={kind!r}: a model with several experts has no copy",
-                remedies=[Remedy({"rollout.exploration.network": "policy"})],
+                {"rollout.exploration.network": "policy"},
             )
         _require(kind)
         self._plain = _without_adapter(adapter.network)
@@ -128,15 +128,12 @@ def _require(kind: PreviewKind) -> None:
     except ImportError:
         raise ModelError(
             f"rollout.exploration.network={kind!r} needs torchao",
-            remedies=[
-                Remedy(command="pip install 'flowrl[quant]'"),
-                Remedy({"rollout.exploration.network": "bfloat16"}),
-            ],
+            [Remedy(command="pip install 'flowrl[quant]'"), {"rollout.exploration.network": "bfloat16"}],
         ) from None
     if kind == "float8" and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)):
         raise ModelError(
             "rollout.exploration.network='float8' needs an NVIDIA GPU of compute capability 8.9",
-            remedies=[Remedy({"rollout.exploration.network": "bfloat16"})],
+            {"rollout.exploration.network": "bfloat16"},
         )
 
 

@@ -1,7 +1,5 @@
 """The rows of the denoising loop at each place of the grid: chains, common starts and trees alike."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +34,7 @@ class Routes:
     """Whether that step is stochastic, [K, B]."""
 
     @classmethod
-    def of(cls, plan: StepPlan, ids: Sequence[SampleId], *, shared_start: bool) -> Routes:
+    def of(cls, plan: StepPlan, ids: Sequence[SampleId], *, shared_start: bool) -> "Routes":
         """The routes of a batch; raises ValueError unless it holds whole trees."""
         if plan.tree is not None:
             return cls._of_trees(plan, ids)
@@ -53,7 +51,7 @@ class Routes:
         )
 
     @staticmethod
-    def _of_trees(plan: StepPlan, ids: Sequence[SampleId]) -> Routes:
+    def _of_trees(plan: StepPlan, ids: Sequence[SampleId]) -> "Routes":
         tree, size = plan.tree, plan.leaves
         assert tree is not None
         place = torch.tensor([i.sample % size for i in ids])

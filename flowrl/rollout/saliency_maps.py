@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.core import rng
-from flowrl.core.errors import ModelError, Remedy
+from flowrl.core.errors import ModelError
 from flowrl.credit.saliency import SpatialConfig, saliency, to_latent_grid
 from flowrl.media.eight_bits import unit_floats
 from flowrl.models.base import ModelAdapter, packed_grid
@@ -106,7 +106,7 @@ def _dinov2(name: str, device: torch.device | str) -> Backbone:
         raise ModelError(
             f"saliency backbone={name!r} cannot be loaded, unlike a folder or hub id of a DINOv2 that can be reached: "
             f"{error}",
-            remedies=[Remedy({"algorithm.spatial.backbone": "fixed"})],
+            {"algorithm.spatial.backbone": "fixed"},
         ) from error
     patch = model.config.patch_size
     others = 1 + getattr(model.config, "num_register_tokens", 0)

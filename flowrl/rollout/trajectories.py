@@ -1,7 +1,5 @@
 """The data of an iteration after its rollout: samples, edges, rewards. Shapes as in `flowrl.core.types`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ class Asked:
     rows: Tensor
     """Row of `cond` of each sample, [B] int64."""
 
-    def __getitem__(self, part: slice) -> Asked:
+    def __getitem__(self, part: slice) -> "Asked":
         """A part of the samples, with all conditions."""
         return Asked(self.ids[part], self.cond, self.rows[part])
 
@@ -45,7 +43,7 @@ class Trajectories:
     rows: Tensor
     """Row of `cond` of each sample, [B] int64."""
 
-    def scored(self, rewards: Tensor, **further: Any) -> Rollout:
+    def scored(self, rewards: Tensor, **further: Any) -> "Rollout":
         """The rollout with the rewards of the whole iteration [R, P, G]; `further` are fields of `Rollout`."""
         return Rollout(self.plan, self.samples, self.edges, self.cond, self.rows, rewards, **further)
 

@@ -1,7 +1,5 @@
 """Transitions of a run, kept over iterations, first in first out: the training data of DPOK."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +30,12 @@ class Table:
     def __len__(self) -> int:
         return len(self.step)
 
-    def at(self, rows: Tensor | slice) -> Table:
+    def at(self, rows: Tensor | slice) -> "Table":
         """The transitions of `rows`."""
         return Table(**{name: column[rows] for name, column in vars(self).items()})
 
     @staticmethod
-    def join(parts: Sequence[Table]) -> Table:
+    def join(parts: "Sequence[Table]") -> "Table":
         """All of them, in order."""
         return Table(**{name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])})
 

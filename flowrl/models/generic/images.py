@@ -13,8 +13,6 @@ part that it steps; Wan's call puts its own in front of every forward, and what 
 Each entry of the pipeline gets a blank image of the right size, since its own code reads the size.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import math
