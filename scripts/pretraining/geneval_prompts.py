@@ -1,11 +1,11 @@
-"""GenEval's 553 benchmark prompts with their records, by the rule of flowrl/apps/suites/_geneval_prompts.py."""
+"""GenEval's 553 benchmark prompts with their records, by the rule of flowrl/apps/suites/geneval.py."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from flowrl.apps.suites._geneval_prompts import lines
+from flowrl.apps.suites.geneval import lines
 
 FILE = Path(__file__).resolve().parents[2] / "assets" / "prompts" / "geneval.jsonl"
 

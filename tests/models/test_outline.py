@@ -16,9 +16,8 @@ from flowrl.config.resolved import Resolved
 from flowrl.core.errors import ModelError
 from flowrl.core.strict import validate
 from flowrl.models import generic
-from flowrl.models.generic.full_masks import FullMasks
 from flowrl.models.generic.images import blank
-from flowrl.models.generic.outline import Outline, Unmeasurable
+from flowrl.models.generic.outline import FullMasks, Outline, Unmeasurable
 from flowrl.models.generic.stand_ins import LONGEST, Encoded, Tokens
 from flowrl.models.memory.meter import faked, measured
 from flowrl.planning import memory

@@ -330,7 +330,7 @@ def types(remedy: Remedy, option: str, dtype: str) -> None:
 
 def saved(remedy: Remedy, name: str) -> None:
     """A LoRA whose tensors have no names in kohya's layout."""
-    from flowrl.apps.publish.original_names import renamed
+    from flowrl.apps.publish.export import renamed
     from flowrl.models.lora_formats.families import BY_PIPELINE
 
     if remedy.flag:  # the formats that rename nothing
@@ -342,7 +342,7 @@ def saved(remedy: Remedy, name: str) -> None:
 
 
 def fused(remedy: Remedy) -> None:
-    from flowrl.apps.publish.original_names import fuse
+    from flowrl.apps.publish.export import fuse
 
     if remedy.flag:
         assert remedy.flag == "--format merged"
@@ -526,9 +526,9 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
         lambda remedy: compiled(remedy, lambda: compile_fails("TorchDynamoException")),
     ),
     ("models/memory/compiled.py:compile_blocks", lambda remedy: compiled(remedy, compile_nothing)),
-    ("apps/publish/original_names.py:renamed 1", lambda remedy: saved(remedy, "")),
-    ("apps/publish/original_names.py:renamed 2 3", lambda remedy: saved(remedy, "nowhere.to_q")),
-    ("apps/publish/original_names.py:fuse", fused),
+    ("apps/publish/export.py:renamed 1", lambda remedy: saved(remedy, "")),
+    ("apps/publish/export.py:renamed 2 3", lambda remedy: saved(remedy, "nowhere.to_q")),
+    ("apps/publish/export.py:fuse", fused),
     ("rollout/preview.py:Preview.__init__ 1", lambda remedy: preview(remedy, ONE)),
     ("rollout/preview.py:Preview.__init__ 2", lambda remedy: preview(remedy, EXPERTS)),
     ("rollout/preview.py:_require 1 2", lambda remedy: previewed(remedy, "int8", missing=True)),

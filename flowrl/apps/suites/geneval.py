@@ -1,20 +1,83 @@
 """GenEval: objects, numbers, colours and places that a prompt names, found by a detector.
 
-553 prompts of six tasks, four images each. A task's accuracy is the mean over its images; the overall score is the
+553 prompts of six tasks, four images each, drawn anew by the benchmark's own rule: from COCO's classes with NumPy's
+generator at seed 43, which gives its file byte for byte. Equal prompts are taken once:
+
+    single_object 80    two_object 99    counting 80    colors 94    position 100    color_attr 100
+
+The plurals are the benchmark's ("four benchs"). A task's accuracy is the mean over its images; the overall score is the
 unweighted mean of the six, not the mean over images.
 
-Source: arXiv:2310.11513; djghosh13/geneval:evaluation/evaluate_images.py, summary_scores.py.
+Source: arXiv:2310.11513; djghosh13/geneval:evaluation/evaluate_images.py, summary_scores.py and the rule of
+prompts/create_prompts.py (MIT), written anew.
 """
 
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from flowrl.apps.suites._reading import facts_of, keep_once, records_of
+import numpy as np
+
+from flowrl.apps.suites._reading import facts_of, keep_once, records_of, tables_of
 from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suite import Item, Row, Table, by_tag, chosen_output, line, refuse_path, score
+
+SEED, DRAWS = 43, 100
+
+CLASSES: list[str] = tables_of("geneval")
+COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+RELATIONS = ("left of", "right of", "above", "below")
+NUMBERS = {2: "two", 3: "three", 4: "four"}
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def _record(tag: str, text: str, include: list[dict], exclude: list[dict] | None = None) -> dict:
+    excluded = {} if exclude is None else {"exclude": exclude}
+    return {"tag": tag, "include": include, **excluded, "prompt": f"a photo of {text}"}
+
+
+def _object(name: str, count: int = 1, **more: object) -> dict:
+    return {"class": name, "count": count, **more}
+
+
+def draws(rng: np.random.Generator) -> Iterator[dict]:
+    """All records in the benchmark's order, repeated ones included."""
+    for index in rng.choice(len(CLASSES), size=len(CLASSES), replace=False):
+        yield _record("single_object", _a(CLASSES[index]), [_object(CLASSES[index])])
+    for _ in range(DRAWS):
+        first, second = (CLASSES[i] for i in rng.choice(len(CLASSES), size=2, replace=False))
+        yield _record("two_object", f"{_a(first)} and {_a(second)}", [_object(first), _object(second)])
+    for _ in range(DRAWS):
+        name, count = CLASSES[rng.choice(len(CLASSES))], int(rng.integers(2, 5))
+        counted = [_object(name, count)], [_object(name, count + 1)]
+        yield _record("counting", f"{NUMBERS[count]} {name}{'es' if name.endswith('s') else 's'}", *counted)
+    # A coloured person is never asked for: of the classes, the first is left out.
+    coloured = CLASSES[1:]
+    for _ in range(DRAWS):
+        name = coloured[rng.choice(len(coloured))]
+        color = COLORS[rng.choice(len(COLORS))]
+        yield _record("colors", f"{_a(color)} {name}", [_object(name, color=color)])
+    for _ in range(DRAWS):
+        first, second = (CLASSES[i] for i in rng.choice(len(CLASSES), size=2, replace=False))
+        relation = RELATIONS[rng.choice(len(RELATIONS))]
+        placed = [_object(second), _object(first, position=[relation, 0])]
+        yield _record("position", f"{_a(first)} {relation} {_a(second)}", placed)
+    for _ in range(DRAWS):
+        first, second = (coloured[i] for i in rng.choice(len(coloured), size=2, replace=False))
+        one, two = (COLORS[i] for i in rng.choice(len(COLORS), size=2, replace=False))
+        both = [_object(first, color=one), _object(second, color=two)]
+        yield _record("color_attr", f"{_a(one)} {first} and {_a(two)} {second}", both)
+
+
+def lines() -> list[str]:
+    """Lines of the benchmark's file, evaluation_metadata.jsonl: each distinct record once."""
+    return list(dict.fromkeys(json.dumps(record) for record in draws(np.random.default_rng(SEED))))
+
 
 LEVEL = "tested"
 FACTS = facts_of("geneval", LEVEL)
@@ -29,8 +92,6 @@ def items(path: Path | None) -> list[Item]:
 
     Raises ConfigError: a path that is not that of the benchmark's own file.
     """
-    from flowrl.apps.suites._geneval_prompts import lines
-
     own = lines()
     if path is None or not path.is_file() or path.read_bytes().split() != "\n".join(own).encode().split():
         refuse_path(path, "geneval")

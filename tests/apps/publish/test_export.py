@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.apps.publish.export import export
-from flowrl.apps.publish.original_names import renamed
+from flowrl.apps.publish.export import export, renamed
 from flowrl.commands.export import command
 from flowrl.core.errors import ConfigError, ModelError, WriteError
 from flowrl.core.files import fsync_all

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from flowrl.apps.publish.original_names import Layout, renamed
+from flowrl.apps.publish.export import Layout, renamed
 from flowrl.core.errors import ModelError
 from flowrl.models.base import LoraSettings
 from flowrl.models.lora_formats.families import Family, family_of
