@@ -21,10 +21,14 @@ from flowrl.rewards.shapes_edit import CARD, Config, Verdict, build, in_cells, j
 from PIL import Image
 
 from flowrl import edited_shapes, shapes
+from flowrl.core.errors import ConfigError
+from flowrl.data.prompt_sources import load_prompts
 from flowrl.edited_shapes import OPERATIONS, Edit, Pair, parse
 from flowrl.moving_shapes import DIRECTIONS
 from flowrl.reward import RewardError
 from flowrl.rewards import shapes_edit
+from flowrl.scoring.build import require_metadata
+from flowrl.scoring.entries import RewardEntry, RewardPlan
 from flowrl.shapes import COLORS, SHAPES, ObjectSpec, Placed
 from scripts.pretraining import edit_prompts
 
@@ -352,6 +356,18 @@ def test_the_lists_of_edits_are_what_their_script_draws(part):
         with Image.open(folder / record["image"]) as stored:
             assert stored.tobytes() == edit_prompts.as_image(shapes.render(pair.source)).tobytes()
         shapes_edit.check_prompt(record["prompt"], {"images": [str(folder / record["image"])]})
+
+
+def test_a_list_of_edits_is_read_with_its_sources_and_a_wrong_source_is_named_before_training(tmp_path):
+    prompts = load_prompts("shapes-edit-train.jsonl", "data.prompts", most=14)
+    assert [prompt.metadata["operation"] for prompt in prompts] == 2 * list(OPERATIONS)
+    assert [prompt.metadata["images"] for prompt in prompts] == [list(prompt.images) for prompt in prompts]
+    plan = RewardPlan(RewardEntry(name="shapes_edit"), shapes_edit, Config())
+    require_metadata("data.prompts", prompts, [plan], [CARD])
+    wrong = replace(prompts[1], metadata={"images": [file_of(tmp_path, (replace(RED, color="yellow"),))]})
+    words = r"data\.prompts: prompt 2, 'remove the .*of which the source shows 0, not 1; it shows a yellow circle: give"
+    with pytest.raises(ConfigError, match=words):
+        require_metadata("data.prompts", [prompts[0], wrong], [plan], [CARD])
 
 
 def test_parts_share_no_content_and_a_draw_keeps_to_its_part():
