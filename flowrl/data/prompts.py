@@ -1,7 +1,7 @@
 """Prompts with their images and metadata, and their order in a run; flowrl/data/prompt_sources.py reads them."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -119,6 +119,20 @@ class PromptSource:
 def identity(prompt: str | Prompt) -> tuple[str, tuple[str, ...]]:
     """Identity of a prompt: text and images, on which its embedding and a learned noise distribution depend."""
     return (prompt, ()) if isinstance(prompt, str) else (prompt.text, prompt.images)
+
+
+def reworded(prompt: Prompt, wording: str) -> Prompt:
+    """The prompt in other words: `wording` with its text for {prompt}, and its metadata for their names in braces.
+
+    Raises ConfigError: they lack a name.
+    """
+    try:
+        return replace(prompt, text=wording.format_map({**prompt.metadata, "prompt": prompt.text}))
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        names = ", ".join(("prompt", *prompt.metadata))
+        raise ConfigError(
+            f"the wording {wording!r} does not fit the prompt {prompt.text[:60]!r} ({error!r}); its record has {names}"
+        ) from None
 
 
 def distinct_numbers(keys: Sequence[Hashable]) -> list[int]:

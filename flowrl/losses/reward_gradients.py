@@ -10,7 +10,8 @@ A leap from step a to a place b is such a step over several: x_b = keep x_a + su
 the integral of the polynomial through the outputs there (flows: of v over sigma; VP: of eps over sigma / alpha). One
 support, the start, is the long Euler step.
 
-Source: arXiv 2309.17400 (DRaFT), 2304.05977 (ReFL), 2405.00760 (DRTune), 2604.15311 (LeapAlign), 2606.11075 (FlowBP).
+Source: arXiv 2309.17400 (DRaFT), 2304.05977 (ReFL), 2405.00760 (DRTune), 2604.15311 (LeapAlign), 2606.11075 (FlowBP),
+2509.06942 (SRPO), 2511.21541 (PRFL).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,9 +23,9 @@ import torch
 from torch import Tensor
 
 from flowrl.core.tensors import floats
-from flowrl.core.types import Kept
+from flowrl.core.types import Kept, Step
 from flowrl.diffusion.plan import StepPlan
-from flowrl.diffusion.process import FlowProcess, PredictionType, Process, euler_mean
+from flowrl.diffusion.process import FlowProcess, PredictionType, Process, euler_mean, expand
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import GradientBatch, LossOutput, summed
 from flowrl.losses.matching import mean_square
@@ -47,6 +48,21 @@ class Link:
     """Share of the gradient that goes on through the network's input; 0: it is detached."""
 
 
+Wordings = Sequence[tuple[float, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Samples noised by the noise that they began with, taken one step on, and freed of what is left of it."""
+
+    start: float
+    """Noise level of the step, as of a flow."""
+    end: float
+    """That after it: below `start` it denoises, above it inverts."""
+    readings: Wordings
+    """Rewards count as the sum of factor * value under the prompt in these words."""
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """The way of a gradient in one iteration."""
@@ -67,12 +83,17 @@ class Route:
     where there are leaps, of each."""
     noised: bool = False
     """Finished samples are noised again to each of `trained`, in place of their own latents there."""
+    ahead: bool = False
+    """Rewards see the latents after step `end`, noise and all, not the clean prediction."""
+    recoveries: tuple[Recovery, ...] = ()
+    """The way goes through these, and no step of the rollout."""
 
     def spans(self) -> list[tuple[Sequence[int], int | None]]:
         """Supports and end of each leap, or of each step, the last one first; None: clean latents."""
         first = 0 if self.rescale else min(self.trained)
         spans = self.leaps or [(k,) for k in range(self.end, first - 1, -1)]
-        return [*zip(spans, [None, *(supports[0] for supports in spans[:-1])], strict=True)]
+        last = self.end + 1 if self.ahead else None
+        return [*zip(spans, [last, *(supports[0] for supports in spans[:-1])], strict=True)]
 
 
 def levers(schedule: Schedule) -> int:
@@ -143,6 +164,12 @@ def links(
             gain = factor * (SIDE if link.step in sides else 1.0) * link.gain
             result.append(replace(link, gain=gain, through=route.rho if link.step in route.through else 0.0))
     return result
+
+
+def recovered(y: Tensor, x: Tensor, eps: Tensor, step: Step, process: Process, kind: PredictionType) -> Tensor:
+    """Clean latents after a deterministic step from x by its output y, less the noise eps; linear in the three."""
+    ahead = euler_mean(process, process.predict(y, x, step.sigma, kind, step.alpha), step)
+    return (ahead - expand(step.sigma_next, x) * eps) / expand(step.alpha_next, x)
 
 
 def misses(plan: StepPlan, process: Process, route: Route, kept: Mapping[int, Kept], x0: Tensor) -> Tensor:

@@ -38,6 +38,10 @@ class Slope(NamedTuple):
     """Share of an image's values at 0 or 1, which pass no gradient, [M] float32; 0 where nothing is decoded."""
 
 
+Reading = tuple[float, Sequence[Prompt], Condition, Tensor]
+"""A factor on what rewards say when they read these prompts, M, and their rows in these conditions, [M] int64."""
+
+
 class RewardGradient:
     """The trained rewards of a run through the model's decoder.
 
@@ -60,45 +64,51 @@ class RewardGradient:
         self.flat_in_a_row = self.free_in_a_row = 0
         """Iterations in a row in which no sample had a gradient; in which all had one."""
 
-    def __call__(self, x0: Tensor, cond: Condition, rows: Tensor, prompts: Sequence[Prompt]) -> Slope:
-        """Value and gradient at clean latents [M, ...], whose rows in `cond` are `rows` [M].
+    def __call__(self, latents: Latents, readings: Sequence[Reading]) -> Slope:
+        """Value and gradient at M latents of the sum over readings.
 
         Raises RewardFailure: a reward breaks its contract.
         """
         parts = []
-        for start in range(0, len(x0), self.at_once):
+        for start in range(0, len(latents.x0), self.at_once):
             part = slice(start, start + self.at_once)
-            parts.append(self._of_few(x0[part], cond, rows[part], prompts[part]))
+            few = dataclasses.replace(latents[part], x0=latents.x0[part].detach().float().requires_grad_())
+            with torch.enable_grad():
+                images, total = self._images(few), few.x0.new_zeros(len(few.x0))
+                for factor, read, cond, rows in readings:
+                    place = dataclasses.replace(few, cond=cond, rows=rows[part])
+                    total = total + factor * self._total(images, read[part], place)
+                parts.append(self._slope(few.x0, images, total))
         return Slope(*map(torch.cat, zip(*parts, strict=True)))
 
-    def _of_few(self, x0: Tensor, cond: Condition, rows: Tensor, prompts: Sequence[Prompt]) -> Slope:
-        x = x0.detach().float().requires_grad_()
-        with torch.enable_grad():
-            batch = self._batch(x, cond, rows, prompts)
-            images, raw = batch.images, {}
-            assert isinstance(images, Tensor)  # without any value where nothing is decoded
-            still = dataclasses.replace(batch, images=images.detach())
-            try:
-                for entry in self.climbed:
-                    raw |= score_once(entry, batch, graph=True)
-                for entry in self.gates:
-                    raw |= score_once(entry, still)
-            except RewardError as error:
-                raise RewardFailure(str(error)) from error
-            raw = {name: value.to(x.device) for name, value in raw.items()}
-            total = torch.stack([entry.weight * entry.training_value(raw) for entry in self.counted]).sum(dim=0)
-            climbs = total.isfinite() if self.hinge is None else total < self.hinge
-            (gradient,) = torch.autograd.grad(total[climbs].sum(), x)
+    def _slope(self, x: Tensor, images: Tensor, total: Tensor) -> Slope:
+        """Value and gradient at latents x of the sum `total`, which came from them."""
+        climbs = total.isfinite() if self.hinge is None else total < self.hinge
+        (gradient,) = torch.autograd.grad(total[climbs].sum(), x)
         lost = ~(gradient.flatten(1).isfinite().all(dim=1) & total.isfinite())
         gradient = torch.where((climbs & ~lost).reshape(-1, *[1] * (x.ndim - 1)), gradient, 0.0)
         saturated = ((images <= 0) | (images >= 1)).flatten(1).float().mean(dim=1).nan_to_num()
         return Slope(torch.where(lost, torch.nan, total.detach()), gradient, saturated)
 
-    def _batch(self, x: Tensor, cond: Condition, rows: Tensor, prompts: Sequence[Prompt]) -> Batch:
-        seen = any(entry.reward.on_latents is None for entry in (*self.climbed, *self.gates))
-        images = decoded(self.adapter, x, cond, rows, graph=True) if seen else x.new_zeros(len(x), 0)
-        texts, metadata = [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]
-        return Batch(images, texts, metadata, Latents(x, cond, rows))
+    def _total(self, images: Tensor, prompts: Sequence[Prompt], latents: Latents) -> Tensor:
+        """Weighted sum of the training values, [M], with its graph. Raises as of a call."""
+        raw = dict[str, Tensor]()
+        try:
+            for entry in self.climbed:
+                raw |= score_once(entry, _batch(images, prompts, latents), graph=True)
+            for entry in self.gates:
+                raw |= score_once(entry, _batch(images.detach(), prompts, latents))
+        except RewardError as error:
+            raise RewardFailure(str(error)) from error
+        raw = {name: value.to(images.device) for name, value in raw.items()}
+        return torch.stack([entry.weight * entry.training_value(raw) for entry in self.counted]).sum(dim=0)
+
+    def _images(self, latents: Latents) -> Tensor:
+        """Their images, with their graph; without any value where no reward sees them."""
+        x, seen = latents.x0, any(entry.reward.on_latents is None for entry in (*self.climbed, *self.gates))
+        images = decoded(self.adapter, x, latents.cond, latents.rows, graph=True) if seen else x.new_zeros(len(x), 0)
+        assert isinstance(images, Tensor)
+        return images
 
     def warning(self, row: Mapping[str, float]) -> str | None:
         """A warning of a row of metrics: nothing is climbed, at the first, second, fourth, eighth ... iteration in a
@@ -127,7 +137,8 @@ class RewardGradient:
         """
         x = normal(self.adapter.latent_shape(), 0, "gradient_probe", [()]).to(device).requires_grad_()
         with torch.enable_grad():
-            batch = self._batch(x, cond, torch.zeros(1, dtype=torch.int64), [prompt])
+            latents = Latents(x, cond, torch.zeros(1, dtype=torch.int64))
+            batch = _batch(self._images(latents), [prompt], latents)
             for entry in self.climbed:
                 self._probe(entry, score_once(entry, batch, Conduct(), graph=True), x)
 
@@ -157,6 +168,10 @@ def slope_of(scorer: Scorer, output: str) -> Callable[[Tensor, Tensor, Condition
             return torch.autograd.grad(score_once(entry, batch, graph=True)[output].nansum(), x)[0]
 
     return slope
+
+
+def _batch(images: Tensor, prompts: Sequence[Prompt], latents: Latents) -> Batch:
+    return Batch(images, [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts], latents)
 
 
 def require_paths(method: str, plans: Sequence[RewardPlan], cards: Sequence[Card | None]) -> None:

@@ -5,6 +5,8 @@ network is evaluated. Then a step at a time: memory does not grow with the numbe
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,11 +16,13 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.rng import normal
 from flowrl.core.tensors import sent
 from flowrl.core.types import Condition, Step
+from flowrl.data.prompts import identity, reworded
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import expand
 from flowrl.losses.batches import GradientBatch
-from flowrl.losses.reward_gradients import Link, levers, links, misses, pulled_back
+from flowrl.losses.reward_gradients import Link, Recovery, Wordings, levers, links, misses, pulled_back, recovered
 from flowrl.rollout.trajectories import Rollout
+from flowrl.scoring.surroundings import Latents
 from flowrl.training.base import Demand, Iteration, Setting, Training, UpdateContext, Work
 from flowrl.training.microbatches import with_lengths
 
@@ -48,9 +52,9 @@ class GradientTraining(Training[GradientMethod]):
             raise ConfigError(f"passes={self.method.passes}: {name} climbs from a rollout once; its samples move")
 
     def demand(self, plan: StepPlan, setting: Setting) -> Demand:
-        redrawn = self.method.redrawn
-        rows = len(self.method.route(levers(plan.schedule), 1, setting.seed).trained)
-        return Demand(rows=rows + 2 * redrawn, share=1.0, latents=2 * len(plan.keep))
+        route = self.method.route(levers(plan.schedule), 1, setting.seed)
+        rows = 2 * len(route.recoveries) or len(route.trained)
+        return Demand(rows=rows + 2 * self.method.redrawn, share=1.0, latents=2 * len(plan.keep))
 
     def work(self, context: UpdateContext, iteration: Iteration) -> Work:
         return GradientBatches(context, iteration)
@@ -71,11 +75,22 @@ def forwards(context: UpdateContext, rollout: Rollout, rows: Tensor) -> Iterator
         yield from rows[keys == key].split(context.optim.batch_size)
 
 
-def slope(context: UpdateContext, rollout: Rollout, clean: Tensor, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The rewards' gradient at clean latents [M, ...] of the samples `rows`, with its metrics, name -> [M]."""
+def slope(
+    context: UpdateContext, rollout: Rollout, x: Tensor, rows: Tensor, words: Wordings = (), sigma: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The rewards' gradient at latents [M, ...] of the samples `rows`, with its metrics, name -> [M].
+
+    Latents are clean, or of noise levels `sigma` [M]; `words` stand in place of the prompts'.
+    """
     assert context.climb is not None
-    prompts = [rollout.prompts[rollout.samples.ids[row].slot] for row in rows.tolist()]
-    found = context.climb(clean, rollout.cond, rollout.rows[rows], prompts)
+    own, place = [rollout.prompts[rollout.samples.ids[row].slot] for row in rows.tolist()], rollout.rows[rows]
+    read = [] if words else [(1.0, own, rollout.cond, place)]
+    for factor, wording in words:
+        texts, at = [reworded(prompt, wording) for prompt in own], (rollout.cond, place)
+        if context.lookup is not None and any(entry.reward.on_latents for entry in context.climb.climbed):
+            at = context.lookup([identity(text) for text in texts]), torch.arange(len(rows))
+        read.append((factor, texts, *at))
+    found = context.climb(Latents(x, rollout.cond, place, sigma), read)
     size = found.gradient.flatten(1).norm(dim=1)
     return found.gradient, {
         "reward_gradient/value": found.value.nan_to_num(),
@@ -118,9 +133,16 @@ class GradientBatches(Work):
     def _of(self, rows: Tensor) -> Iterator[GradientBatch]:
         """The steps of some samples, late to early, and then those of their redrawn ends."""
         method, device, cond = self.method, self.context.world.device, self.rollout.cond.index(self.rollout.rows[rows])
-        ends = self.kept[self.route.end].x0_hat if method.predicts else self.rollout.samples.x0
+        if self.route.recoveries:
+            yield from (self._recovered(recovery, rows, cond) for recovery in self.route.recoveries)
+            return
+        ends, sigma = self.kept[self.route.end].x0_hat if method.predicts else self.rollout.samples.x0, None
+        if self.route.ahead:
+            after = self.route.end + 1
+            ends = self.kept[after].x if after in self.kept else ends
+            sigma = self.plan.schedule.sigmas[after].expand(len(rows)).to(device)
         clean = sent(ends[rows], device)
-        gradient, metrics = slope(self.context, self.rollout, clean, rows)
+        gradient, metrics = slope(self.context, self.rollout, clean, rows, sigma=sigma)
         if self.route.noised:
             for k in self.route.trained:
                 x = self._noised(clean, k, rows, "noised_sample", k)
@@ -136,6 +158,24 @@ class GradientBatches(Work):
             x, clean = self._redrawn(rows, draw, cond)
             gradient, metrics = slope(self.context, self.rollout, clean, rows)
             yield from self._steps(share * gradient, metrics, {self.route.end: x}, self.links[:1], cond)
+
+    def _recovered(self, recovery: Recovery, rows: Tensor, cond: Condition) -> GradientBatch:
+        """The forward of a recovery, at the finished samples noised by the noise that they began with."""
+        policy, schedule, samples = self.context.networks.policy, self.plan.schedule, self.rollout.samples
+        process, size = self.adapter.process, len(self.route.recoveries)
+        start, end = schedule.at_flow(torch.tensor([recovery.start, recovery.end]))
+        levels = {"sigma": start, "sigma_next": end, "timestep": schedule.timestep_at(start)}
+        levels |= {"alpha": process.alpha(start), "alpha_next": process.alpha(end)}
+        here = self._at(0, rows)
+        step = replace(here, **{name: value.expand(len(rows)).to(here.sigma) for name, value in levels.items()})
+        freed = partial(recovered, step=step, process=process, kind=self.adapter.prediction_type)
+        x0, eps = (sent(each[rows], here.sigma.device).float() for each in (samples.x0, self.kept[0].x))
+        x = expand(step.alpha, x0) * x0 + expand(step.sigma, x0) * eps
+        with torch.no_grad():
+            clean = freed(policy.output(x, step, cond).float(), x, eps)
+        gradient, metrics = slope(self.context, self.rollout, clean, rows, recovery.readings)
+        gain = freed(torch.ones_like(x), torch.zeros_like(x), torch.zeros_like(x))
+        return GradientBatch(x, step, cond, gain * gradient / size, metrics)
 
     def _at(self, k: int, rows: Tensor) -> Step:
         """Step k of as many samples."""

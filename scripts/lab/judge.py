@@ -11,15 +11,19 @@ curve: every evaluation of the run, on all held-out captions and the same seeds.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from flowrl import shapes
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import interval
+from flowrl.media import media
 from scripts.lab import runs
 from scripts.lab.cells import Cells, Job, load, run_missing
 from scripts.lab.page import commit_name, diversity, percent, row, table
@@ -40,9 +44,16 @@ COLORS = {POLICY: "#2e6f95", "draft": "#d1495b", "refl": "#b07aa1", "draft_ancho
     "dance_grpo": "#8c564b",
     "euphonium": "#e377c2",
     "rocm": "#bcbd22",
+    "srpo": "#8c6d31",
+    "prfl": "#6a51a3",
 }
+IMAGES = ROOT / "runs" / "shapes-images"
+"""Rendered images of the training captions, for recipes with `data.anchor`."""
 BACKWARD = 2
 """Evaluations that a backward pass counts as."""
+JUDGED = {POLICY: 1, "dance_grpo": 1, "srpo": 1 + 4 * (1 + BACKWARD) - 2 * BACKWARD}
+"""Evaluations of the judge for a sample, where not one of a score and one with its gradient. SRPO: two branches under
+two captions each, less the backward passes that two of its four forwards of the network lack."""
 
 
 def recipes() -> dict[str, Path]:
@@ -53,8 +64,24 @@ def recipes() -> dict[str, Path]:
 # ---- running
 
 
+def true_images(recipe: Path) -> None:
+    """Write the rendered images of the training captions that a recipe's `data.anchor` names, four of each."""
+    anchor = read_recipe(recipe)["data"].get("anchor")
+    folder = IMAGES if anchor else None
+    if folder is None or (folder / "pairs.jsonl").is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = list[str]()
+    for number, caption in enumerate(4 * shapes.prompts("train")):
+        pixels = shapes.draw(shapes.parse(caption), np.random.default_rng(number))
+        media.write(torch.from_numpy(pixels).float(), folder / str(number))
+        lines.append(json.dumps({"prompt": caption, "chosen": f"{number}.png"}) + "\n")
+    (folder / "pairs.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
 def run_cell(name: str, seed: int) -> dict[str, Any]:
     """Train one cell as the lab does, in the run folder judge-NAME-seedN."""
+    true_images(recipes()[name])
     run = runs.cell_run(f"judge-{name}", recipes()[name], seed)
     result = runs.run_cell(run)
     way = runs.evaluations(runs.RUNS / run.name)
@@ -70,7 +97,7 @@ def curve(folder: Path, way: Sequence[Evaluation], recipe: Path) -> list[dict[st
     """
     tree, rows = read_recipe(recipe), runs.all_rows(folder)
     samples = tree["rollout"]["prompts_per_iteration"] * tree["rollout"]["group_size"]
-    judged = 1 if tree["algorithm"]["name"] in (POLICY, "dance_grpo") else 2 + BACKWARD
+    judged = JUDGED.get(tree["algorithm"]["name"], 2 + BACKWARD)
     if tree["algorithm"]["name"] == "euphonium":  # the first step of a group starts at one place
         pulled = len(tree["algorithm"]["sde_steps"]) - 1 + 1 / tree["rollout"]["group_size"]
         judged = 1 + pulled * (1 + BACKWARD)

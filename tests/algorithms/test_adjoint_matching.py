@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import flowrl
 from flowrl.algorithms.adjoint_matching import Config, build
 from flowrl.core.errors import ConfigError
-from flowrl.core.types import Condition, SampleId
+from flowrl.core.types import SampleId
 from flowrl.data.prompts import Prompt
 from flowrl.diffusion.process import expand
 from flowrl.diffusion.schedules import Schedule, shifted_linspace
@@ -22,7 +22,8 @@ from flowrl.rollout.noise import Noise
 from flowrl.rollout.trajectories import Asked, Rollout
 from flowrl.samplers import dance_sde, ddim
 from flowrl.samplers.base import Sampler, step_std
-from flowrl.scoring.gradient import Slope
+from flowrl.scoring.gradient import Reading, Slope
+from flowrl.scoring.surroundings import Latents
 from flowrl.training.adjoint_batches import AdjointBatches
 from flowrl.training.base import Iteration
 from flowrl.training.gradient_batches import GradientBatches
@@ -94,8 +95,8 @@ class Exact(nn.Module):
 def climb_of(reward: Callable[[Tensor], Tensor]) -> Callable[..., Slope]:
     """What stands for the rewards' gradient: that of a function [M, ...] -> [M]."""
 
-    def climb(x0: Tensor, cond: Condition, rows: Tensor, prompts: list[Prompt]) -> Slope:
-        x = x0.clone().requires_grad_()
+    def climb(latents: Latents, readings: Sequence[Reading]) -> Slope:
+        x = latents.x0.clone().requires_grad_()
         value = reward(x)
         return Slope(value.detach(), torch.autograd.grad(value.sum(), x)[0], torch.zeros(len(x)))
 

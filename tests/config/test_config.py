@@ -490,7 +490,7 @@ UNWATCHED = {
 }
 
 
-@pytest.mark.parametrize("method", ["draft", "refl", "drtune", "leap_align", "flowbp"])
+@pytest.mark.parametrize("method", ["draft", "refl", "drtune", "leap_align", "flowbp", "srpo", "prfl"])
 @pytest.mark.parametrize("words", UNWATCHED)
 def test_a_climb_that_nothing_watches_is_noted_with_what_to_add(method, words):
     """A guard that is asked for (rollback) and has nothing to watch is refused; the note is of the others."""

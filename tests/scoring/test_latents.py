@@ -148,7 +148,8 @@ def climb(*entries: WeightedReward, x0: Tensor, at_once: int = 2):
     adapter = Painted()
     cond, texts = Condition({"w": torch.tensor([1.0, -2.0])}), [Prompt("a")] * len(x0)
     rows = torch.arange(len(x0)) % 2
-    return RewardGradient(Scorer(entries), adapter, at_once)(x0, cond, rows, texts), adapter.decodes
+    gradient = RewardGradient(Scorer(entries), adapter, at_once)
+    return gradient(Latents(x0, cond, rows), [(1.0, texts, cond, rows)]), adapter.decodes
 
 
 X0 = torch.rand(3, 3, 2, 2, generator=torch.Generator().manual_seed(1)) * 1.4 - 0.2

@@ -25,6 +25,7 @@ from flowrl.run.session import Session
 from flowrl.scoring.gradient import RewardGradient, Slope
 from flowrl.scoring.options import Gate
 from flowrl.scoring.scorer import Scorer
+from flowrl.scoring.surroundings import Latents
 from flowrl.scoring.weighted import WeightedReward
 from tests.toys import ToyAdapter, roll_out
 
@@ -131,8 +132,9 @@ def test_an_update_holds_no_more_than_without_decoder_or_than_one_image_needs_to
         calls.append(meter.peak)
         return found
 
-    def flat(self: RewardGradient, x0: Tensor, *given: Any) -> Slope:
-        return Slope(torch.zeros(len(x0)), torch.ones_like(x0), torch.zeros(len(x0)))
+    def flat(self: RewardGradient, latents: Latents, *given: Any) -> Slope:
+        count = torch.zeros(len(latents.x0))
+        return Slope(count, torch.ones_like(latents.x0), count)
 
     with open_session(*options) as session:
         whole = peak(session)
@@ -199,7 +201,8 @@ def service(score=colour, at_once: int = 2, hinge: float | None = None, **option
 
 def climb(gradient: RewardGradient, x0: Tensor, texts: list[str]):
     cond = Painted().encode(["any"])
-    return gradient(x0, cond, torch.zeros(len(x0), dtype=torch.int64), [Prompt(text) for text in texts])
+    rows = torch.zeros(len(x0), dtype=torch.int64)
+    return gradient(Latents(x0, cond, rows), [(1.0, [Prompt(text) for text in texts], cond, rows)])
 
 
 def test_the_gradient_has_weight_and_transform_and_none_where_pixels_are_cut_off():

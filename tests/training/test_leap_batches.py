@@ -8,6 +8,7 @@ from torch.testing import assert_close
 from flowrl.algorithms.base import GradientMethod
 from flowrl.losses.reward_gradients import Route, levers
 from flowrl.run.session import Session
+from flowrl.scoring.surroundings import Latents
 from tests.training.test_gradient_batches import apart, gradient_of, open_session
 
 LEAP = "algorithm={name: leap_align, rho: 0.4, tau: %s, decoded_at_once: 1}"
@@ -23,7 +24,9 @@ def slope(session: Session, clean: Tensor) -> Tensor:
     """The judge's gradient at clean latents of the samples of iteration 1."""
     rollout, climb = session.roll_out(1), session.parts.learner.context.climb
     assert climb is not None
-    return climb(clean, rollout.cond, rollout.rows, [rollout.prompts[i.slot] for i in rollout.samples.ids]).gradient
+    prompts = [rollout.prompts[i.slot] for i in rollout.samples.ids]
+    latents = Latents(clean, rollout.cond, rollout.rows)
+    return climb(latents, [(1.0, prompts, rollout.cond, rollout.rows)]).gradient
 
 
 def composed(session: Session, rho: float) -> tuple[dict[str, Tensor], Tensor]:

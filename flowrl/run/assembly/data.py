@@ -1,5 +1,6 @@
 """The data of a run: its prompts, given images and previews, read first, held against the model, then embedded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowrl.config.resolved import Resolved
@@ -7,7 +8,7 @@ from flowrl.core.rng import derive
 from flowrl.data.contents import Input, set_of
 from flowrl.data.given_samples import Given, GivenSource, require_encoder
 from flowrl.data.priority import PrioritySource
-from flowrl.data.prompts import Prompt, PromptSource, require_images
+from flowrl.data.prompts import Prompt, PromptSource, require_images, reworded
 from flowrl.data.text_cache import Texts
 from flowrl.display.display import working
 from flowrl.evaluation import previews
@@ -30,6 +31,8 @@ class Data:
     """The user's own prompts (`eval.preview_prompts`)."""
     anchor: Given | None = None
     """Images to which the network is fitted beside (`data.anchor`)."""
+    worded: Sequence[Prompt] = ()
+    """Training prompts in the words that judges of latents read in their place."""
 
     @property
     def images(self) -> list[Given]:
@@ -65,7 +68,7 @@ class Data:
     def texts(self, *, cache: bool) -> list[str | Prompt]:
         """All that is embedded ahead, if anything is."""
         captions = [Prompt(text, {}, of) for each in self.images for text, of in each.captions()] if cache else ()
-        return [*self.prompts.train, *self.prompts.evaluated, *captions]
+        return [*self.prompts.train, *self.prompts.evaluated, *captions, *(self.worded if cache else ())]
 
     def describe(self) -> str:
         """Counts, in words."""
@@ -106,6 +109,8 @@ def read(resolved: Resolved, kind: Training) -> Data:
     if config.data.pairs is None:
         order, by = (prompts.train, resolved.slots, config.seed), config.data.priority
         source = PromptSource(*order) if by is None else PrioritySource(*order, by)
-        return Data(prompts, source, None, own, anchor_images(resolved))
+        worded = [reworded(prompt, words) for words in kind.method.wordings for prompt in prompts.train]
+        worded = worded if any(plan.on_latents for plan in resolved.rewards) else []
+        return Data(prompts, source, None, own, anchor_images(resolved), worded)
     given = Given(config.data.pairs, kind.method, config.seed, resolved.model.config.frames)
     return Data(prompts, given.source, given, own)
