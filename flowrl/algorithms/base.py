@@ -101,12 +101,6 @@ class Method(Generic[C]):
     """Whether the loss takes the means of what is `measured`, in a pass of its own before each update."""
     spatial: SpatialConfig | None = None
     """Map by which advantages count over an image; None: a sample has one advantage."""
-    anchored: bool = False
-    """Whether the network must be fitted to given images beside (`data.anchor`)."""
-    noisy: bool = False
-    """Whether rewards see noisy latents."""
-    wordings: Sequence[str] = ()
-    """Texts of {prompt} and its metadata that rewards read in the prompt's place."""
     shift: float = 1.0
     """Resolution shift of the grid that the plan presumes."""
     remembers: tuple[str, ...] = ()
@@ -365,8 +359,6 @@ class GradientMethod(Method[G]):
     def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
         """Steps of the ODE; what the route needs is kept."""
         route = self.route(levers(schedule), iteration, seed)
-        for recovery in route.recoveries:  # refused where it is not known
-            schedule.timestep_at(torch.tensor(recovery.start))
         keep = {*route.trained, route.end, min(route.end + route.ahead, len(schedule) - 1)}.union(*route.leaps)
         return replace(solver_plan(schedule), keep=tuple(sorted(keep)))
 

@@ -26,9 +26,6 @@ class Config(GradientOptions, EndOptions):
 
 
 class Prfl(GradientMethod[Config]):
-    options = (*GradientMethod.options, "anchored")
-    noisy = True
-
     def route(self, reach: int, iteration: int, seed: int) -> Route:
         end = self.config.end(reach, iteration, seed)
         return Route(end, (end,), ahead=True)

@@ -52,10 +52,6 @@ class Config(GradientOptions):
 
 
 class Srpo(GradientMethod[Config]):
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.wordings = (*config.positive, *config.negative)
-
     def route(self, reach: int, iteration: int, seed: int) -> Route:
         config, place = self.config, stream(seed, "recovery", iteration).uniform(0.005, 0.995)
         far = min(config.apart, place, 1 - place)

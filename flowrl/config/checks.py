@@ -238,7 +238,7 @@ def _check_anchor(resolved: Resolved) -> None:
     """Refuse given images beside the prompts that no network is fitted to, or that are the run's own samples."""
     options, run, why = resolved.run.data.anchor, resolved.run, ""
     if options is None:
-        if resolved.method.anchored:
+        if vars(resolved.algorithm.config).get("anchored"):
             raise ConfigError(
                 f"data.anchor=null: {resolved.algorithm.name} is a step up a judge and a step on given images, summed; "
                 "give it the path of some",
@@ -279,7 +279,7 @@ def _check_rewards(resolved: Resolved) -> None:
         known = [None if unknown else plan.card for plan, unknown in zip(resolved.rewards, late, strict=True)]
         require_paths(resolved.algorithm.name, resolved.rewards, known)
     seeing = [k for k, plan in enumerate(resolved.rewards) if plan.entry.weight != 0 and not plan.on_latents]
-    if resolved.method.noisy and seeing:
+    if "anchored" in vars(resolved.algorithm.config) and seeing:
         raise ConfigError(
             f"rewards.{seeing[0]}: {resolved.algorithm.name} climbs at noisy latents, and this reward looks at images",
             {"rewards": [{"name": "latent_judge"}]},

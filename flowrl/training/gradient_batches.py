@@ -19,6 +19,7 @@ from flowrl.core.types import Condition, Step
 from flowrl.data.prompts import identity, reworded
 from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.process import expand
+from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import GradientBatch
 from flowrl.losses.reward_gradients import Link, Recovery, Wordings, levers, links, misses, pulled_back, recovered
 from flowrl.rollout.trajectories import Rollout
@@ -50,6 +51,10 @@ class GradientTraining(Training[GradientMethod]):
                 raise ConfigError(f"{option}: {why} ({name})", {key: instead})
         if self.method.passes > 1:
             raise ConfigError(f"passes={self.method.passes}: {name} climbs from a rollout once; its samples move")
+
+    def check_grid(self, schedule: Schedule, seed: int) -> None:
+        for recovery in self.method.route(levers(schedule), 1, seed).recoveries:
+            schedule.timestep_at(torch.tensor(recovery.start))
 
     def demand(self, plan: StepPlan, setting: Setting) -> Demand:
         route = self.method.route(levers(plan.schedule), 1, setting.seed)
