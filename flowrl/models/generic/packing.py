@@ -1,8 +1,7 @@
 """Latents of given images: the pipeline's own way from latents to its VAE, read by probes and undone.
 
-Every class reorders and scales its latents in its own code before `vae.decode`. Probes through that code, with a
-listener in the VAE's place, show for each of the VAE's values the latent that it is made of, a factor and an offset.
-Whether that is all, a random sample shows.
+Every class reorders and scales its latents before `vae.decode`. Probes through that code, with a listener in the VAE's
+place, show of each value its latent, a factor and an offset; a random sample shows whether that is all.
 """
 
 from collections.abc import Callable
@@ -43,12 +42,11 @@ class Packing:
     order: Tensor
     """Place of each latent's value among the VAE's, [n] int64."""
     scale: Tensor
-    """Shaped like the latents of a sample, as is `offset`."""
+    """Shaped like the latents of a sample, as the offset is."""
     offset: Tensor
     shape: tuple[int, ...]
     """Of the VAE's latents, [C, h, w] or [C, 1, h, w]."""
-    size: tuple[int, int]
-    """Height and width of the images."""
+    size: tuple[int, int]  # height and width of the images
     apart: Tensor | float = 0.0
     """Largest difference of a random sample after packing and decoding, and of a given image in its place."""
 
@@ -82,8 +80,7 @@ def read(pipeline: Any, decode: Callable[[Tensor], Tensor], zero: Tensor, size: 
     Args:
         pipeline: whose VAE is listened to.
         decode: latents [1, ...] float32 -> image [1, 3, H, W] in [0, 1], by the pipeline's own code.
-        zero: zeros like the latents of a sample, [1, ...].
-        size: (H, W).
+        zero: zeros like the latents of a sample, [1, ...]; `size`: (H, W).
     """
     drawn = torch.Generator().manual_seed(0)
     listener = _Listener(pipeline.vae, torch.rand(1, 3, *size, generator=drawn).to(zero.device))
