@@ -21,6 +21,7 @@ from flowrl.samplers import cps, ddim
 from flowrl.training.gradient_batches import GradientBatches
 from tests.toys import nudge
 from tests.training.test_gradient_batches import apart, gradient_of
+from tests.training.test_leap_batches import slope
 
 NODES = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
 CONSISTENT = cps.build(cps.Config(noise_level=1.0))
@@ -101,10 +102,7 @@ def by_autograd(session: Session, coef: float) -> dict[str, Tensor]:
     for k in range(4):
         end = (1 - NODES[k + 1]) * predicted(x, k)
         x = end + ((kept[k + 1].x if k < 3 else x0) - end).detach()
-    climb = session.parts.learner.context.climb
-    assert climb is not None
-    slope = climb(x0, rollout.cond, rollout.rows, [rollout.prompts[i.slot] for i in rollout.samples.ids]).gradient
-    total = -(slope * x).sum()
+    total = -(slope(session, x0) * x).sum()
     if coef:
         total = total + coef * sum(kl(k).sum() for k in range(3))
     parameters = session.weights.parameters
