@@ -1,5 +1,6 @@
 """Euphonium: DanceGRPO without a pull, the pulled transition and its density by hand, values, the distilled form."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -183,7 +184,7 @@ def test_the_distilled_form_is_the_distance_from_the_old_velocity_with_the_pull(
         nudge(session.model.network, 0.01)
         moved = session.networks.policy.predict(batch.latents, batch.start, batch.cond).velocity.detach()
         reached = {**batch.columns, "velocity_old": batch.by_edge(moved)}
-        there = Microbatch(**{name: getattr(batch, name) for name in batch.__slots__} | {"columns": reached})
+        there = dataclasses.replace(batch, columns=reached)
         assert float(session.method.loss(there, session.networks).metrics["policy/distilled"]) == 0
 
 
