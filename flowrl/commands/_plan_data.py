@@ -94,7 +94,7 @@ def _anchor(resolved: "Resolved", texts: set[Any]) -> list[str]:
     if given is None:
         return []
     texts |= set(given.captions()) if resolved.run.data.caches_text else set()
-    line = f"data.anchor: {given.options.per_iteration} images an iteration, beside the update forwards counted below"
+    line = f"data.anchor: {given.options.per_iteration} images an iteration"
     return [f"{given.pairs.report}", line]
 
 

@@ -226,6 +226,7 @@ def geometry(
 
 def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
     from flowrl.planning.hours import frozen_forwards
+    from flowrl.planning.memory import anchor_rows
 
     run, method = resolved.run, resolved.method
     extra = frozen_forwards(method)
@@ -245,6 +246,10 @@ def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
     table.add_row("samples per process", *(f"{g.samples:,}" for g in rows))
     table.add_row(f"rollout forwards of {run.rollout.batch_size}{guided}", *(f"{g.rollout_forwards:,}" for g in rows))
     table.add_row(f"update forwards of {run.optim.batch_size}{guided}", *(f"{g.update_forwards:,}" for g in rows))
+    if resolved.fitting is not None:
+        each = [math.ceil(anchor_rows(resolved, plan, n) / run.optim.batch_size) for n in PROCESSES]
+        counts = [f"{updates * method.passes * count:,}" for count in each]
+        table.add_row(f"update forwards of {run.optim.batch_size}, images of data.anchor", *counts)
     table.add_row("frozen forwards in updates", *(f"{g.frozen_forwards:,}" for g in rows))
     return table
 

@@ -16,7 +16,6 @@ from flowrl.scoring.build import require_modality
 from flowrl.scoring.entries import RewardPlan, check_plans
 from flowrl.scoring.gradient import require_paths
 from flowrl.training.base import checking
-from flowrl.training.kinds import training_of
 
 
 def check(resolved: Resolved) -> None:
@@ -183,9 +182,9 @@ def check_trained(resolved: Resolved, plan: StepPlan, adapter: ModelAdapter) -> 
     few_steps.check_plan(resolved, plan, adapter)
     with checking(resolved.algorithm.name):
         resolved.algorithm.config.check_trained(resolved.run.samples_per_iteration, len(plan.train))
-    if resolved.anchor is not None:
+    if resolved.fitting is not None:
         with checking("sft", "data.anchor"):
-            training_of(resolved.anchor.build()).check_grid(plan.schedule, resolved.run.seed)
+            resolved.fitting.check_grid(plan.schedule, resolved.run.seed)
 
 
 def _check_source(resolved: Resolved) -> None:

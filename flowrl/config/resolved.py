@@ -36,6 +36,11 @@ class Resolved:
         """The method's kind of training data."""
         return training_of(self.method)
 
+    @cached_property
+    def fitting(self) -> Training | None:
+        """The kind of training data of `anchor`."""
+        return None if self.anchor is None else training_of(self.anchor.build())
+
     @property
     def setting(self) -> Setting:
         """The options on which the training data depend."""

@@ -3,6 +3,7 @@
     forward row   f = ms of a forward of the rollout / its rows; under CFG a sample has two
     trained row   t = (ms of a training forward - its frozen rows f) / its trained rows, backward pass included
     iteration     rollout rows f + trained rows (t + frozen forwards f) + updates x ms of an optimizer step
+                  + t for each row of `data.anchor`
 
 A measurement counts for runs of the same `setting` alone. Gradient checkpointing repeats a forward, f a trained row.
 """
@@ -59,9 +60,12 @@ def seconds(
         trained = (took["ms"] - (took["rows"] - took["trained_rows"]) * forward) / took["trained_rows"]
         every = resolved.model.config.gradient_checkpointing
         every = recomputes if every == "auto" else every
-        each = trained + ((1 / int(every) if every else 0) - took["recomputes"] + frozen_forwards(method)) * forward
-        branches = adapter.branches(resolved.training.guidance(adapter, guidance))
+        each = trained + ((1 / int(every) if every else 0) - took["recomputes"]) * forward
+        branches, fitting = adapter.branches(resolved.training.guidance(adapter, guidance)), resolved.fitting
+        all_rows = result.rows[1] * branches * (each + frozen_forwards(method) * forward)
+        if fitting is not None:
+            all_rows += result.rows[2] * adapter.branches(fitting.guidance(adapter, guidance)) * each
         steps = run.optim.updates_per_iteration * method.passes * (took["step_ms"] or 0.0)
-        update = (result.rows[1] * branches * each + steps) / 1000
+        update = (all_rows + steps) / 1000
         note += (", recomputing" if every else "") + (", without optimizer steps" if took["step_ms"] is None else "")
     return result.rows[0] * adapter.branches(guidance) * forward / 1000, update, note

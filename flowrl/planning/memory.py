@@ -31,6 +31,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,8 +107,9 @@ class Estimate:
     images: int
     """Host memory: decoded images of a rollout."""
     phases: tuple[Phase, ...]
-    rows: tuple[int, int]
-    """Network evaluations of a rollout, and of its updates without frozen ones; under CFG one is two."""
+    rows: tuple[int, int, int]
+    """Network evaluations of a rollout, of its updates without frozen ones, and there of the images of `data.anchor`;
+    under CFG one is two."""
     rollout_flop: float | None
     """Floating-point operations of the network in a rollout; a multiply-add counts as 2."""
     update_flop: float | None
@@ -163,6 +165,14 @@ def forward_rows(
     return slots * (first + 1) + samples * (steps - first - 1), at_start + later
 
 
+def anchor_rows(resolved: Resolved, plan: StepPlan, processes: int = 1) -> int:
+    """Network evaluations in an optimizer step of the images of `data.anchor`, on the busiest process."""
+    options, fitting = resolved.run.data.anchor, resolved.fitting
+    if options is None or fitting is None:
+        return 0
+    return math.ceil(options.per_update / processes) * fitting.demand(plan, resolved.setting).rows
+
+
 def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, processes: int = 1) -> Estimate:
     """Counts, bytes and operations of a run.
 
@@ -195,7 +205,7 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
     loaded = base + prompt * at_work + ema + snapshots + moments
     loaded += (0 if run.data.caches_text else texts) + (_FLOAT * trained if frozen else 0)
     samples = len(own)
-    sampled, trained_on, kept = _work(resolved, plan, samples, len({slot for slot, _ in own}))
+    rows, kept = _work(resolved, plan, samples, len({slot for slot, _ in own}), processes)
     transient, unknown = _measure(adapter, encoders, resolved, reference=bool(method.roles))
     if transient["update"] is not None:
         transient["update"] = max(transient["update"], (1 + (processes > 1)) * _FLOAT * trained)
@@ -218,22 +228,25 @@ def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, 
             Phase("encode", base + texts, transient["encode"]),
             *(Phase(name, loaded, transient[name]) for name in _phases(resolved)),
         ),
-        rows=(sampled, trained_on),
-        rollout_flop=_times(transient["forward_flop"], sampled),
-        update_flop=_times(transient["edge_flop"], trained_on),
+        rows=rows,
+        rollout_flop=_times(transient["forward_flop"], rows[0]),
+        update_flop=_times(transient["edge_flop"], rows[1] + transient["fitted"] * rows[2]),
         unknown=unknown,
     )
 
 
-def _work(resolved: Resolved, plan: StepPlan, samples: int, slots: int) -> tuple[int, int, int]:
-    """(network evaluations of the rollout, of the updates, latents kept) for `samples` samples of `slots` prompts."""
+def _work(
+    resolved: Resolved, plan: StepPlan, samples: int, slots: int, processes: int
+) -> tuple[tuple[int, int, int], int]:
+    """(`Estimate.rows`, latents kept) for `samples` samples of `slots` prompts."""
+    passes = resolved.method.passes
+    fitted = passes * resolved.run.optim.updates_per_iteration * anchor_rows(resolved, plan, processes)
     if plan.tree is not None:
         work = tree_work(resolved, plan)
-        return work.rollout_rows(samples), work.update_rows(samples), work.latents(samples)
+        return (work.rollout_rows(samples), work.update_rows(samples), fitted), work.latents(samples)
     demand = resolved.training.demand(plan, resolved.setting)
-    terms = resolved.method.passes * demand.rows
-    sampled, trained = forward_rows(resolved.run, plan, samples, slots, demand.share, terms)
-    return sampled * resolved.drawn // resolved.group_size, trained, samples * demand.latents
+    sampled, trained = forward_rows(resolved.run, plan, samples, slots, demand.share, passes * demand.rows)
+    return (sampled * resolved.drawn // resolved.group_size, trained, fitted), samples * demand.latents
 
 
 def _phases(resolved: Resolved) -> tuple[str, ...]:
@@ -315,12 +328,11 @@ def _measure(
         # One by one, a batch takes hardly more than an image; otherwise bytes are proportional to it.
         images = attempt("decode", lambda: forwards.decode(adapter, shown)) if config.memory.vae_slicing else decode
         slope = attempt("gradient", lambda: forwards.slope(adapter, count, seeing), grad=True) if count else (0, 0.0)
-        update: tuple[int | None, float | None] = (0, 0.0)  # a frozen network is not evaluated in updates
         trained = [p for p in adapter.network.parameters() if p.requires_grad]
-        if not resolved.training.frozen:
-            update = attempt(
-                "update", lambda: forwards.microbatch(adapter, trained, edges, in_training, reference), grad=True
-            )
+        fit, frozen = partial(forwards.microbatch, adapter, trained, edges), resolved.training.frozen  # not evaluated
+        update = (0, 0.0) if frozen else attempt("update", lambda: fit(in_training, reference), grad=True)
+        alone = resolved.fitting and resolved.fitting.guidance(adapter, guidance)
+        fitted = (0, 0.0) if alone is None else attempt("update", lambda: fit(alone, reference=False), grad=True)
         texts = [
             folded(lambda n=n, e=e: forwards.encode(n, e, adapter), [e], grad=False)[0] + leaf[n]
             for n, e in encoders.items()
@@ -339,6 +351,7 @@ def _measure(
         "update": update[0],
         "forward_flop": _times(forward[1], 1 / batch),
         "edge_flop": _times(update[1], 1 / edges),
+        "fitted": (fitted[1] or 0.0) / (update[1] or 1.0),
     }, unknown
 
 

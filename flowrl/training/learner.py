@@ -70,15 +70,23 @@ class Learner:
             for update, number in enumerate(list(range(len(work.shares))) * self.method.passes):
                 if self.before_update is not None:
                     self.before_update(work, number)
-                if self.add_gradient is not None:
-                    self.add_gradient(update, work.sizes[number])
-                self._one_update(work, number, sums)
+                self._one_update(work, number, sums, self._added(update, work.sizes[number]))
                 bar.update(1)
         self.method.after_iteration(self.optimizer.updates, self.networks.weights)
         sums.add("nfe/train", counter.rows - before, len(iteration.rollout.rows))
 
-    def _one_update(self, work: Work, number: int, sums: Sums) -> None:
-        """One optimizer step on the share `number`."""
+    def _added(self, update: int, rows: int) -> Tensor | None:
+        """The norm over all processes of what `add_gradient` adds; None: there is none."""
+        if self.add_gradient is None:
+            return None
+        self.add_gradient(update, rows)
+        gradients = self.optimizer.gradients()
+        if self.world.size > 1 and not self.networks.weights.split:
+            gradients = [self.world.all_reduce_sum(torch.cat([gradient.flatten() for gradient in gradients]))]
+        return self.optimizer.norm(gradients)
+
+    def _one_update(self, work: Work, number: int, sums: Sums, added: Tensor | None) -> None:
+        """One optimizer step on the share `number`, beside a gradient of norm `added`."""
         scale, names = self.optimizer.scale, self.method.feedback
         tail = torch.zeros(len(names) + 2, device=self.world.device)
         tail[-1] = work.sizes[number]
@@ -114,6 +122,8 @@ class Learner:
                 f"lower optim.learning_rate (now {self.context.optim.learning_rate:g}), from a state before that"
             )
         sums.add("grad/norm", report.grad_norm if math.isfinite(report.grad_norm) else 0.0)
+        if added is not None and 0 < report.grad_norm < math.inf:
+            sums.add("anchor/gradient_share", float(added) / (rows * scale * report.grad_norm))
         sums.add("optim/learning_rate", report.learning_rate)
         sums.add("optim/skipped", float(report.skipped))
 

@@ -114,14 +114,17 @@ class Optimizer:
         parts = flat.split([p.numel() for p in self.parameters])
         return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
 
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Norm of a whole gradient, the same on every process; of split weights each gives its rows."""
+        own = torch.nn.utils.get_total_norm(gradients)
+        return self.world.all_reduce_sum(own.square()).sqrt() if self.weights.split else own
+
     def step(self, gradients: list[Tensor], divisor: Tensor | None = None) -> StepReport:
         """Divide the gradients by a scalar and clip them, in place, then move the weights and their average."""
         rate = self.learning_rate()
         if divisor is not None:
             torch.ops.aten._foreach_div_.Tensor(gradients, divisor)
-        own = torch.nn.utils.get_total_norm(gradients)
-        # Of the whole gradient, the same on every process.
-        norm = float(self.world.all_reduce_sum(own.square()).sqrt() if self.weights.split else own)
+        norm = float(self.norm(gradients))
         if not math.isfinite(norm):
             self.skipped += 1
             self._grow(False)

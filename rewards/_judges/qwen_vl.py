@@ -1,7 +1,8 @@
 """Qwen2-VL with a regression head on marked tokens: how HPSv3 and VideoAlign score. A helper, not a reward.
 
 Rows are run one by one, so that a score cannot depend on the others. The frozen backbone runs in the chosen dtype,
-the head in float32. Images go in as 8-bit values in patches of 14 x 14, two frames deep, four patches to a token.
+the head in float32. Images go in as 8-bit values, or as floats that have a gradient, in patches of 14 x 14, two frames
+deep, four patches to a token.
 
 Source: MizzenAI/HPSv3:hpsv3/model/qwen2vl_trainer.py and dataset/utils.py; KwaiVGI/VideoAlign; Qwen2-VL
 (arXiv:2409.12191) of transformers.
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from flowrl.rewards._vision import checkpoints
-from flowrl.rewards._vision.pixels import MEAN, STD
+from flowrl.rewards._vision.pixels import normalised
 from torch import Tensor, nn
 
 from flowrl.reward import RewardError
@@ -63,14 +64,13 @@ def smart_resize(height: int, width: int, *, min_pixels: int, max_pixels: int) -
 
 
 def patches(frames: Tensor, *, patch: int = 14, depth: int = 2, merge: int = 2) -> tuple[Tensor, Tensor]:
-    """Network input of 8-bit frames [F, 3, H, W], H and W multiples of patch * merge.
+    """Network input of frames [F, 3, H, W], 8-bit or floats in [0, 1], H and W multiples of patch * merge.
 
     Returns:
         Normalised patches, [N, 3 * depth * patch^2], the merge^2 of a token next to each other; and the grid (time,
         height, width) in patches, [1, 3]. The last frame is repeated where `depth` does not divide F.
     """
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
-    values = (frames.float() / 255 - mean) / std
+    values = normalised(frames if frames.is_floating_point() else frames.float() / 255)
     values = torch.cat([values, values[-1:].expand(-len(values) % depth, -1, -1, -1)])
     time, height, width = len(values) // depth, values.shape[2] // patch, values.shape[3] // patch
     cells = values.view(time, depth, 3, height // merge, merge, patch, width // merge, merge, patch)
@@ -172,7 +172,7 @@ class Regressor:
         return ids
 
     def outputs(self, tokens: Sequence[int], frames: Tensor, kind: Kind) -> Tensor:
-        """The head at each mark, [marks, outputs] float32, of one row: 8-bit frames [F, 3, H, W] and its `tokens`."""
+        """The head at each mark, [marks, outputs] float32, of one row: frames as of `patches`, and its `tokens`."""
         values, grid = patches(frames)
         place = tokens.index(self._place(kind))
         # Four patches make a token.
@@ -185,7 +185,7 @@ class Regressor:
             inputs["position_ids"] = torch.arange(len(ids), device=self.device).expand(3, 1, -1)
         else:
             inputs["mm_token_type_ids"] = (row == self._place(kind)).int() * (1 if kind == "image" else 2)
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+        with torch.autocast(self.device.type, enabled=False):  # all weights are frozen
             hidden = self.backbone(**inputs).last_hidden_state[0]
             marked = torch.isin(row[0], torch.tensor(self.marks, device=self.device))
             return self.head(hidden[marked].float()).cpu()

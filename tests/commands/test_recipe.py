@@ -33,7 +33,7 @@ def measured(monkeypatch):
         config, rows = resolved.model.config, resolved.run.optim.batch_size
         update = rows * 2**30 * (1 if config.gradient_checkpointing is True else 4)
         known = {"encode": 1, "rollout": 2**30, "decode": 2**30, "images": 2**30, "evaluation": 2**30, "update": update}
-        return known | {"forward_flop": 1.0, "edge_flop": 1.0}, {}
+        return known | {"forward_flop": 1.0, "edge_flop": 1.0, "fitted": 1.0}, {}
 
     monkeypatch.setattr(memory, "_measure", stand_in)
 

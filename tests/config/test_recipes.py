@@ -341,7 +341,7 @@ def test_the_plan_of_a_recipe_tells_it_all(offline, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     # The measurement itself has its tests, and takes seconds.
     bytes_ = {"encode": 1, "rollout": 2, "decode": 3, "evaluation": 4, "update": 34 * 2**30}
-    operations = {"forward_flop": 4.5e12, "edge_flop": 1.4e13}
+    operations = {"forward_flop": 4.5e12, "edge_flop": 1.4e13, "fitted": 1.0}
     monkeypatch.setattr(memory, "_measure", lambda *args, **options: (bytes_ | operations, {}))
     command(str(FOLDER / "sd3" / "flow_grpo-pickscore.yaml"), ["optim.learning_rate=1.0e-4"])
     text = capsys.readouterr().out

@@ -166,9 +166,10 @@ def test_gradients_are_those_of_finite_differences_and_climb_each_on_its_own_ima
         before = scored(case, images)[output]
         assert torch.autograd.grad(before[0], images, retain_graph=True)[0][1].abs().max() == 0, case.name
         (gradient,) = torch.autograd.grad(before.sum(), images)
-        slopes = 2e-3 * gradient.abs().double().sum(dim=(1, 2, 3))
+        step = 3e-5 if output == "hpsv3" else 1e-3  # its random network is steep and bent
+        slopes = 2 * step * gradient.abs().double().sum(dim=(1, 2, 3))
         with torch.no_grad():
-            ends = [scored(case, images + sign * 1e-3 * gradient.sign())[output].double() for sign in (1, -1)]
+            ends = [scored(case, images + sign * step * gradient.sign())[output].double() for sign in (1, -1)]
         assert_close(ends[0] - ends[1], slopes, rtol=0.1, atol=0)
         assert (ends[0] > before).all(), case.name
 

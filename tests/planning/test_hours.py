@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from flowrl.commands._plan_data import data_here
 from flowrl.commands.plan import estimated, outline, step_plan
@@ -19,7 +20,8 @@ FEW = ("rollout.prompts_per_iteration=2", "rollout.group_size=4", "data.max_eval
 def unmeasured(monkeypatch):
     """Bytes are not what is looked at here, and measuring them takes seconds."""
     known = dict.fromkeys(("encode", "rollout", "decode", "images", "evaluation", "update"), 1)
-    monkeypatch.setattr(memory, "_measure", lambda *given, **named: (known | {"forward_flop": 1, "edge_flop": 1}, {}))
+    flop = ("forward_flop", "edge_flop", "fitted")
+    monkeypatch.setattr(memory, "_measure", lambda *given, **named: (known | dict.fromkeys(flop, 1), {}))
 
 
 def planned(*words: str) -> tuple[Any, Any, Any, Any]:
@@ -66,6 +68,20 @@ def test_a_frozen_role_and_a_recomputed_forward_each_add_a_forward(monkeypatch):
         run = planned(*words)
         monkeypatch.setattr(hours, "TABLE", table(run[3], recomputes=recomputes))
         assert seconds("C", *run)[1] == pytest.approx(run[2].rows[1] * each / 1000 + 0.1), words
+
+
+@pytest.mark.parametrize("words", [(), ("algorithm.kl.coef=0.1", "rollout.guidance_scale=4.0")])
+def test_rows_of_given_images_are_trained_ones_without_a_frozen_role_or_guidance(monkeypatch, tmp_path, words):
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "a.png"}\n')
+    words += ("optim.updates_per_iteration=2",)
+    anchor = f"data.anchor={{path: {tmp_path}, per_update: 5, times: {{name: subset, count: 3, fraction: 1}}}}"
+    plain, anchored = planned(*words), planned(*words, anchor)
+    monkeypatch.setattr(hours, "TABLE", table(plain[3]))
+    rows = 5 * 3 * 2
+    assert anchored[2].rows == (*plain[2].rows[:2], rows)
+    assert seconds("C", *anchored)[1] == pytest.approx((seconds("C", *plain)[1] or 0) + rows * 0.020)
+    assert anchored[2].update_flop == plain[2].update_flop + rows
 
 
 def test_guidance_doubles_the_rows_and_a_smaller_batch_is_said(monkeypatch):

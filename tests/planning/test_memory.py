@@ -397,3 +397,18 @@ def test_methods_on_finished_samples_count_their_times_and_passes_and_keep_no_ch
     guided = measured(dataclasses.replace(run_, run=guided_run))
     assert guided.rollout_flop == pytest.approx(2 * found.rollout_flop, rel=0.01)
     assert guided.update_flop == pytest.approx(found.update_flop, rel=0.01)
+
+
+def test_given_images_beside_the_prompts_add_rows_without_guidance_or_reference(folder):
+    """6 samples x 3 steps, guided and beside a reference of full weights; 5 images at 1 time are plain rows."""
+    data = {"prompts": "shapes:train", "anchor": {"path": "none", "per_update": 5}}
+    rollout = {"prompts_per_iteration": 2, "group_size": 3, "batch_size": 2, "num_inference_steps": 4}
+    costly: dict[str, Any] = {"rollout": rollout | {"guidance_scale": 4.0}, "algorithm": {"kl": {"coef": 0.1}}}
+    cheap = measured(resolved(str(folder), rollout=rollout))
+    for options in ({}, costly):
+        plain = measured(resolved(str(folder), **{"rollout": rollout} | options))
+        anchored = measured(resolved(str(folder), **{"rollout": rollout, "data": data} | options))
+        assert anchored.rows == (*plain.rows[:2], 5)
+        added = anchored.update_flop - plain.update_flop
+        assert added == pytest.approx(5 * cheap.update_flop / cheap.rows[1], rel=1e-6)
+        assert {p.name for p in anchored.phases} == {p.name for p in plain.phases} | {"images"}

@@ -4,6 +4,8 @@ import hashlib
 
 import pytest
 import torch
+from flowrl.rewards._judges import qwen_vl
+from flowrl.rewards._vision.pixels import STD
 from flowrl.rewards.hpsv3 import PROMPT, PROMPT_SHA256, Config, build
 from PIL import Image
 from torch.testing import assert_close
@@ -68,6 +70,53 @@ def test_scores_equal_the_released_computation(reward, toys):
     scores = scored(reward, images, PROMPTS[:2])
     assert_close(scores, torch.tensor(expected), rtol=0, atol=1e-4)
     assert (scores[0] - scores[1]).abs() > 0.01, "the samples must tell apart for the comparison to mean anything"
+
+
+SIZES = {"small": (90, 64), "of Wan": (240, 416), "large": (720, 1280)}
+LEVELS, MEAN_LEVELS = 2.0, 0.4
+"""Largest and mean difference of "fast" from the released way, in levels of 255: its three roundings to 8 bits."""
+
+
+def drawn(kind: str, height: int, width: int) -> torch.Tensor:
+    """[3, height, width] in [0, 1]: noise has the most overshoot of the bicubic kernel, squares the hardest edges."""
+    noise = torch.rand(3, height, width, generator=torch.Generator().manual_seed(0))
+    squares = (noise[:, ::8, ::8] > 0.5).float().kron(torch.ones(8, 8))[:, :height, :width]
+    return {"smooth": smooth_images(1, height, width)[0], "noise": noise, "squares": squares}[kind]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["smooth", "noise", "squares"])
+def test_floats_are_the_patches_of_the_released_processor_within_two_levels(kind, size):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    image = drawn(kind, *SIZES[size])
+    own = hpsv3.resized(image, "fast")
+    assert own is not None
+    values, grid = qwen_vl.patches(own)
+    picture = Image.fromarray(uint8(image).numpy()).resize((own.shape[3], own.shape[2]), Image.Resampling.BICUBIC)
+    prepared = Qwen2VLImageProcessorPil()(images=[picture])
+    assert torch.equal(grid, torch.as_tensor(prepared["image_grid_thw"]))
+    apart = (values - torch.as_tensor(prepared["pixel_values"])).abs().reshape(len(values), 3, -1)
+    levels = apart * 255 * torch.tensor(STD)[:, None]
+    assert float(levels.max()) < LEVELS
+    assert float(levels.mean()) < MEAN_LEVELS
+
+
+def test_the_gradient_of_floats_is_the_slope_of_the_score(toys, reward, small):
+    """In a video, whose frames that are not looked at have none; the scores of both ways are near."""
+    fast, image = build(configured(toys[0], preprocess="fast")), 0.2 + 0.6 * smooth_images(1, 112, 112)
+    assert not reward.card.differentiable
+    assert fast.card.differentiable
+    assert_close(scored(fast, image, PROMPTS[:1]), scored(reward, image, PROMPTS[:1]), rtol=0, atol=0.02)
+    assert not scored(fast, image, PROMPTS[:1]).requires_grad
+    video = image[:, None].repeat(1, 6, 1, 1, 1).requires_grad_()
+    (slope,) = torch.autograd.grad(scored(fast, video, PROMPTS[:1]).sum(), video)
+    assert slope.flatten(2).any(dim=2).tolist() == [[True, False, False, False, True, False]]
+    along = slope / slope.norm()
+    with torch.no_grad():
+        up, down = (float(scored(fast, video + sign * 0.2 * along, PROMPTS[:1])) for sign in (1, -1))
+    assert (up - down) / 0.4 == pytest.approx(float(slope.norm()), rel=0.05)
+    assert not scored(reward, video, PROMPTS[:1]).requires_grad
 
 
 def test_positions_of_qwen_are_those_of_transformers(toys, small):

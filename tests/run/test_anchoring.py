@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -14,14 +15,17 @@ from torch import Tensor
 
 import flowrl
 from flowrl.commands._plan_data import data_here
+from flowrl.commands.plan import command
 from flowrl.core.errors import ConfigError, ModelError
 from flowrl.data.given_samples import TooManyLost
+from flowrl.losses.batches import LossOutput
 from flowrl.models.sd3 import Sd3
 from flowrl.run.session import Session, resolved
 from flowrl.shapes import draw, parse, prompts
 from flowrl.training.metrics import Sums, Timer
 from tests import ranks
 from tests.e2e.conftest import assert_same_gradient, inside, train
+from tests.toys import ToyAdapter, learner_of, roll_out, rollout_of
 
 COEF, COUNT, IMAGES = 0.7, 4, 10
 METHODS = {
@@ -92,6 +96,10 @@ def by_hand(session: Session) -> tuple[Flat, float]:
     return [*torch.autograd.grad(COEF * mean, [*session.weights.parameters.values()])], float(mean.detach())
 
 
+def norm(gradient: Flat) -> float:
+    return float(torch.cat([each.flatten().double() for each in gradient]).norm())
+
+
 def assert_near(found: Flat, expected: Flat) -> None:
     a, b = (torch.cat([each.flatten() for each in values]) for values in (found, expected))
     assert float(b.norm()) > 0
@@ -105,8 +113,10 @@ def test_the_gradient_is_the_methods_own_and_that_of_the_images(opened, monkeypa
         assert "anchor/loss" not in row
         anchored.roll_out(1)
         images, error = by_hand(anchored)
-        (both, _), row = gradients(anchored, monkeypatch)
+        (both, second), row = gradients(anchored, monkeypatch)
         assert_near([a - b for a, b in zip(both, own, strict=True)], images)
+        assert row["anchor/gradient_share"] > 0
+        assert row["grad/norm"] == pytest.approx((norm(both) + norm(second)) / 2, rel=1e-5)
         assert row["anchor/loss"] == pytest.approx(error, rel=0.7), "a mean over both updates"
         assert row["anchor/unreadable"] == 0
 
@@ -116,8 +126,43 @@ def test_without_credit_the_gradient_is_that_of_sft_alone(opened, monkeypatch):
     with opened("flow_grpo") as session:
         session.roll_out(1)
         images, _ = by_hand(session)
-        (first, _), _ = gradients(session, monkeypatch, credited=False)
+        (first, _), row = gradients(session, monkeypatch, credited=False)
         assert_near(first, images)
+        assert row["anchor/gradient_share"] == pytest.approx(1, rel=1e-5)
+
+
+def test_the_share_is_the_norm_of_the_images_gradient_over_that_of_the_whole(opened, monkeypatch):
+    with opened("draft", "optim.updates_per_iteration=1") as session:
+        session.roll_out(1)
+        images, _ = by_hand(session)
+        (whole,), row = gradients(session, monkeypatch)
+        assert row["anchor/gradient_share"] == pytest.approx(norm(images) / norm(whole), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("own", "share"),
+    [((0.0, 0.0), 1.0), ((12.0, 16.0), 10 / 30), ((-6.0, 0.0), 10 / 8)],
+    ids=["alone", "beside", "against"],
+)
+def test_the_share_by_hand(own, share):
+    """Images' gradient (6, 8), of norm 10, beside a method's own, both sums over two rows."""
+    session = roll_out(ToyAdapter())
+    learner, (p, *_) = learner_of(session), session.weights.parameters.values()
+    batch = MagicMock(steps=None)
+    batch.__len__.return_value = 2
+
+    def grows(by: tuple[float, float]) -> Tensor:
+        return (p.flatten()[:2] * torch.tensor(by)).sum()
+
+    learner.method = MagicMock(passes=1, feedback=(), loss=lambda *given: LossOutput(grows(own), {}))
+    work = MagicMock(shares=[0], sizes=[2], batches=lambda number: [(batch, True)])
+    learner.training = MagicMock(work=lambda *given: work)
+    learner.add_gradient = lambda update, rows: grows((6.0, 8.0)).backward()
+    sums = Sums()
+    learner.update(1, rollout_of(session, torch.zeros(1, 2, 3)), MagicMock(), sums)
+    row = sums.means()
+    assert row["anchor/gradient_share"] == pytest.approx(share)
+    assert row["grad/norm"] == pytest.approx(10 / share / 2)
 
 
 def test_without_a_coefficient_a_run_is_bitwise_the_one_without_images(opened):
@@ -200,12 +245,16 @@ def test_a_model_without_an_encoder_is_refused(opened, monkeypatch):
         opened("flow_grpo")
 
 
-def test_a_plan_tells_of_the_images_and_counts_their_captions(images):
+def test_a_plan_tells_of_the_images_and_counts_their_captions_and_forwards(images, capsys):
     words = ("data.max_prompts=1", "data.max_eval_prompts=1")
     plain = data_here(resolved("configs/lab/flow_grpo.yaml", *words))
     found = data_here(resolved("configs/lab/flow_grpo.yaml", *words, f"data.anchor={{path: {images}, per_update: 4}}"))
     assert any("data.anchor: 8 images an iteration" in line for line in found.lines)
     assert found.texts > plain.texts
+    anchor = f"data.anchor={{path: {images}, per_update: 9}}"
+    command("configs/lab/flow_grpo.yaml", [*words, anchor, "optim.updates_per_iteration=2", "optim.batch_size=4"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "images of data.anchor" in line]
+    assert line.split()[-3:] == ["6", "4", "2"]  # 9, 5 and 2 images in forwards of 4, twice
 
 
 @pytest.mark.slow
@@ -217,6 +266,8 @@ def test_two_processes_take_the_same_update_and_facts_are_written(images, tmp_pa
         ranks.run([["run.yaml", *words, "name=two"]])
         one, two = (json.loads(Path(f"runs/{name}/metrics.jsonl").read_text()) for name in ("one", "two"))
         assert one["anchor/loss"] == pytest.approx(two["anchor/loss"], rel=1e-4)
+        shares = [row["anchor/gradient_share"] for row in (one, two)]
+        assert 0 < shares[0] == pytest.approx(shares[1], rel=1e-3)
         assert_same_gradient("one", "two")
         facts = json.loads(Path("runs/one/provenance.json").read_text())["data"]["anchor"]
         assert facts["usable"] == IMAGES

@@ -47,4 +47,4 @@ def small_images(patch: pytest.MonkeyPatch) -> None:
 def cases(folder: Path, stack: ExitStack) -> dict[str, Reward]:
     save(folder)
     small_images(stack.enter_context(pytest.MonkeyPatch.context()))
-    return {"": build(configured(folder))}
+    return {name: build(configured(folder, preprocess=name)) for name in ("exact", "fast")}
