@@ -76,10 +76,12 @@ class Learner:
         sums.add("nfe/train", counter.rows - before, len(iteration.rollout.rows))
 
     def _added(self, update: int, rows: int) -> Tensor | None:
-        """The norm over all processes of what `add_gradient` adds; None: there is none."""
+        """Norm over all processes of what `add_gradient` adds in the first update of an iteration; None in others."""
         if self.add_gradient is None:
             return None
         self.add_gradient(update, rows)
+        if update > 0:  # a norm costs another reduction
+            return None
         gradients = self.optimizer.gradients()
         if self.world.size > 1 and not self.networks.weights.split:
             gradients = [self.world.all_reduce_sum(torch.cat([gradient.flatten() for gradient in gradients]))]
