@@ -30,8 +30,8 @@ class ClimbOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradientOptions(ClimbOptions):
-    """And a pull to the untouched network."""
+class KlOptions(Options):
+    """A pull of a deterministic route to the untouched network's."""
 
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=0.0))
     """Pull of the network's output y (velocity, eps, v) to the untouched network's at every trained step, a sample's

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from flowrl.algorithms._climbing import GradientOptions
+from flowrl.algorithms._climbing import ClimbOptions, KlOptions
 from flowrl.algorithms._credit import Rule, by_steps, given_signs, leaf_advantages, plain_rewards
 from flowrl.algorithms._options import EdgeOptions, Lag, NoiseOptions, Options, SampleOptions
 from flowrl.core.registry import name_of
@@ -65,7 +65,7 @@ def by_edge(transition: StepDistribution, batch: Microbatch) -> StepDistribution
 
 
 C = TypeVar("C", bound=Options)
-G = TypeVar("G", bound=GradientOptions)
+G = TypeVar("G", bound=KlOptions)
 
 
 class Method(Generic[C]):
@@ -340,7 +340,7 @@ class SampleMethod(Method[C]):
 class GradientMethod(Method[G]):
     """A method on the gradient of differentiable rewards, pulled back along the steps of a deterministic rollout."""
 
-    Config: ClassVar[type[Options]] = GradientOptions
+    Config: ClassVar[type[Options]] = ClimbOptions
     tau: float | None = None
     """A sample weighs 1 / sum over leaps of max(distance of their ends from where they land, tau); None: all alike."""
     predicts: bool = False

@@ -14,7 +14,7 @@ Source: arXiv 2505.07818; XueZeyue/DanceGRPO:fastvideo/train_grpo_flux.py, train
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from torch import Tensor
 
@@ -38,6 +38,11 @@ class SeparateConfig(AdvantageConfig):
     name: Literal[
         "group", "per_reward", "gdpo", "separate", "median", "batch", "best_of", "smooth", "leave_one_out"
     ] = "group"
+
+    @classmethod
+    def published(cls) -> Self:
+        """DanceGRPO's: the standard deviation of a group, with one degree of freedom less."""
+        return cls(name="separate", std="group", eps=1e-8, ddof=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +75,7 @@ class Config(ShareOptions, SpatialOptions, StepOptions, ClipOptions, RatioOption
     default_sampler: ClassVar[str] = "dance_sde"
 
     timestep_fraction: float = 0.6
-    advantages: SeparateConfig = field(
-        default_factory=lambda: SeparateConfig(name="separate", std="group", eps=1e-8, ddof=1)
-    )
+    advantages: SeparateConfig = field(default_factory=SeparateConfig.published)
 
     def check(self, sampler: Sampler, num_steps: int) -> None:
         super().check(sampler, num_steps)

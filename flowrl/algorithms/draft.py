@@ -16,7 +16,7 @@ RuoyuWang-2077/FlowBP:flowbp/trainers/sd35/draft_lv.py.
 from dataclasses import dataclass
 from typing import Literal
 
-from flowrl.algorithms._climbing import GradientOptions
+from flowrl.algorithms._climbing import ClimbOptions, KlOptions
 from flowrl.algorithms.base import GradientMethod
 from flowrl.core.errors import OptionError
 from flowrl.core.rng import stream
@@ -28,7 +28,7 @@ LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(GradientOptions):
+class Config(ClimbOptions, KlOptions):
     steps: int = 1
     """K: the last steps that are trained, of those that begin at sigma 0.05 or more."""
     low_variance: int = 0

@@ -12,7 +12,7 @@ Source: arXiv 2405.00760; RuoyuWang-2077/FlowBP:flowbp/trainers/sd35 (three step
 
 from dataclasses import dataclass
 
-from flowrl.algorithms._climbing import EndOptions, GradientOptions
+from flowrl.algorithms._climbing import ClimbOptions, EndOptions, KlOptions
 from flowrl.algorithms.base import GradientMethod
 from flowrl.core.rng import stream
 from flowrl.core.strict import require_positive
@@ -22,7 +22,7 @@ LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(GradientOptions, EndOptions):
+class Config(ClimbOptions, KlOptions, EndOptions):
     steps: int = 3
     """Steps that are trained in an iteration; fewer where the stop has fewer before it."""
 

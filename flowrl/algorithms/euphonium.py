@@ -11,14 +11,16 @@ Source: arXiv 2602.04928; zerzerzerz/Euphonium.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms import dance_grpo
+from flowrl.algorithms._options import RatioOptions, SpatialOptions, StepOptions
 from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
-from flowrl.algorithms.flow_grpo import StepCreditOptions, clipped_terms, with_reference
+from flowrl.algorithms.dance_grpo import SeparateConfig, ShareOptions
+from flowrl.algorithms.flow_grpo import ClipOptions, StepCreditOptions, clipped_terms, with_reference
 from flowrl.core.strict import require_not_negative
 from flowrl.core.types import SampleId
 from flowrl.diffusion.plan import StepPlan
@@ -48,9 +50,23 @@ class TiltConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(StepCreditOptions, dance_grpo.Config):
+class Config(StepCreditOptions, ShareOptions, SpatialOptions, StepOptions, ClipOptions, RatioOptions):
+    """DanceGRPO's options, and the pull."""
+
+    default_sampler: ClassVar[str] = "dance_sde"
+
+    timestep_fraction: float = 0.6
+    advantages: SeparateConfig = field(default_factory=SeparateConfig.published)
     tilt: TiltConfig | None = None
     """Pull of a judge of latents on the rollout: {output, strength, steps, distil}; null: DanceGRPO."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_one(self.spatial)
+
+    def check(self, sampler: Sampler, num_steps: int) -> None:
+        super().check(sampler, num_steps)
+        self.check_trained(1, self.most_trained(num_steps))
 
 
 class Euphonium(EdgeMethod[Config]):

@@ -113,22 +113,26 @@ class ClipOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCreditOptions(SpatialOptions):
-    """Credit of each step, or of each place of an image."""
+class StepCreditOptions(Options):
+    """Credit of each step."""
 
     step_values: StepValues | None = None
     """Credit of each trained step by a judge of latents, beside that of the sample: {output, weight, of}; null:
     none."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.spatial is not None and self.step_values is not None:
+    def require_one(self, spatial: object) -> None:
+        """Refuse a map of the image beside values of steps."""
+        if spatial is not None and self.step_values is not None:
             raise OptionError("spatial and step_values both change the credit of a step", {"step_values": None})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(StepCreditOptions, StepOptions, ClipOptions, RatioOptions):
+class Config(StepCreditOptions, SpatialOptions, StepOptions, ClipOptions, RatioOptions):
     """Rule of credit and KL, bound of the ratio, trained steps, and map of the image."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_one(self.spatial)
 
 
 # ---- the method

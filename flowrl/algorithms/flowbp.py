@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from flowrl.algorithms._climbing import GradientOptions, LeapOptions
+from flowrl.algorithms._climbing import ClimbOptions, KlOptions, LeapOptions
 from flowrl.algorithms.base import GradientMethod
 from flowrl.core.errors import OptionError
 from flowrl.core.rng import stream
@@ -28,7 +28,7 @@ LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(GradientOptions, LeapOptions):
+class Config(ClimbOptions, KlOptions, LeapOptions):
     rule: Literal["sparse", "bridge", "lagrange"] = "sparse"
     """`sparse`; `bridge`, which takes `rho` and `lengths` too; `lagrange`, which takes them and `tau`."""
     steps: int = 4

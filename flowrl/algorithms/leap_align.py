@@ -10,7 +10,7 @@ Source: arXiv 2604.15311; RuoyuWang-2077/FlowBP:flowbp/trainers/sd35/leapalign.p
 
 from dataclasses import dataclass
 
-from flowrl.algorithms._climbing import GradientOptions, LeapOptions
+from flowrl.algorithms._climbing import ClimbOptions, KlOptions, LeapOptions
 from flowrl.algorithms.base import GradientMethod
 from flowrl.losses.reward_gradients import Route
 
@@ -18,7 +18,7 @@ LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(GradientOptions, LeapOptions):
+class Config(ClimbOptions, KlOptions, LeapOptions):
     """Nothing of its own."""
 
 

@@ -10,7 +10,7 @@ Source: arXiv 2511.21541; Tencent-Hunyuan/HY-Video-PRFL.
 
 from dataclasses import dataclass
 
-from flowrl.algorithms._climbing import EndOptions, GradientOptions
+from flowrl.algorithms._climbing import ClimbOptions, EndOptions, KlOptions
 from flowrl.algorithms.base import GradientMethod
 from flowrl.losses.reward_gradients import Route
 
@@ -18,7 +18,7 @@ LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(GradientOptions, EndOptions):
+class Config(ClimbOptions, KlOptions, EndOptions):
     window: float = 1.0
     """Share of the steps, the last ones, that m is drawn from, all alike; one step at least."""
     anchored: bool = True

@@ -11,7 +11,7 @@ Source: arXiv 2304.05977; THUDM/ImageReward:ImageReward/ReFL.py; RuoyuWang-2077/
 
 from dataclasses import dataclass
 
-from flowrl.algorithms._climbing import EndOptions, GradientOptions
+from flowrl.algorithms._climbing import ClimbOptions, EndOptions, KlOptions
 from flowrl.algorithms.base import GradientMethod
 from flowrl.losses.reward_gradients import Route
 
@@ -19,7 +19,7 @@ LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(GradientOptions, EndOptions):
+class Config(ClimbOptions, KlOptions, EndOptions):
     """Nothing of its own."""
 
 

@@ -13,7 +13,7 @@ Source: arXiv 2509.06942; Tencent-Hunyuan/SRPO:fastvideo/SRPO.py.
 
 from dataclasses import dataclass, field
 
-from flowrl.algorithms._climbing import GradientOptions
+from flowrl.algorithms._climbing import ClimbOptions, KlOptions
 from flowrl.algorithms.base import GradientMethod
 from flowrl.core.rng import stream
 from flowrl.losses.reward_gradients import Recovery, Route
@@ -24,7 +24,7 @@ _UNWANTED = ("Concept art", "Painting", "Anime", "Flat", "Oil")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(GradientOptions):
+class Config(ClimbOptions, KlOptions):
     positive: list[str] = field(default_factory=lambda: [f"{word}. {{prompt}}" for word in _WANTED])
     """Wanted words, one an iteration in turn: {prompt} is the prompt, {name} a value of its metadata."""
     negative: list[str] = field(default_factory=lambda: [f"{word}. {{prompt}}" for word in _UNWANTED])

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import yaml
 
+from flowrl import shapes
 from flowrl.evaluation.results import Evaluation
 from scripts.lab import judge
+from scripts.lab.recipes import ROOT
 from tests import toys
 
 
@@ -81,10 +83,15 @@ def test_the_page_and_the_picture_are_made_of_the_cells(tmp_path: Path):
 
 @pytest.mark.parametrize("name", judge.recipes())
 def test_a_recipe_has_the_data_model_reward_and_evaluations_of_the_others(name):
-    """But for the student, which knows four steps."""
+    """But for the student, which knows four steps, the near captions of SRPO, and the given images of PRFL."""
     trees = [yaml.safe_load(judge.recipes()[each].read_text(encoding="ascii")) for each in (judge.POLICY, name)]
     if name == "rocm":
         trees[0]["model"]["path"], trees[0]["eval"]["num_inference_steps"] = "tiny-sd3-student", 4
+    if name == "srpo":
+        near = (ROOT / "assets/prompts/shapes-train-near.jsonl").read_text(encoding="utf-8").splitlines()
+        assert [json.loads(line)["prompt"] for line in near] == list(shapes.prompts("train"))
+        trees[0]["data"]["prompts"] = "shapes-train-near.jsonl"
+    assert (trees[1]["data"].pop("anchor", None) is not None) == (name == "prfl")
     for key in ("model", "data", "rewards"):
         assert trees[0][key] == trees[1][key]
     assert trees[0]["eval"] == trees[1]["eval"] | {"every": trees[0]["eval"]["every"]}
