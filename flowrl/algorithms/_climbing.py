@@ -23,10 +23,13 @@ class ClimbOptions(Options):
     """A sample whose weighted sum of training values is not below this has no gradient; null: all have."""
     decoded_at_once: int = 4
     """Images whose decoder and rewards keep their graph at a time."""
+    frames: int | None = None
+    """Of a video, drawn anew for each sample and iteration: the gradient is that of the mean of their scores as images,
+    and what none of them is decoded from is not decoded; null: of the whole video."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(vars(self), "decoded_at_once")
+        require_positive(vars(self), "decoded_at_once", "frames")
 
 
 @dataclass(frozen=True, kw_only=True)

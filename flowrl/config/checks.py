@@ -68,6 +68,7 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     if adapter is None:
         return notes
     _check_videos(resolved, adapter)
+    _check_frames(resolved, adapter)
     with checking(resolved.algorithm.name):
         resolved.algorithm.config.check_process(adapter.process)
     run, scales = resolved.run, _scales(resolved)
@@ -157,6 +158,15 @@ def _check_videos(resolved: Resolved, adapter: ModelAdapter) -> None:
             f"{adapter.width}",
             {"eval.videos": "webp"},
         )
+
+
+def _check_frames(resolved: Resolved, adapter: ModelAdapter) -> None:
+    """Refuse frames to be drawn that the model does not make, or where a reward scores whole videos."""
+    count, there = vars(resolved.algorithm.config).get("frames"), adapter.num_frames
+    whole = [plan.name for plan in resolved.rewards if plan.card is not None and plan.card.modality == "video"]
+    if count is not None and (whole or there == 1 or count > there):
+        why = f"{whole[0]} scores whole videos" if whole else f"the model makes {there}"
+        raise ConfigError(f"algorithm.frames={count}: {why}", {"algorithm.frames": None})
 
 
 def _check_gradient(resolved: Resolved, adapter: ModelAdapter) -> None:

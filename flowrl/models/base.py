@@ -271,6 +271,10 @@ class ModelAdapter:
         """
         raise ModelError(f"model: {type(self).__name__} gives no gradient of its images (`decode_with_grad`)")
 
+    def leading(self, latents: Tensor, frame: int) -> Tensor:
+        """The latents of videos [B, ...] that give the same frames 0 .. `frame`: all, where the decoder looks ahead."""
+        return latents
+
     def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Clean latents [B, ...] float32 of images or videos, on the adapter's device: `decode` undoes it.
 

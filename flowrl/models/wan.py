@@ -212,6 +212,9 @@ class Wan(Native):
         frames = decoded_frames(self.pipeline.vae, latents, self.config.vae_precision)
         return frames[:, 0] if self.num_frames == 1 else frames
 
+    def leading(self, latents: Tensor, frame: int) -> Tensor:
+        return latents[:, :, : -(-frame // self.pipeline.vae_scale_factor_temporal) + 1]  # the decoder is causal
+
     @torch.no_grad()
     def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         require_image_size(images, self.height, self.width, self.num_frames)

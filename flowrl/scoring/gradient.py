@@ -7,11 +7,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError, Remedy, RewardFailure
-from flowrl.core.rng import normal
+from flowrl.core.rng import normal, stream
 from flowrl.core.types import Condition
 from flowrl.data.prompts import Prompt
 from flowrl.display.console import log
@@ -23,6 +24,8 @@ from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.surroundings import Batch, Conduct, Latents
 from flowrl.scoring.weighted import WeightedReward
 
+Keys = Sequence[tuple[int, int, int, int]]
+"""(seed, iteration, slot, sample) of each latent, by which frames are drawn."""
 _FREE = 32
 """Iterations without an effect of the hinge after which that is said."""
 
@@ -52,10 +55,13 @@ class RewardGradient:
         adapter: decodes.
         at_once: images whose graph is kept at a time.
         hinge: above this sum a sample has no gradient; None: there is no bound.
+        frames: of a video, drawn for each sample, whose mean score as images it is; None: whole videos are scored.
     """
 
-    def __init__(self, scorer: Scorer, adapter: ModelAdapter, at_once: int, hinge: float | None = None) -> None:
-        self.adapter, self.at_once, self.hinge = adapter, at_once, hinge
+    def __init__(
+        self, scorer: Scorer, adapter: ModelAdapter, at_once: int, hinge: float | None = None, frames: int | None = None
+    ) -> None:
+        self.adapter, self.at_once, self.hinge, self.frames = adapter, at_once, hinge, frames
         self.counted = [entry for entry in scorer.entries if entry.weight != 0]
         gates = {entry.gate.output for entry in self.counted if entry.gate is not None}
         climbed = {id(entry.reward): entry for entry in self.counted}
@@ -64,7 +70,7 @@ class RewardGradient:
         self.flat_in_a_row = self.free_in_a_row = 0
         """Iterations in a row in which no sample had a gradient; in which all had one."""
 
-    def __call__(self, latents: Latents, readings: Sequence[Reading]) -> Slope:
+    def __call__(self, latents: Latents, readings: Sequence[Reading], keys: Keys = ()) -> Slope:
         """Value and gradient at M latents of the sum over readings.
 
         Raises RewardFailure: a reward breaks its contract.
@@ -74,7 +80,7 @@ class RewardGradient:
             part = slice(start, start + self.at_once)
             few = dataclasses.replace(latents[part], x0=latents.x0[part].detach().float().requires_grad_())
             with torch.enable_grad():
-                images, total = self._images(few), few.x0.new_zeros(len(few.x0))
+                images, total = self._images(few, keys[part]), few.x0.new_zeros(len(few.x0))
                 for factor, read, cond, rows in readings:
                     place = dataclasses.replace(few, cond=cond, rows=rows[part])
                     total = total + factor * self._total(images, read[part], place)
@@ -87,28 +93,37 @@ class RewardGradient:
         (gradient,) = torch.autograd.grad(total[climbs].sum(), x)
         lost = ~(gradient.flatten(1).isfinite().all(dim=1) & total.isfinite())
         gradient = torch.where((climbs & ~lost).reshape(-1, *[1] * (x.ndim - 1)), gradient, 0.0)
-        saturated = ((images <= 0) | (images >= 1)).flatten(1).float().mean(dim=1).nan_to_num()
+        cut = ((images <= 0) | (images >= 1)).unflatten(0, (len(x), -1)).flatten(1)
+        saturated = cut.float().mean(dim=1).nan_to_num()
         return Slope(torch.where(lost, torch.nan, total.detach()), gradient, saturated)
 
     def _total(self, images: Tensor, prompts: Sequence[Prompt], latents: Latents) -> Tensor:
         """Weighted sum of the training values, [M], with its graph. Raises as of a call."""
-        raw = dict[str, Tensor]()
+        raw, batch = dict[str, Tensor](), _batch(images, prompts, latents)
         try:
             for entry in self.climbed:
-                raw |= score_once(entry, _batch(images, prompts, latents), graph=True)
+                raw |= score_once(entry, batch, graph=True)
             for entry in self.gates:
-                raw |= score_once(entry, _batch(images.detach(), prompts, latents))
+                raw |= score_once(entry, dataclasses.replace(batch, images=images.detach()))
         except RewardError as error:
             raise RewardFailure(str(error)) from error
         raw = {name: value.to(images.device) for name, value in raw.items()}
-        return torch.stack([entry.weight * entry.training_value(raw) for entry in self.counted]).sum(dim=0)
+        total = torch.stack([entry.weight * entry.training_value(raw) for entry in self.counted]).sum(dim=0)
+        return total.unflatten(0, (len(prompts), -1)).mean(dim=1)
 
-    def _images(self, latents: Latents) -> Tensor:
-        """Their images, with their graph; without any value where no reward sees them."""
-        x, seen = latents.x0, any(entry.reward.on_latents is None for entry in (*self.climbed, *self.gates))
-        images = decoded(self.adapter, x, latents.cond, latents.rows, graph=True) if seen else x.new_zeros(len(x), 0)
+    def _images(self, latents: Latents, keys: Keys) -> Tensor:
+        """Their images, with their graph; of videos the drawn frames, each a row; no value where no reward sees any."""
+        x, frame = latents.x0, None
+        if all(entry.reward.on_latents is not None for entry in (*self.climbed, *self.gates)):
+            return x.new_zeros(len(x), 0)
+        if self.frames is not None:
+            draws = [stream(seed, "gradient_frames", *key) for seed, *key in keys]
+            there, n = self.adapter.num_frames, self.frames
+            frame = torch.as_tensor(np.stack([each.choice(there, n, replace=False) for each in draws]))
+            x = self.adapter.leading(x, int(frame.max()))
+        images = decoded(self.adapter, x, latents.cond, latents.rows, graph=True)
         assert isinstance(images, Tensor)
-        return images
+        return images if frame is None else images[torch.arange(len(x))[:, None], frame].flatten(0, 1)
 
     def warning(self, row: Mapping[str, float]) -> str | None:
         """A warning of a row of metrics: nothing is climbed, at the first, second, fourth, eighth ... iteration in a
@@ -138,7 +153,7 @@ class RewardGradient:
         x = normal(self.adapter.latent_shape(), 0, "gradient_probe", [()]).to(device).requires_grad_()
         with torch.enable_grad():
             latents = Latents(x, cond, torch.zeros(1, dtype=torch.int64))
-            batch = _batch(self._images(latents), [prompt], latents)
+            batch = _batch(self._images(latents, [(0, 0, 0, 0)]), [prompt], latents)
             for entry in self.climbed:
                 self._probe(entry, score_once(entry, batch, Conduct(), graph=True), x)
 
@@ -171,6 +186,10 @@ def slope_of(scorer: Scorer, output: str) -> Callable[[Tensor, Tensor, Condition
 
 
 def _batch(images: Tensor, prompts: Sequence[Prompt], latents: Latents) -> Batch:
+    """Samples with as many images each, in their order."""
+    if len(images) > len(prompts):
+        each = [row for row in range(len(prompts)) for _ in range(len(images) // len(prompts))]
+        prompts, latents = [prompts[row] for row in each], latents[each]
     return Batch(images, [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts], latents)
 
 

@@ -75,7 +75,7 @@ class AdjointBatches(EdgeBatches):
         most = max(context.world.gather(len(own))) if context.sharded else len(own)
         # Every forward of a sharded network is one of all processes.
         for number, rows in enumerate([*own, *own[:1] * (most - len(own))]):
-            gradient, metrics = slope(context, rollout, sent(x0[rows], context.world.device), rows)
+            gradient, metrics = slope(self, sent(x0[rows], context.world.device), rows)
             for name, value in metrics.items() if number < len(own) else ():
                 self.iteration.sums.add(name, float(value.sum()), len(rows))
             a = -context.method.config.strength * gradient

@@ -271,8 +271,8 @@ class Training(Generic[M]):
 
     def climb(self, scorer: Scorer, adapter: ModelAdapter) -> RewardGradient | None:
         """The gradient of the rewards, for a method that climbs it."""
-        options = vars(self.method.config)
-        return RewardGradient(scorer, adapter, options["decoded_at_once"], options["hinge"]) if self.climbs else None
+        own = (vars(self.method.config).get(name) for name in ("decoded_at_once", "hinge", "frames"))
+        return RewardGradient(scorer, adapter, *own) if self.climbs else None
 
     def recording(self, sampler: Sampler) -> Recording:
         """The data that the rollout keeps of its trained steps."""

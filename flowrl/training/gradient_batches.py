@@ -81,21 +81,23 @@ def forwards(context: UpdateContext, rollout: Rollout, rows: Tensor) -> Iterator
 
 
 def slope(
-    context: UpdateContext, rollout: Rollout, x: Tensor, rows: Tensor, words: Wordings = (), sigma: Tensor | None = None
+    work: Work, x: Tensor, rows: Tensor, words: Wordings = (), sigma: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The rewards' gradient at latents [M, ...] of the samples `rows`, with its metrics, name -> [M].
 
     Latents are clean, or of noise levels `sigma` [M]; `words` stand in place of the prompts'.
     """
+    context, iteration, rollout = work.context, work.iteration.number, work.iteration.rollout
     assert context.climb is not None
-    own, place = [rollout.prompts[rollout.samples.ids[row].slot] for row in rows.tolist()], rollout.rows[rows]
+    ids, place = [rollout.samples.ids[row] for row in rows.tolist()], rollout.rows[rows]
+    own, keys = [rollout.prompts[i.slot] for i in ids], [(context.seed, iteration, i.slot, i.sample) for i in ids]
     read = [] if words else [(1.0, own, rollout.cond, place)]
     for factor, wording in words:
         texts, at = [reworded(prompt, wording) for prompt in own], (rollout.cond, place)
         if context.lookup is not None and any(entry.reward.on_latents for entry in context.climb.climbed):
             at = context.lookup([identity(text) for text in texts]), torch.arange(len(rows))
         read.append((factor, texts, *at))
-    found = context.climb(Latents(x, rollout.cond, place, sigma), read)
+    found = context.climb(Latents(x, rollout.cond, place, sigma), read, keys)
     size = found.gradient.flatten(1).norm(dim=1)
     return found.gradient, {
         "reward_gradient/value": found.value.nan_to_num(),
@@ -147,7 +149,7 @@ class GradientBatches(Work):
             ends = self.kept[after].x if after in self.kept else ends
             sigma = self.plan.schedule.sigmas[after].expand(len(rows)).to(device)
         clean = sent(ends[rows], device)
-        gradient, metrics = slope(self.context, self.rollout, clean, rows, sigma=sigma)
+        gradient, metrics = slope(self, clean, rows, sigma=sigma)
         if self.route.noised:
             for k in self.route.trained:
                 x = self._noised(clean, k, rows, "noised_sample", k)
@@ -161,7 +163,7 @@ class GradientBatches(Work):
         yield from self._steps(share * gradient, metrics, places, self.links, cond)
         for draw in range(draws):
             x, clean = self._redrawn(rows, draw, cond)
-            gradient, metrics = slope(self.context, self.rollout, clean, rows)
+            gradient, metrics = slope(self, clean, rows)
             yield from self._steps(share * gradient, metrics, {self.route.end: x}, self.links[:1], cond)
 
     def _recovered(self, recovery: Recovery, rows: Tensor, cond: Condition) -> GradientBatch:
@@ -178,7 +180,7 @@ class GradientBatches(Work):
         x = expand(step.alpha, x0) * x0 + expand(step.sigma, x0) * eps
         with torch.no_grad():
             clean = freed(policy.output(x, step, cond).float(), x, eps)
-        gradient, metrics = slope(self.context, self.rollout, clean, rows, recovery.readings)
+        gradient, metrics = slope(self, clean, rows, recovery.readings)
         gain = freed(torch.ones_like(x), torch.zeros_like(x), torch.zeros_like(x))
         return GradientBatch(x, step, cond, gain * gradient / size, metrics)
 

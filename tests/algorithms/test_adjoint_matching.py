@@ -95,7 +95,7 @@ class Exact(nn.Module):
 def climb_of(reward: Callable[[Tensor], Tensor]) -> Callable[..., Slope]:
     """What stands for the rewards' gradient: that of a function [M, ...] -> [M]."""
 
-    def climb(latents: Latents, readings: Sequence[Reading]) -> Slope:
+    def climb(latents: Latents, readings: Sequence[Reading], keys: Any = ()) -> Slope:
         x = latents.x0.clone().requires_grad_()
         value = reward(x)
         return Slope(value.detach(), torch.autograd.grad(value.sum(), x)[0], torch.zeros(len(x)))

@@ -214,9 +214,10 @@ def test_the_grids_and_stds_are_the_published_ones():
     for name in (name for name in RECIPES if name.startswith("flux/")):
         run = recipe(name)
         count = run.run.rollout.num_inference_steps
-        if run.model.config.shift is None:  # the pipeline's own shift at 512 pixels, 1024 tokens
+        if run.model.config.shift is None:  # the pipeline's own shift, 1024 tokens at 512 pixels
             start = torch.linspace(1, 1 / count, count, dtype=torch.float64)
-            shift = math.exp(0.5 + (1.15 - 0.5) * (1024 - 256) / (4096 - 256))
+            tokens = adapter(run).height * adapter(run).width / 256
+            shift = math.exp(0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256))
             sigmas = torch.cat([shift / (shift + 1 / start - 1), torch.zeros(1)]).float()
         else:
             sigmas = shift_sigmas(torch.linspace(1, 0, count + 1), 3.0)
