@@ -55,6 +55,20 @@ def test_core_is_no_store_room():
     assert sum(file.read_text(encoding="utf-8").count("\n") for file in (PACKAGE / "core").glob("*.py")) <= 2500
 
 
+def test_what_every_reader_meets_does_not_grow():
+    """Components, one file each, are read by those who use them alone (docs/decisions/structure.md)."""
+    size = dict.fromkeys(("trunk", "wing"), 0)
+    for file in FILES:
+        place = file.relative_to(PACKAGE)
+        room = str(place.parent)
+        if room in ("algorithms", "samplers", "models", "apps/suites") and not place.stem.startswith(("_", "base")):
+            continue
+        wing = place.parts[0] in ("apps", "commands", "cli.py", "__main__.py")
+        size["wing" if wing else "trunk"] += file.read_text(encoding="utf-8").count("\n")
+    assert size["trunk"] <= 43_500
+    assert size["wing"] <= 17_500
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_a_module_and_its_functions_are_short_and_narrow(file: Path):
     source = file.read_text(encoding="utf-8")
