@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from flowrl.apps.gallery import builder
 from flowrl.models.weights.roles import Weights
 from tests.e2e.conftest import digest, train
 from tests.e2e.test_bad_input import command
@@ -23,7 +22,7 @@ def full(*_: Any, **__: Any) -> None:
 PLACES = {
     "adapter": (Weights, "save", "adapter could not be written", "the checkpoint of iteration 1 is safe"),
     "pictures": (Image.Image, "save", "eval/base/00000-0.png could not be written", "is safe"),
-    "report": (builder.os, "replace", "index.html could not be written", "the run itself is safe"),
+    "report": (os, "replace", "index.html could not be written", "the run itself is safe"),
 }
 
 
