@@ -51,6 +51,8 @@ class Options:
     """Trees that a prompt needs at least, to have something to compare."""
     default_terms: ClassVar[int] = 1
     """Training times of a finished sample where there is no rule."""
+    judged_noisy: ClassVar[bool] = False
+    """Whether rewards see latents on their way, and so must be judges of noisy latents."""
 
     def __post_init__(self) -> None:
         """Refuse bad values; a class that adds fields checks them, and calls this."""

@@ -9,6 +9,7 @@ Source: arXiv 2511.21541; Tencent-Hunyuan/HY-Video-PRFL.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flowrl.algorithms._climbing import ClimbOptions, EndOptions, KlOptions
 from flowrl.algorithms.base import GradientMethod
@@ -19,6 +20,8 @@ LEVEL = "experimental"
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ClimbOptions, KlOptions, EndOptions):
+    judged_noisy: ClassVar[bool] = True
+
     window: float = 1.0
     """Share of the steps, the last ones, that m is drawn from, all alike; one step at least."""
     anchored: bool = True

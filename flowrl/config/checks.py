@@ -288,7 +288,7 @@ def _check_rewards(resolved: Resolved) -> None:
         known = [None if unknown else plan.card for plan, unknown in zip(resolved.rewards, late, strict=True)]
         require_paths(resolved.algorithm.name, resolved.rewards, known)
     seeing = [k for k, plan in enumerate(resolved.rewards) if plan.entry.weight != 0 and not plan.on_latents]
-    if "anchored" in vars(resolved.algorithm.config) and seeing:
+    if resolved.algorithm.config.judged_noisy and seeing:
         raise ConfigError(
             f"rewards.{seeing[0]}: {resolved.algorithm.name} climbs at noisy latents, and this reward looks at images",
             {"rewards": [{"name": "latent_judge"}]},

@@ -36,6 +36,7 @@ MODELS = {
     "vp": {"name": "sd", "path": "tiny-sd"},
 }
 SAMPLERS = {"flow": None, "vp": {"name": "ddim", "eta": 1.0}}
+JUDGE = {"name": "latent_judge", "model": "tiny-judge"}
 BATCH = 4096
 """More rows than there are: every share is one forward."""
 
@@ -76,7 +77,7 @@ class MethodTrial:
             "data": {"prompts": "shapes:train", "max_prompts": 2 * PROMPTS, "eval_share": 0.0},
             "rollout": {"num_inference_steps": STEPS, "prompts_per_iteration": PROMPTS, "batch_size": 64}
             | {"group_size": max(GROUP, method.config.least_trees * leaves)},
-            "rewards": [{"name": "flowrl.contracts.brightness"}],
+            "rewards": [JUDGE if method.config.judged_noisy else {"name": "flowrl.contracts.brightness"}],
             "optim": {"learning_rate": 1e-4, "weight_decay": 0.0, "batch_size": BATCH, "updates_per_iteration": 1},
         }
         if method.members:

@@ -21,7 +21,7 @@ NAMES = registry.names("algorithms")
 CHAINS = [n for n in algorithms(flowrl.EdgeMethod) if not registry.load("algorithms", n).Config().tree(10, 1, 0)]
 FAST = ("flow_grpo", "diffusion_nft", "diffusion_dpo", "find")
 """One for each kind of training data."""
-OWN: dict[str, dict[str, Any]] = {"mix_grpo_flash": {"shift": 1.0}}
+OWN: dict[str, dict[str, Any]] = {"mix_grpo_flash": {"shift": 1.0}, "prfl": {"anchored": False}}
 """Options that the tiny model asks for: the shift of its grid."""
 
 
@@ -39,8 +39,10 @@ VP: dict[str, dict[str, Any] | None] = {
     "dynamic_tree_rpo": {"growth": 0.0},
     "grpo_guard": {"ratio_norm": False},
     "mix_grpo_flash": None,
+    "prfl": None,
 }
-"""Options on noise-prediction models, where DDIM has eta 1 and a ratio of its own; None: the method needs a flow."""
+"""Options on noise-prediction models, where DDIM has eta 1 and a ratio of its own; None: the method needs a flow, or a
+judge of the model's noisy latents, which is at hand for a flow alone."""
 
 
 @functools.lru_cache(maxsize=1)
