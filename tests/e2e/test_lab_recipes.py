@@ -119,7 +119,8 @@ def test_two_processes_take_the_first_update_of_one(recipe: Path):
     fit(recipe, f"name={names[0]}", *ONE_UPDATE)
     rows = [json.loads(Path(f"runs/{name}/metrics.jsonl").read_text()) for name in names]
     alone, both = ({k: v for k, v in row.items() if not own_of_a_process(k)} for row in rows)
-    assert both == pytest.approx(alone, rel=1e-4, abs=1e-5)
+    # A judge's logits of +-12 cancel in their mean, of which a millionth of 12 is left.
+    assert both == pytest.approx(alone, rel=1e-4, abs=1e-4)
     assert_same_gradient(names[0], names[1])
 
 
