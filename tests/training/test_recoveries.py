@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,8 @@ def prompts_of(session: Session) -> list[Prompt]:
 
 
 def recoveries(session: Session) -> tuple[Recovery, ...]:
-    return session.method.route(3, 1, session.config.seed).recoveries
+    method: Any = session.method
+    return method.route(3, 1, session.config.seed).recoveries
 
 
 def by_autograd(session: Session) -> dict[str, Tensor]:
@@ -93,7 +95,7 @@ def test_the_true_velocity_gives_the_sample_back_at_every_level_and_the_branches
         assert climb is not None
         of_one = type(climb).__call__
 
-        def noted(self, latents: Latents, *given: object):
+        def noted(self, latents: Latents, *given: Any):
             seen.append(latents.x0)
             return of_one(self, latents, *given)
 
@@ -157,7 +159,7 @@ def test_images_are_decoded_once_for_both_words_and_no_text_is_encoded_for_them(
 
         monkeypatch.setattr(session.model, "decode_with_grad", noted)
 
-        def lookup(*given: object) -> Condition:
+        def lookup(*given: Any) -> Condition:
             raise AssertionError("no judge of latents asks for embeddings")
 
         context = replace(session.parts.learner.context, lookup=lookup)
@@ -170,7 +172,7 @@ def test_images_are_decoded_once_for_both_words_and_no_text_is_encoded_for_them(
 def test_words_and_levels_are_drawn_alike_everywhere_and_take_turns():
     words = "positive: ['a {prompt}', 'b {prompt}'], negative: ['c', 'd', 'e']"
     with open_session(CLIP, "algorithm={name: srpo, " + words + "}") as session:
-        method = session.method
+        method: Any = session.method
         drawn = [method.route(3, iteration, 0).recoveries for iteration in range(1, 400)]
         assert drawn == [method.route(3, iteration, 0).recoveries for iteration in range(1, 400)]
         assert drawn != [method.route(3, iteration, 1).recoveries for iteration in range(1, 400)]
@@ -238,7 +240,8 @@ def test_the_judge_of_noisy_latents_is_climbed_at_the_next_step_by_the_length_of
 def test_prfl_is_autograd_through_the_step_and_the_judge():
     with open_session(JUDGE, PRFL) as session:
         rollout, policy = session.roll_out(1), session.networks.policy
-        m = session.method.route(3, 1, session.config.seed).end
+        method: Any = session.method
+        m = method.route(3, 1, session.config.seed).end
         sigma, x = rollout.plan.schedule.sigmas, rollout.samples.kept[m].x
         step = rollout.plan.steps(torch.full((3,), m), policy.adapter.process)
         after = x + (sigma[m + 1] - sigma[m]) * policy.output(x, step, rollout.cond.index(rollout.rows))
