@@ -63,6 +63,11 @@ class Options:
         return ()
 
     @property
+    def wordings(self) -> Sequence[str]:
+        """Words in which rewards read the prompts, too: templates over {prompt} and the values of its record."""
+        return ()
+
+    @property
     def by_position(self) -> bool:
         """Whether every latent position has its own ratio."""
         return False

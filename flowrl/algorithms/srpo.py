@@ -40,6 +40,10 @@ class Config(ClimbOptions, KlOptions):
     inversion: list[float] | None = field(default_factory=lambda: [0.3, 0.01])
     """k of the inversion, likewise; null: it is left out."""
 
+    @property
+    def wordings(self) -> list[str]:
+        return [*self.positive, *self.negative]
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.low < self.high < 1 or not 0 < self.apart <= 1:

@@ -109,8 +109,7 @@ def read(resolved: Resolved, kind: Training) -> Data:
     if config.data.pairs is None:
         order, by = (prompts.train, resolved.slots, config.seed), config.data.priority
         source = PromptSource(*order) if by is None else PrioritySource(*order, by)
-        wordings = [words for key in ("positive", "negative") for words in vars(kind.method.config).get(key, ())]
-        worded = [reworded(prompt, words) for words in wordings for prompt in prompts.train]
+        worded = [reworded(prompt, words) for words in kind.method.config.wordings for prompt in prompts.train]
         worded = worded if any(plan.on_latents for plan in resolved.rewards) else []
         return Data(prompts, source, None, own, anchor_images(resolved), worded)
     given = Given(config.data.pairs, kind.method, config.seed, resolved.model.config.frames)
