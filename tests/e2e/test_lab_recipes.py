@@ -1,6 +1,7 @@
 """Every recipe of configs/lab trains on the embedded model: small, but through the real loop, and resumes bitwise."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,9 +119,10 @@ def test_two_processes_take_the_first_update_of_one(recipe: Path):
     names = [f"{recipe.stem}-{count}" for count in (1, 2)]
     fit(recipe, f"name={names[0]}", *ONE_UPDATE)
     rows = [json.loads(Path(f"runs/{name}/metrics.jsonl").read_text()) for name in names]
-    alone, both = ({k: v for k, v in row.items() if not own_of_a_process(k)} for row in rows)
+    # A value that is not known is null: of images, where a judge of latents alone is climbed.
+    alone, both = ({k: math.nan if v is None else v for k, v in row.items() if not own_of_a_process(k)} for row in rows)
     # A judge's logits of +-12 cancel in their mean, of which a millionth of 12 is left.
-    assert both == pytest.approx(alone, rel=1e-4, abs=1e-4)
+    assert both == pytest.approx(alone, rel=1e-4, abs=1e-4, nan_ok=True)
     assert_same_gradient(names[0], names[1])
 
 
