@@ -3,10 +3,11 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from flowrl.commands import score
+from flowrl.commands._scored import scored
 from flowrl.evaluation.evaluator import Setting
 from flowrl.media import media
 from flowrl.run.collector import Collector
@@ -18,11 +19,12 @@ BRIGHTNESS = "def score(images, prompts, metadata):\n    return [float(image.mea
 REWARDS = "rewards=[{name: shapes, outputs: {shapes_partial: 1}}, {path: brightness.py}]"
 
 
-def of_files(session: Session, files: list[Path], prompts: list[str]) -> dict[str, list[float]]:
+def of_files(session: Session, files: list[Path], prompts: list[str]) -> dict[str, list[Any]]:
     """What `flowrl score` says of saved images."""
     assert isinstance(session.collector, Collector)
     scorer = session.collector.scorer
-    lines = list(score._scored(scorer, [[(file, text, {}) for file, text in zip(files, prompts, strict=True)]]))
+    samples = [(file, text, {}) for file, text in zip(files, prompts, strict=True)]
+    lines = [values for _, values in scored(scorer, [samples])]
     return {name: [line[name] for line in lines] for name in scorer.outputs}
 
 
