@@ -18,14 +18,23 @@ Source: arXiv:2509.23909; VectorSpaceLab/EditScore, its single-sample path.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 from flowrl.rewards._judges.backends import Backend, judge_card, judge_reward
-from flowrl.rewards._judges.base import Judge, Question, Writing, ask_json, mean_or_nan, read_text, strict_fields
+from flowrl.rewards._judges.base import (
+    Judge,
+    Question,
+    Writing,
+    ask_json,
+    mean_or_nan,
+    read_text,
+    source_pixels,
+    strict_fields,
+)
 from flowrl.rewards._judges.vlm import Local
 from flowrl.rewards._vision.arrays import to_uint8
 from pydantic import Field
@@ -33,7 +42,6 @@ from torch import Tensor
 
 from flowrl.core.paths import PATH
 from flowrl.core.strict import require_not_negative, require_positive
-from flowrl.media.media import open_image
 from flowrl.reward import Images, Reward, RewardError
 
 LEVEL = "experimental"
@@ -102,24 +110,6 @@ def combine(success: float, kept: float, naturalness: float, artefacts: float) -
     return dict(zip(CARD.outputs, values, strict=True))
 
 
-def source_pixels(metadata: Mapping[str, Any]) -> np.ndarray:
-    """[H, W, 3] uint8 of the image that was edited, upright.
-
-    Raises:
-        RewardError: there is not exactly one, or it cannot be read.
-    """
-    paths = metadata.get("images")
-    if not isinstance(paths, Sequence) or isinstance(paths, str) or len(paths) != 1:
-        raise RewardError(
-            f"reward 'edit_score' needs the one image that was edited in metadata[\"images\"], got {paths!r}; give "
-            "its path under 'image' in a .jsonl prompt file"
-        )
-    try:
-        return np.array(open_image(paths[0]))
-    except (OSError, SyntaxError, ValueError) as error:
-        raise RewardError(f"reward 'edit_score' cannot read the source image {paths[0]!r}: {error}") from error
-
-
 class Asker:
     """Puts both questions about every edited image, once a pass."""
 
@@ -149,7 +139,7 @@ class Asker:
 
     def __call__(self, images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
         # All sources first: a missing one is the user's mistake, and is refused before the slow part.
-        sources = [source_pixels(record) for record in metadata]
+        sources = [source_pixels(record, "edit_score") for record in metadata]
         edited = [to_uint8(image) for image in images]
         rows = [row for row, pixels in enumerate(edited) if pixels is not None]
         shown = [pixels for pixels in edited if pixels is not None]

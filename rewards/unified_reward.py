@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 import torch
 from flowrl.rewards._judges.backends import Backend, judge_card, judge_reward
-from flowrl.rewards._judges.base import Judge, Question, Writing, log, where_asked
+from flowrl.rewards._judges.base import Judge, Question, Writing, ask_written, where_asked
 from flowrl.rewards._judges.vlm import Local
 from flowrl.rewards._vision.arrays import to_uint8
 from PIL import Image
@@ -110,8 +110,8 @@ def question(version: str, caption: str) -> str:
     return PROMPTS[version].replace("{caption}", caption)
 
 
-def grades(version: str, answer: str) -> list[float]:
-    """The numbers of an answer: [mean, alignment, coherence, style], or [final] of v1.5; all NaN where one is missing.
+def grades(version: str, answer: str) -> list[float] | None:
+    """The numbers of an answer: [mean, alignment, coherence, style], or [final] of v1.5; None where one is missing.
 
     >>> grades("v2.0", "Alignment Score (1-5): 2.69\\nCoherence Score (1-5): 2.37\\nStyle Score (1-5): 2.80")[1:]
     [2.69, 2.37, 2.8]
@@ -121,7 +121,7 @@ def grades(version: str, answer: str) -> list[float]:
     # The last one: an answer may begin by repeating the form.
     values = [float(matches[-1]) if matches else math.nan for matches in result]
     if not all(CARD.low <= value <= CARD.high for value in values):
-        values = [math.nan] * len(values)
+        return None
     return [sum(values) / len(values), *values] if version == "v2.0" else values
 
 
@@ -129,12 +129,8 @@ def _score(judge: Judge, config: Config, names: Sequence[str]) -> ScoreFunction:
     writing = Writing(max_tokens=config.max_tokens)
 
     def ask(questions: list[Question]) -> Tensor:
-        answers = judge.write(questions, writing)
-        rows = [grades(config.version, answer or "") for answer in answers]
-        unread = [a for a, row in zip(answers, rows, strict=True) if a is not None and math.isnan(row[0])]
-        judge.counters.add(failures=len(unread))
-        if unread:
-            log.warning("reward unified_reward: %d answers hold no grades, such as %r", len(unread), unread[0][:200])
+        read = ask_written(judge, questions, lambda answer: grades(config.version, answer), writing, "unified_reward")
+        rows = [[math.nan] * len(names) if row is None else row for row in read]
         return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(names))
 
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:

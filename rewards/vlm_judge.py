@@ -5,13 +5,18 @@ The rubric (`rewards/rubrics/*.yaml`, or a file of yours) holds the question and
 - yes_no: P(Yes) / (P(Yes) + P(No)) of the first answer token, 0 to 1;
 - expectation: the expected digit of 0 to 5 under their probabilities, divided by 5;
 - score: a JSON answer with a number an axis; raw is the weighted mean, every axis is reported beside it;
+- written: reasons and a line `## Score:` an axis; raw is the weighted mean of those that are not N/A, trained as
+  (raw - low) / (high - low);
 - pairwise: every ordered pair of the images of a prompt is judged; raw is the share of the others that an image
   beats. It beats another where it wins in both orders; where the orders disagree, the mean probability counts.
 
+A rubric with `source` judges an edit: the judge sees the image that was edited (metadata["images"], one path), then the
+result.
+
 docs/rewards/judges.md tells how to run either backend, what it costs, and what goes wrong.
 
-Source: yes_no and digits: VQAScore (arXiv:2404.01291) and Edit-R1's token probabilities; pairwise: Pref-GRPO
-(CodeGoat24/Pref-GRPO), here with both orders.
+Source: yes_no and digits: VQAScore (arXiv:2404.01291) and Edit-R1's token probabilities; written: RationalRewards
+(TIGER-AI-Lab/RationalRewards); pairwise: Pref-GRPO (CodeGoat24/Pref-GRPO), here with both orders.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -35,7 +40,9 @@ from flowrl.rewards._judges.base import (
     Writing,
     ask_about,
     ask_json,
+    ask_written,
     expected_digit,
+    source_pixels,
     where_asked,
     yes_share,
 )
@@ -53,17 +60,17 @@ CARD = judge_card(
     "vlm_judge",
     level=LEVEL,
     licence="Apache-2.0 (Qwen3-VL; unverified); another judge's own",
-    source="arXiv:2404.01291; PKU-YuanGroup/Edit-R1; CodeGoat24/Pref-GRPO",
+    source="arXiv:2404.01291; PKU-YuanGroup/Edit-R1; TIGER-AI-Lab/RationalRewards; CodeGoat24/Pref-GRPO",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Backend):
     rubric: Annotated[str, NAME_OR_PATH] = "alignment"
-    """A built-in rubric (alignment, alignment_digits, quality, preference, wise_legacy, wise_verified), or the path of
-    a .yaml file of yours."""
+    """A built-in rubric (alignment, alignment_digits, quality, preference, edit_digits, rational_edit, wise_legacy,
+    wise_verified), or the path of a .yaml file of yours."""
     max_tokens: int = 512
-    """Longest answer of a rubric of scale `score`."""
+    """Longest answer of a rubric of scale `score`; one of scale `written` has four times as much."""
 
     def __post_init__(self) -> None:
         require_positive(vars(self), "max_tokens")
@@ -123,9 +130,11 @@ def _pairwise(judge: Judge, rubric: Rubric) -> ScoreFunction:
     return score
 
 
-def _texts(rubric: Rubric, prompts: Sequence[str], metadata: Sequence[dict]) -> list[str]:
-    """What is asked of each sample."""
-    return [rubric.ask(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
+def _asked(rubric: Rubric, images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> list[Question | None]:
+    """The question about each sample."""
+    texts = [rubric.ask(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
+    sources = [source_pixels(record, "vlm_judge") for record in metadata] if rubric.source else None
+    return ask_about(images, texts, sources=sources)
 
 
 def _comparison(judge: Judge, rubric: Rubric) -> CompareFunction:
@@ -142,7 +151,7 @@ def _comparison(judge: Judge, rubric: Rubric) -> CompareFunction:
 
 def _by_probability(judge: Judge, rubric: Rubric) -> ScoreFunction:
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        questions = ask_about(images, _texts(rubric, prompts, metadata))
+        questions = _asked(rubric, images, prompts, metadata)
         if rubric.scale == "yes_no":
             return where_asked(questions, lambda asked: yes_share(judge, asked)).float()
         return where_asked(questions, lambda asked: expected_digit(judge, asked) / 5).float()
@@ -152,19 +161,22 @@ def _by_probability(judge: Judge, rubric: Rubric) -> ScoreFunction:
 
 def _by_axes(judge: Judge, rubric: Rubric, names: Sequence[str], max_tokens: int) -> ScoreFunction:
     form = rubric.form()
-    writing = Writing(max_tokens=max_tokens, schema=form)
+
+    def answers(questions: list[Question]) -> Sequence[Mapping[str, float] | None]:
+        if rubric.scale == "written":
+            return ask_written(judge, questions, rubric.read, Writing(max_tokens=4 * max_tokens), "vlm_judge")
+        found = ask_json(judge, questions, form, Writing(max_tokens=max_tokens, schema=form))
+        return [None if answer is None else answer.model_dump() for answer in found]
 
     def ask(questions: list[Question]) -> Tensor:
         rows = [
-            [math.nan] * len(names)
-            if answer is None
-            else [rubric.total(answer), *(getattr(answer, axis) for axis in rubric.axes)]
-            for answer in ask_json(judge, questions, form, writing)
+            [math.nan] * len(names) if row is None else [rubric.total(row), *(row[axis] for axis in rubric.axes)]
+            for row in answers(questions)
         ]
         return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), len(names))
 
     def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> dict[str, Tensor]:
-        values = where_asked(ask_about(images, _texts(rubric, prompts, metadata)), ask).float()
+        values = where_asked(_asked(rubric, images, prompts, metadata), ask).float()
         return dict(zip(names, values.unbind(dim=1), strict=True))
 
     return score
@@ -172,16 +184,22 @@ def _by_axes(judge: Judge, rubric: Rubric, names: Sequence[str], max_tokens: int
 
 def card_of(config: Config) -> Card:
     rubric = rubrics.load(config.rubric, "vlm_judge")
-    if rubric.scale != "score":
-        return dataclasses.replace(CARD, needs_groups=rubric.scale == "pairwise", requires=tuple(rubric.fields))
+    shown = tuple(key for key in rubric.fields if key not in rubric.defaults)
+    card = dataclasses.replace(CARD, needs_groups=rubric.scale == "pairwise", requires=shown)
+    if rubric.source:
+        card = dataclasses.replace(card, modality="edit", requires=("images", *shown))
+    if not rubric.axes:
+        return card
     names = ("vlm_judge", *(f"vlm_judge_{axis}" for axis in rubric.axes))
-    return dataclasses.replace(CARD, outputs=names, low=rubric.low, high=rubric.high, requires=tuple(rubric.fields))
+    card = dataclasses.replace(card, outputs=names, low=rubric.low, high=rubric.high)
+    width = rubric.high - rubric.low
+    return dataclasses.replace(card, transform=(1 / width, -rubric.low / width)) if rubric.scale == "written" else card
 
 
 def build(config: Config) -> Reward:
     rubric, card = rubrics.load(config.rubric, "vlm_judge"), card_of(config)
     text = rubric.model_dump_json()
-    if rubric.scale == "score":
+    if rubric.axes:
         tokens = config.max_tokens
         return judge_reward(
             "vlm_judge", card, config, QWEN, lambda judge: _by_axes(judge, rubric, card.outputs, tokens), text

@@ -20,6 +20,7 @@ import torch
 from flowrl.rewards._vision.arrays import to_uint8
 from torch import Tensor
 
+from flowrl.media.media import open_image
 from flowrl.reward import Images, RewardError, unscored
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("flowrl")
 
 Answer = TypeVar("Answer", bound="BaseModel")
+Read = TypeVar("Read")
 
 YES_NO = {
     "yes": ("Yes", " Yes", "yes", " yes", "YES", " YES"),
@@ -160,13 +162,38 @@ class JudgeScore:
         return result
 
 
-def ask_about(images: Images, texts: Sequence[str], *, jpeg_quality: int | None = None) -> list[Question | None]:
-    """One question an image; None for an image that is not finite."""
+def ask_about(
+    images: Images,
+    texts: Sequence[str],
+    *,
+    sources: Sequence[np.ndarray] | None = None,
+    jpeg_quality: int | None = None,
+) -> list[Question | None]:
+    """One question an image, after its source where there is one; None for an image that is not finite."""
     pixels = [to_uint8(image) for image in images]
+    before: list[tuple[np.ndarray, ...]] = [()] * len(pixels) if sources is None else [(one,) for one in sources]
     return [
-        None if p is None else Question(text, (p,), jpeg_quality=jpeg_quality)
-        for p, text in zip(pixels, texts, strict=True)
+        None if p is None else Question(text, (*first, p), jpeg_quality=jpeg_quality)
+        for p, first, text in zip(pixels, before, texts, strict=True)
     ]
+
+
+def source_pixels(metadata: Mapping[str, Any], reward: str) -> np.ndarray:
+    """[H, W, 3] uint8 of the image that was edited, upright.
+
+    Raises:
+        RewardError: there is not exactly one, or it cannot be read.
+    """
+    paths = metadata.get("images")
+    if not isinstance(paths, Sequence) or isinstance(paths, str) or len(paths) != 1:
+        raise RewardError(
+            f'reward {reward!r} needs the one image that was edited in metadata["images"], got {paths!r}; give '
+            "its path under 'image' in a .jsonl prompt file"
+        )
+    try:
+        return np.array(open_image(paths[0]))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise RewardError(f"reward {reward!r} cannot read the source image {paths[0]!r}: {error}") from error
 
 
 def where_asked(questions: Sequence[Question | None], ask: Callable[[list[Question]], Tensor]) -> Tensor:
@@ -240,6 +267,19 @@ def ask_json(
                 judge.counters.add(failures=1)
                 unscored(f"a judge's answer could not be used twice, the sample is masked: {wrong}")
     return answers
+
+
+def ask_written(
+    judge: Judge, questions: Sequence[Question], read: Callable[[str], Read | None], writing: Writing, reward: str
+) -> list[Read | None]:
+    """What `read` finds in the answers; None where a question failed or nothing was found, and it is not put again."""
+    answers = judge.write(questions, writing)
+    found = [None if answer is None else read(answer) for answer in answers]
+    unread = [answer for answer, values in zip(answers, found, strict=True) if answer is not None and values is None]
+    judge.counters.add(failures=len(unread))
+    if unread:
+        log.warning("reward %s: %d answers hold no grades, such as %r", reward, len(unread), unread[0][:200])
+    return found
 
 
 def _read_json(text: str, schema: type[Answer]) -> tuple[Answer | None, str | None]:

@@ -43,8 +43,9 @@ class Scripted:
 
     def option_logprobs(self, questions, options):
         self.asked += questions
-        first = torch.tensor([self.probabilities(q) for q in questions], dtype=torch.float64)
-        return torch.stack([first, 1 - first], dim=1).log()
+        values = [self.probabilities(q) for q in questions]
+        rows = [[v.get(name, 0.0) for name in options] if isinstance(v, dict) else [v, 1 - v] for v in values]
+        return torch.tensor(rows, dtype=torch.float64).log()
 
     def answer_logprobs(self, questions, answer):
         self.asked += questions

@@ -11,7 +11,7 @@ from flowrl.rewards.remote import build as build_remote
 from torch import Tensor
 
 from flowrl import moving_shapes, shapes
-from flowrl.contracts.rewards import FRAMES
+from flowrl.contracts.rewards import FRAMES, trial_batch
 from flowrl.reward import Reward
 from flowrl.rewards import motion, pickscore, unified_reward, vlm_judge, vqa_score
 from flowrl.rewards import shapes as of_shapes
@@ -19,7 +19,7 @@ from flowrl.rewards import shapes_motion as of_motion
 from flowrl.scoring.surroundings import Batch
 from tests import toy_clip
 from tests.serving import Inline, serving
-from tests.tiny_rewards import drawn_samples, judges
+from tests.tiny_rewards import drawn_samples, edit_score, judges
 from tests.tiny_rewards.diversity import save_clip
 
 GRADES = "Alignment Score (1-5): {0}\nCoherence Score (1-5): 3\nStyle Score (1-5): {0}"
@@ -48,6 +48,7 @@ def of_judge(folder: Path, stack: ExitStack) -> dict[str, Reward]:
         "alignment": vlm_judge.build(vlm_judge.Config(local=llava)),
         "digits": vlm_judge.build(vlm_judge.Config(local=llava, rubric="alignment_digits")),
         "quality": vlm_judge.build(vlm_judge.Config(backend="http", http=http, rubric="quality")),
+        "edit": vlm_judge.build(vlm_judge.Config(local=llava, rubric="edit_digits")),
     }
 
 
@@ -68,6 +69,9 @@ CASES: dict[str, Callable[[Path, ExitStack], dict[str, Reward]]] = {
     "vqa_score": lambda folder, _: {"": vqa_score.build(vqa_score.Config(local=judges.local(folder)))},
 }
 SAMPLES: dict[str, Callable[..., Batch]] = {
+    "vlm_judge": lambda reward, folder: (
+        edit_score.samples(reward, folder) if reward.card.modality == "edit" else trial_batch(reward.card)
+    ),
     "shapes": lambda *_: drawn_samples(shapes, ("a red circle", "a blue square", "two green triangles")),
     "shapes_motion": lambda *_: drawn_samples(
         moving_shapes, ("a red circle moves left", "a blue square stays", "a cross turns from green to red"), FRAMES
