@@ -226,7 +226,8 @@ def slot_of(
         record = records.read(number)
     except Unreadable as error:
         log.warning("%s", error)
-        return Slot(("", ()), (None,) * len(members), (math.nan,) * len(members))
+        pairs = records.pairs if isinstance(records, LabelledSet) else records
+        return Slot(("", pairs.some_sources), (None,) * len(members), (math.nan,) * len(members))
     if isinstance(record, Labelled):
         return Slot(identity(record.prompt), (record.image,), ((record.label + 1) / 2,))
     images = {"chosen": record.chosen, "rejected": record.rejected}

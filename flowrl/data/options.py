@@ -22,7 +22,7 @@ class PreferenceOptions:
     rejected: str = "rejected"
     """Column of the other image."""
     source: str | None = None
-    """Column of the image that the prompt edits, a path, for a model that takes one; null: none."""
+    """Column of the image that the prompt edits, or a list of images: paths, or files' bytes; null: none."""
     first: str = "jpg_0"
     """Column of the first of two images with a label (Pick-a-Pic), for a set without `chosen`."""
     second: str = "jpg_1"

@@ -52,7 +52,21 @@ class StoredImage:
 
     def open(self) -> Image:
         """The image by `media.open_image`. Raises Unreadable: missing, broken, of an unknown range, or a video."""
-        return self._read(self._image)
+        return self._read(lambda: self._single(media.plain))
+
+    def size(self) -> tuple[int, int]:
+        """(width, height) of the image, upright; raises as `open` does.
+
+        All its bytes are read; a JPEG is decoded at an eighth of its size, in a third of the time.
+        """
+
+        def measured(image: Image) -> tuple[int, int]:
+            result = media.upright_size(image)
+            image.draft(None, (1, 1))
+            media.plain(image)
+            return result
+
+        return self._read(lambda: self._single(measured))
 
     def frames(self, count: int | None, place: float = 0.5) -> list[Image]:
         """RGB frames of a video.
@@ -78,12 +92,12 @@ class StoredImage:
             digest.update(file.read_bytes())
         return digest.hexdigest()
 
-    def _image(self) -> Image:
+    def _single(self, read: Callable[[Image], Result]) -> Result:
         with media.opened(io.BytesIO(self.source) if isinstance(self.source, bytes) else self._file()) as image:
             frames = media.frames_in(image)
             if frames > 1:
                 raise ValueError(f"it is a video of {frames} frames, and the model makes images")
-            return media.plain(image)
+            return read(image)
 
     def _file(self) -> Path:
         if not isinstance(self.source, Path):

@@ -1,14 +1,15 @@
 """Preference data: pairs of images or videos of which one is preferred, and their order in a run (docs/preferences.md).
 
-A set is scanned once without opening an image; of videos the headers are read. Records that cannot be used are skipped
-by a stated rule, counted by reason and reported with examples; an image that is unreadable when it is opened raises
-`Unreadable` with its place.
+A set is scanned once without opening an image; of videos, and of sources that may be such, the headers are read.
+Records that cannot be used are skipped by a stated rule, counted by reason and reported with examples; an image that is
+unreadable when it is opened raises `Unreadable` with its place.
 """
 
 import hashlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from flowrl.core.types import Identity
 from flowrl.data.options import PreferenceOptions
 from flowrl.data.preference_records import Preference, Report, StoredImage, Unreadable, Votes, is_false
 from flowrl.data.prompt_files import note_sampler_keys
-from flowrl.data.prompts import Prompt
+from flowrl.data.prompt_sources import cached_image
+from flowrl.data.prompts import Prompt, identity
 from flowrl.data.records import LATER, WINDOW_BYTES, Records, find_records
 from flowrl.data.stored_videos import VIDEO, Frames, Unfit
 from flowrl.display.console import log
-from flowrl.media.media import is_video_file
+from flowrl.media.media import UNREADABLE, is_animation, is_video_file
 
 _PLAIN = PreferenceOptions()
 
@@ -78,6 +80,8 @@ class PreferenceSet:
     ) -> None:
         self.records, self.options, self.paired, self.graded, self.videos = records, options, paired, graded, videos
         self.report = Report(where, records.files)
+        # Sources are shared by many records; a path takes about 200 bytes.
+        self._animated, self._fault = lru_cache(2**16)(is_animation), lru_cache(2**16)(_fault)
         names = records.names()
         note_sampler_keys(where, names)
         self.text = _text_column(names, options, where)
@@ -124,26 +128,43 @@ class PreferenceSet:
         return len(self.rows)
 
     def read(self, index: int) -> Preference:
-        """One record, images not opened. Raises Unreadable: no image in the row, or a source changed since the scan."""
+        """One record, images not opened but its sources, each of the set once.
+
+        Raises Unreadable: a broken source, no image in the row, or a set that has changed since the scan.
+        """
         row = int(self.rows[index])
         where = f"{self.report.where}, {self.records.place(row)}"
         try:
-            return self._fitting(self._preference(self.records.read(row), row))
+            result = self._fitting(self._preference(self.records.read(row), row))
         except Unfit as skipped:  # an image inside a table, which the scan does not read; a file that has changed
             reason, what = skipped.args
             raise Unreadable(where, f"{reason} ({what})") from None
         except OSError as error:
             raise Unreadable(where, str(error)) from error
+        for file in result.prompt.images:
+            if fault := self._fault(file):
+                raise Unreadable(f"{where}, {self.options.source} ({file})", fault)
+        return result
 
     def captions(self) -> Iterator[Identity]:
-        """Every distinct text, with its source image where there is one, in the order of its first record."""
+        """Every distinct text with its sources, none with a broken one, in the order of its first record."""
         seen: set[bytes] = set()
         for index, record in self._usable():
-            asked = str(record[self.text]), self._source(record, int(self.rows[index]))
+            asked: Identity = str(record[self.text]), ()
+            if self.options.source is not None:
+                try:
+                    asked = identity(self.read(index).prompt)
+                except Unreadable:
+                    continue
             mark = hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).digest()[:16]
             if mark not in seen:
                 seen.add(mark)
                 yield asked
+
+    @cached_property
+    def some_sources(self) -> tuple[str, ...]:
+        """Sources of the first record that can be read, for one that cannot: a model that edits needs some."""
+        return () if self.options.source is None else next((images for _, images in self.captions()), ())
 
     def identities(self) -> Iterator[tuple[int, str, tuple[str, ...]]]:
         """(index, text, keys of the chosen and of a rejected image) of every record in order.
@@ -204,20 +225,31 @@ class PreferenceSet:
         if lost is not None and won.uid is not None and won.uid == lost.uid:
             raise Unfit("same image twice", won.uid)
         options = self.options
-        apart = (self.text, options.chosen, options.rejected, options.first, options.second, "margin")
+        apart = (self.text, options.chosen, options.rejected, options.first, options.second, options.source, "margin")
         metadata = {name: value for name, value in record.items() if name not in apart}
-        images = self._source(record, row)
+        images = self._sources(record, row)
         metadata |= {"images": list(images)} if images else {}
         return Preference(Prompt(text, metadata, images), won, lost, margin, self.records.place(row))
 
-    def _source(self, record: dict[str, Any], row: int) -> tuple[str, ...]:
-        """Path of the image that the prompt edits, where the set has one. Raises Unfit: it is missing, or no path."""
-        if self.options.source is None:
+    def _sources(self, record: dict[str, Any], row: int) -> tuple[str, ...]:
+        """Paths of the images that the prompt edits, where the set has some; those of a table are read with the row.
+
+        Raises Unfit: one is missing, or is no image.
+        """
+        column = self.options.source
+        if column is None or record.get(column) is LATER:
             return ()
-        found = self._image(record, self.options.source, None, row).source
-        if not isinstance(found, Path) or found.is_dir() or is_video_file(found):
-            raise Unfit("source not an image's path", f"{self.options.source}={str(found)[:60]}")
-        return (str(found),)
+        given, result = record.get(column), list[str]()
+        for one in given if isinstance(given, list) and given else [given]:
+            found = self._image({column: one}, column, None, row).source
+            try:
+                file = cached_image(found) if isinstance(found, bytes) else found
+            except UNREADABLE as error:
+                raise Unfit("source not an image", f"{column}: {error}") from None
+            if not isinstance(file, Path) or file.is_dir() or is_video_file(file) or self._animated(file):
+                raise Unfit("source not an image", f"{column}={str(file)[-60:]}: give one still image")
+            result.append(str(file))
+        return tuple(result)
 
     def _fitting(self, result: Preference) -> Preference:
         """The preference itself, if its videos fit. Raises Unfit: they do not, or are videos in a set of images."""
@@ -266,6 +298,15 @@ class PreferenceSet:
         if not there:
             raise Unfit("missing image", f"{column}={value[:60]!r}")
         return StoredImage(file.resolve(), f"{where} ({value})", name)
+
+
+def _fault(file: str) -> str:
+    """What is wrong with an image file; "" where it can be read."""
+    try:
+        StoredImage(Path(file), file).size()
+    except Unreadable as error:
+        return error.reason
+    return ""
 
 
 def _text_column(names: Sequence[str], options: PreferenceOptions, where: str) -> str:

@@ -269,21 +269,26 @@ def image_folder() -> Path:
 
 
 def _kept(data: bytes, what: str, read: set[Path]) -> Path:
-    """The cached file of these bytes, named by their hash; written if it is missing."""
+    """The cached file of these bytes, which are decoded unless it is among those `read`."""
     try:
-        with opened(io.BytesIO(data)) as image:
-            suffix = str(image.format).lower()
-        file = image_folder() / f"{hashlib.sha256(data).hexdigest()}.{suffix}"
-        if file in read:
-            return file
-        open_image(io.BytesIO(data))
+        file = cached_image(data)
+        if file not in read:
+            open_image(file)
     except UNREADABLE as error:
         raise ConfigError(f"{what} cannot be read: {error}") from None
+    read.add(file)
+    return file
+
+
+def cached_image(data: bytes) -> Path:
+    """The cached file of an image's bytes, named by their hash; written if it is missing. Raises as `opened` does."""
+    with opened(io.BytesIO(data)) as image:
+        suffix = str(image.format).lower()
+    file = image_folder() / f"{hashlib.sha256(data).hexdigest()}.{suffix}"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may write the same file.
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         temporary.write_bytes(data)
         os.replace(temporary, file)
-    read.add(file)
     return file

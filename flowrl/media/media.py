@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import ExifTags, ImageOps
 from PIL import Image as Pillow
-from PIL import ImageOps
 from PIL.Image import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -180,6 +180,23 @@ def facts(path: Path) -> tuple[int, float | None]:
 def frames_in(image: Image) -> int:
     """Frames of an opened file; 1 for an image, also one with a preview (a camera's MPO) or pages (TIFF)."""
     return getattr(image, "n_frames", 1) if image.format in _ANIMATED else 1
+
+
+def is_animation(path: Path) -> bool:
+    """Whether an image file has several frames, by its header; false where that cannot be read."""
+    if path.suffix.lower() not in (*MAY_MOVE, ".png"):
+        return False
+    try:
+        with opened(path) as image:
+            return frames_in(image) > 1
+    except UNREADABLE:
+        return False
+
+
+def upright_size(image: Image) -> tuple[int, int]:
+    """(width, height) of an opened image as `plain` turns it, without its pixels."""
+    width, height = image.size
+    return (height, width) if image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8) else (width, height)
 
 
 def size(path: Path) -> tuple[int, int]:

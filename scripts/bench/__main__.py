@@ -145,6 +145,18 @@ def gallery(
 
 
 @app.command()
+def pair_check(
+    pairs: Annotated[int, typer.Option(help="Pairs of edits.", min=4)] = 2000,
+    sources: Annotated[int, typer.Option(help="Sources that they share.", min=1)] = 200,
+    rounds: Annotated[int, typer.Option(help="Measured rounds of both.", min=1)] = 3,
+) -> None:
+    """Measure `flowrl pairs --check` against the bare decoding of the set's files on two processes (Linux)."""
+    from scripts.bench.pair_check import report
+
+    print(report(pairs, sources, rounds))
+
+
+@app.command()
 def watching(
     pairs: Annotated[int, typer.Option(help="Pairs of whole runs.", min=1)] = 8,
     iterations: Annotated[int, typer.Option(help="Iterations of a run.", min=3)] = 40,

@@ -16,7 +16,7 @@ from PIL import Image
 
 from flowrl.data.records import Shards
 
-PICTURES = ("chosen", "rejected", "jpg_0", "jpg_1")
+PICTURES = ("chosen", "rejected", "jpg_0", "jpg_1", "image")
 
 
 def png(shade: int) -> bytes:

@@ -259,10 +259,88 @@ def test_whatever_bytes_a_row_holds_end_in_one_error(content):
         StoredImage(content, "row 1").open()
 
 
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_the_size_of_a_jpeg_is_known_where_it_can_be_opened_and_nowhere_else(mode, progressive, tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    image = Image.fromarray(noise).convert(mode)
+    exif = image.getexif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "whole.jpg", progressive=progressive, exif=exif)
+    whole = (tmp_path / "whole.jpg").read_bytes()
+    assert StoredImage(whole, "row 1").size() == StoredImage(whole, "row 1").open().size == (48, 64)
+    for share in (0.02, 0.3, 0.6, 0.9, 0.98):
+        cut = StoredImage(whole[: int(share * len(whole))], "row 1")
+        for look in (cut.open, cut.size):
+            with pytest.raises(Unreadable):
+                look()
+
+
 def test_captions_are_given_once_in_the_order_of_the_set_and_of_usable_records_alone(put):
     records = [pair() | {"prompt": p} for p in ("b", "a", "b", "c")]
     records.insert(1, pair("gone.png") | {"prompt": "of a broken record"})
     assert list(load_preferences(put(*records), "data.pairs", ALL).captions()) == [(text, ()) for text in "bac"]
+
+
+# ---- sources
+
+
+EDITS = PreferenceOptions(source="image", max_broken=1.0)
+
+
+def edits(*sources: Any) -> PreferenceSet:
+    """A table of pairs whose source is the shade, the list of shades or the bytes given."""
+
+    def stored(one: Any) -> Any:
+        return [stored(each) for each in one] if isinstance(one, list) else png(one) if isinstance(one, int) else one
+
+    rows = [{"prompt": "x", "chosen": png(1), "rejected": png(2), "image": stored(one)} for one in sources]
+    return PreferenceSet(Stored([[rows]]).records, "t", EDITS, paired=True)
+
+
+def test_sources_inside_a_table_are_files_of_their_content_and_several_are_a_list():
+    found = edits(7, [7, 9], 7)
+    assert [images for _, images in found.captions()] == [found.read(0).prompt.images, found.read(1).prompt.images]
+    one, several, same = (found.read(k).prompt for k in range(3))
+    assert one == same
+    assert several.metadata == {"images": list(several.images)}
+    assert several.images[0] == one.images[0]
+    shades = [np.asarray(Image.open(file))[0, 0, 0] for file in several.images]
+    assert shades == [7, 9]
+    assert Path(one.images[0]).read_bytes() == png(7)
+
+
+@pytest.mark.parametrize("source", [b"no image", png(3)[:48], b"", [], [None], None])
+def test_a_source_inside_a_table_that_is_no_image_is_named_with_its_row(source):
+    found = edits(7, source)
+    with pytest.raises(Unreadable, match=r"t, part-0.parquet, row 2"):
+        found.read(1)
+    assert found.some_sources == found.read(0).prompt.images
+    assert list(found.captions()) == [("x", found.some_sources)]
+
+
+def test_sources_of_a_set_of_lines_are_single_still_images_each_opened_once(put, tmp_path, monkeypatch):
+    frames = [Image.new("RGB", (6, 4), (k, k, 9)) for k in (0, 90)]
+    for name in ("moving.gif", "moving.png", "moving.webp"):
+        frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:])
+    (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:48])
+    (tmp_path / "cut.webp").write_bytes((tmp_path / "moving.webp").read_bytes()[:20])
+    wrong = ["moving.gif", "moving.png", ["c.png", "moving.webp"], ".", "gone.png", []]
+    right = ["c.png", ["c.png", "d.png"], "cut.png", "cut.webp", "c.png"]
+    found = load_preferences(put(*(pair(image=one) for one in (*wrong, *right))), "data.pairs", EDITS)
+    assert found.report.counts == {"source not an image": 4, "missing image": 2}
+    assert "line 1 (image=" in str(found.report)
+    assert "give one still image" in str(found.report)
+    opened: list[str] = []
+    plain = StoredImage.size
+    monkeypatch.setattr(StoredImage, "size", lambda self: (opened.append(self.where), plain(self))[1])
+    files = {name: str(tmp_path / f"{name}.png") for name in "cd"}
+    assert found.read(1).prompt == Prompt("x", {"images": list(files.values())}, tuple(files.values()))
+    for index, name in ((2, "cut.png"), (3, "cut.webp")):
+        with pytest.raises(Unreadable, match=rf"line {index + 7}, image \(.*{name}\) cannot be read"):
+            found.read(index)
+    assert found.read(4).prompt == found.read(0).prompt
+    assert sorted(Path(file).name for file in opened) == ["c.png", "cut.png", "cut.webp", "d.png"]
 
 
 # ---- the order

@@ -301,6 +301,40 @@ def test_a_check_is_of_pairs_unless_there_are_winners_only(put, capsys):
     assert not look("pairs.jsonl", [])
 
 
+def test_a_check_opens_sources_and_names_what_is_wrong_with_them_by_record(put, capsys):
+    moving = [Image.new("RGB", (6, 4), (k, k, 9)) for k in (0, 90)]
+    moving[0].save("moving.gif", save_all=True, append_images=moving[1:])
+    edits = [GOOD | {"image": name} for name in ("b.png", "b.png", "cut.png", "moving.gif", "gone.png")]
+    put(*edits, GOOD | {"image": "b.png", "chosen": "cut.png"})
+    assert not look("pairs.jsonl", ["source=image"])
+    printed = capsys.readouterr().out
+    assert "skipped 1, source not an image: line 4 (image=" in printed
+    assert "skipped 1, missing image: line 5 (image='gone.png')" in printed
+    assert "2 of 4 records have readable images" in printed
+    assert "2 records with an image that cannot be read: SOURCE='pairs.jsonl', line 3, image (" in printed
+    assert "line 6, chosen (cut.png)" in printed
+    assert "methods on pairs: broken 66.67% of 6 records" in printed
+    assert "methods on winners alone: broken 66.67% of 6 records" in printed
+    assert look("pairs.jsonl", ["source=image", "max_broken=0.7"])
+
+
+def test_a_check_names_a_set_that_mixes_images_and_videos(put, capsys):
+    for name in ("moving", "other"):
+        frames = [Image.new("RGB", (6, 4), (k, k, len(name))) for k in (0, 90)]
+        frames[0].save(f"{name}.gif", save_all=True, append_images=frames[1:])
+    videos = {"chosen": "moving.gif", "rejected": "other.gif"}
+    put(GOOD, GOOD | videos, GOOD, GOOD | {"chosen": "moving.gif"})
+    assert not look("pairs.jsonl", [])
+    printed = capsys.readouterr().out
+    assert "1 records of an image and a video: line 4" in printed
+    assert "images and videos in one set, the fewer count as broken: 2 of images, the first line 1; " in printed
+    assert "; 1 of videos, the first line 2" in printed
+    assert "methods on pairs: broken 50.00% of 4 records" in printed
+    put(GOOD | videos)
+    assert look("pairs.jsonl", [])
+    assert "in one set" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("record", "words", "reason"),
     [

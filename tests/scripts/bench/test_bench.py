@@ -192,3 +192,12 @@ def test_the_report_takes_ratios_within_a_round():
     assert "0.634, target 0.65: met" in text
     assert "0.250, target 0.4: met" in text
     assert "Dead groups: at most 0%" in text
+
+
+@pytest.mark.slow
+def test_a_look_at_pairs_is_compared_with_decoding_their_files():
+    from scripts.bench.pair_check import report
+
+    lines = report(pairs=4, sources=2, rounds=1).splitlines()
+    assert lines[0] == "4 JPEG pairs of 512 x 512 that share 2 sources, 10 files"
+    assert "extrapolated to 50000 pairs" in lines[-2]
