@@ -23,7 +23,7 @@ from flowrl.data.labels import Labelled, LabelledSet, LabelledSource, labelled
 from flowrl.data.options import PairsConfig
 from flowrl.data.preference_records import StoredImage, Unreadable
 from flowrl.data.preferences import PreferenceSet, PreferenceSource, load_preferences
-from flowrl.data.prompts import identity
+from flowrl.data.prompts import identity, under_box
 from flowrl.data.stored_videos import Frames
 from flowrl.display.console import log
 from flowrl.media.eight_bits import unit_floats
@@ -52,6 +52,15 @@ class Slot:
     """Reward of each sample, 1 or 0, or the margin of a pair and 0; NaN: the record cannot be read."""
     keys: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Seed and key of the initial noise of each sample; (): not asked for."""
+    covers: bool = False
+    """Whether the sources beside the caption are cropped as the images are."""
+
+    def asked(self, adapter: Any, place: tuple[float, float], *, mirror: bool) -> Identity:
+        """The caption, its sources under the crop of the images where they are to be."""
+        if not self.covers:
+            return self.caption
+        shape = adapter.height, adapter.width, place
+        return self.caption[0], tuple(under_box(file, *shape, mirror=mirror) for file in self.caption[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,20 +231,22 @@ def slot_of(
 
     Without images and with NaN rewards if it cannot be read.
     """
+    pairs = records.pairs if isinstance(records, LabelledSet) else records
+    covers = pairs.options.source_fit == "cover"
     try:
         record = records.read(number)
     except Unreadable as error:
         log.warning("%s", error)
-        pairs = records.pairs if isinstance(records, LabelledSet) else records
-        return Slot(("", pairs.some_sources), (None,) * len(members), (math.nan,) * len(members))
+        none, unknown = (None,) * len(members), (math.nan,) * len(members)
+        return Slot(("", pairs.some_sources), none, unknown, covers=covers)
     if isinstance(record, Labelled):
-        return Slot(identity(record.prompt), (record.image,), ((record.label + 1) / 2,))
+        return Slot(identity(record.prompt), (record.image,), ((record.label + 1) / 2,), covers=covers)
     images = {"chosen": record.chosen, "rejected": record.rejected}
     best = 1.0 if not graded or record.margin is None else record.margin
     rewards = tuple(best if m == "chosen" else 0.0 for m in members)
     drawn = record.prompt.metadata.get("drawn", {})
     keys = [(drawn["seed"], (drawn["round"], drawn["prompt"], drawn[member])) for member in members if own]
-    return Slot(identity(record.prompt), tuple(map(images.get, members)), rewards, tuple(keys))
+    return Slot(identity(record.prompt), tuple(map(images.get, members)), rewards, tuple(keys), covers)
 
 
 def latents_of(
@@ -277,8 +288,8 @@ def latents_of(
     for row, i in enumerate(ids):
         if i.slot not in texts:
             slot = read(i.slot)
-            texts[i.slot] = slot.caption
             place, mirror = ((0.5, 0.5), False) if look is None else look.place(i.slot)
+            texts[i.slot] = slot.asked(adapter, place, mirror=mirror)
             moment = 0.5 if look is None else look.moment(i.slot)
         rewards[row], image = slot.rewards[i.sample], slot.images[i.sample]
         if slot.keys:

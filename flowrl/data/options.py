@@ -23,6 +23,9 @@ class PreferenceOptions:
     """Column of the other image."""
     source: str | None = None
     """Column of the image that the prompt edits, or a list of images: paths, or files' bytes; null: none."""
+    source_fit: Literal["own", "cover"] = "own"
+    """Fit of the sources to the model: `own`, the pipeline's; `cover`: scaled, cropped and mirrored as their results
+    are, so that all stay aligned."""
     first: str = "jpg_0"
     """Column of the first of two images with a label (Pick-a-Pic), for a set without `chosen`."""
     second: str = "jpg_1"
@@ -46,6 +49,8 @@ class PreferenceOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.max_broken <= 1:
             raise ValueError(f"max_broken={self.max_broken} is a share: give 0 to 1")
+        if self.source_fit != "own" and self.source is None:
+            raise OptionError(f"source_fit={self.source_fit}: there is no source", {"source_fit": "own"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +79,17 @@ class GivenConfig:
         require_positive(vars(self), *(name for name in _POSITIVE if name in vars(self)))
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"caption_dropout={self.caption_dropout} is a share: give 0 to 1")
-        if self.records.source is not None and (self.flip or self.crop == "random"):
+        if self.records.source is not None and not self.covers and (self.flip or self.crop == "random"):
             raise OptionError(
                 f"records.source={self.records.source!r}: flip={self.flip}, crop={self.crop} would change the results "
                 "and not the sources",
-                {"flip": False, "crop": "center"},
+                [{"flip": False, "crop": "center"}, {"records.source_fit": "cover"}],
             )
+
+    @property
+    def covers(self) -> bool:
+        """Whether sources are cropped with their results."""
+        return self.records.source_fit == "cover"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +197,11 @@ class DataConfig:
             )
         if self.pairs is not None and self.anchor is not None:
             raise OptionError("anchor: pairs are given images already", {"anchor": None})
+        if self.caches_text and any(given is not None and given.covers for given in (self.pairs, self.anchor)):
+            raise OptionError(
+                "records.source_fit=cover: a source is cropped when it is drawn, so nothing is embedded ahead",
+                {"cache_text": False},
+            )
         if self.pairs is not None and self.eval_share not in (0, _EVAL_SHARE):
             raise ValueError(f"eval_share={self.eval_share} has no meaning with pairs; give pairs.eval or eval_prompts")
 

@@ -12,12 +12,13 @@ import numpy as np
 from PIL.Image import Image
 
 from flowrl.data.prompts import Prompt
-from flowrl.data.stored_videos import frame_files, frames_of, part_of
+from flowrl.data.stored_videos import Unfit, frame_files, frames_of, part_of
 from flowrl.media import media
 
 BY_RULE = ("tie", "same image twice", "no label")
 """Reasons that are no fault: pairs without a preference, of which there may be any number."""
 Result = TypeVar("Result")
+_ASPECT_TOLERANCE = 0.01
 EXAMPLES = 3
 """Number of examples kept for each reason."""
 
@@ -67,6 +68,14 @@ class StoredImage:
             return result
 
         return self._read(lambda: self._single(measured))
+
+    def header(self) -> tuple[int, int] | None:
+        """(width, height), upright, by its header; None: not known, or not read with the record."""
+        try:
+            with media.opened(io.BytesIO(self.source) if isinstance(self.source, bytes) else self._file()) as image:
+                return media.upright_size(image)
+        except media.UNREADABLE:  # whoever opens it says why
+            return None
 
     def frames(self, count: int | None, place: float = 0.5) -> list[Image]:
         """RGB frames of a video.
@@ -129,6 +138,20 @@ class Preference:
     """Difference of a reward between the two, above 0; None: not known."""
     key: str
     """Place of the record, unique in the set."""
+
+
+def require_aspect(pair: Preference) -> None:
+    """Compare the aspects of sources and results by their headers, for one box that crops them all.
+
+    Raises Unfit: two differ by more than a hundredth, which rounding to a multiple of pixels explains.
+    """
+    named = [(f"source {Path(file).name}", StoredImage(Path(file), "")) for file in pair.prompt.images]
+    named += [("chosen", pair.chosen), *([] if pair.rejected is None else [("rejected", pair.rejected)])]
+    known = [(name, size) for name, image in named if (size := image.header()) is not None]
+    for name, (width, height) in known[1:]:
+        first, (wide, high) = known[0]
+        if abs(width * high - wide * height) > _ASPECT_TOLERANCE * wide * height:
+            raise Unfit("aspects differ", f"{first} has {wide}x{high} pixels, {name} has {width}x{height}")
 
 
 def is_false(value: Any) -> bool:

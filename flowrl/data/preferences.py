@@ -20,7 +20,15 @@ from flowrl.core.registry import suggest
 from flowrl.core.rng import stream
 from flowrl.core.types import Identity
 from flowrl.data.options import PreferenceOptions
-from flowrl.data.preference_records import Preference, Report, StoredImage, Unreadable, Votes, is_false
+from flowrl.data.preference_records import (
+    Preference,
+    Report,
+    StoredImage,
+    Unreadable,
+    Votes,
+    is_false,
+    require_aspect,
+)
 from flowrl.data.prompt_files import note_sampler_keys
 from flowrl.data.prompt_sources import cached_image
 from flowrl.data.prompts import Prompt, identity
@@ -252,7 +260,12 @@ class PreferenceSet:
         return tuple(result)
 
     def _fitting(self, result: Preference) -> Preference:
-        """The preference itself, if its videos fit. Raises Unfit: they do not, or are videos in a set of images."""
+        """The preference itself, if its videos and its aspect fit.
+
+        Raises Unfit: they do not, or are videos in a set of images.
+        """
+        if self.options.source_fit == "cover":
+            require_aspect(result)
         sources = [image.source for image in (result.chosen, result.rejected) if image is not None]
         if self.videos is None:
             for source in sources:

@@ -1,14 +1,16 @@
 """Prompts with their images and metadata, and their order in a run; flowrl/data/prompt_sources.py reads them."""
 
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+from PIL.Image import Image
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError
 from flowrl.core.rng import permutation
 from flowrl.credit.advantages import Advantages
-from flowrl.media.media import UNREADABLE, open_image
+from flowrl.media.media import UNREADABLE, fitted, open_image
 from flowrl.models.base import ModelAdapter
 
 _OTHER_MODEL = (
@@ -119,6 +121,21 @@ class PromptSource:
 def identity(prompt: str | Prompt) -> tuple[str, tuple[str, ...]]:
     """Identity of a prompt: text and images, on which its embedding and a learned noise distribution depend."""
     return (prompt, ()) if isinstance(prompt, str) else (prompt.text, prompt.images)
+
+
+def under_box(file: str, height: int, width: int, place: tuple[float, float], *, mirror: bool) -> str:
+    """The name of an image file as `fitted` shows it; `open_named` opens it."""
+    return f"{file}#cover={height}x{width},{place[0]!r},{place[1]!r},{mirror:d}"
+
+
+def open_named(name: str) -> Image:
+    """The image of a file, or of a name of `under_box`; raises as `open_image` does."""
+    found = re.fullmatch(r"(.*)#cover=(\d+)x(\d+),([-.e\d]+),([-.e\d]+),([01])", name, re.DOTALL)
+    if found is None:
+        return open_image(name)
+    height, width, down, across, mirror = found.groups()[1:]
+    place = float(down), float(across)
+    return fitted(open_image(found[1]), int(height), int(width), place, mirror=mirror == "1")
 
 
 def reworded(prompt: Prompt, wording: str) -> Prompt:

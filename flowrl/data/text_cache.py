@@ -7,9 +7,8 @@ import torch
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition, Identity
-from flowrl.data.prompts import Prompt, identity
+from flowrl.data.prompts import Prompt, identity, open_named
 from flowrl.data.text_files import TextFiles
-from flowrl.media.media import open_image
 from flowrl.models.base import ModelAdapter
 from flowrl.models.weights.whole import spoiled_weights
 
@@ -101,7 +100,7 @@ def encoded(adapter: ModelAdapter, prompts: Sequence[Identity]) -> Condition:
     """Conditions of prompts on the adapter's device. Raises ModelError: not finite, and nor are the model's weights."""
     texts = [text for text, _ in prompts]
     encode: Any = adapter.encode  # with images, for adapters that declare image_limits
-    images = [[open_image(file) for file in files] for _, files in prompts]
+    images = [[open_named(file) for file in files] for _, files in prompts]
     result: Condition = encode(texts, images) if any(files for _, files in prompts) else encode(texts)
     # Now: the text encoders may be freed before an image shows it.
     entries = (entry if isinstance(entry, list) else [entry] for entry in result.tensors.values())

@@ -19,8 +19,9 @@ from flowrl.algorithms._pairs import MarginConfig
 from flowrl.config.schema import to_tree
 from flowrl.core.errors import ConfigError
 from flowrl.core.types import SampleId
-from flowrl.data.given_samples import Given, Look, Slot, latents_of, slot_of
-from flowrl.data.options import PairsConfig, PreferenceOptions
+from flowrl.data.given_samples import PAIR, Given, Look, Slot, latents_of, slot_of
+from flowrl.data.options import DataConfig, PairsConfig, PreferenceOptions
+from flowrl.data.prompts import open_named
 from flowrl.media.media import fitted, pixels
 from flowrl.rollout.noise import Noise
 from flowrl.run.changes import differences
@@ -154,6 +155,49 @@ def test_a_source_stands_beside_its_caption_also_where_that_is_dropped(folder):
     plain = given(folder)
     assert plain.pairs.fingerprint != found.pairs.fingerprint
     assert plain.captions() == [("", ()), ("make it blue", ())]
+
+
+def test_sources_are_cropped_and_mirrored_as_their_results_where_they_are_to_be(folder):
+    """The result is the source itself, so that both are the same pixels under every box."""
+    for k in range(2):
+        picture(k, 24, 48).save(folder / f"chosen-{k}.png")
+        picture(9, 48, 96).save(folder / f"rejected-{k}.png")
+    Image.new("RGB", (30, 20)).save(folder / "narrow.png")
+    record = {"prompt": "make it blue"}
+    lines = [record | {"image": f"chosen-{k}.png", "chosen": f"chosen-{k}.png", "rejected": f"rejected-{k}.png"}
+        for k in (0, 1, 0)]  # fmt: skip
+    lines += [lines[0] | {"image": "narrow.png"}, lines[0] | {"rejected": "narrow.png"}]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = PreferenceOptions(source="image", source_fit="cover", max_broken=0.4)
+    found = given(folder, records=options, crop="random", flip=True, posterior="mean")
+    assert found.pairs.report.counts == {"aspects differ": 2}
+    assert "line 4 (source narrow.png has 30x20 pixels, chosen has 48x24)" in str(found.pairs.report)
+    seen = set()
+    for iteration in range(6):
+        look = Look(found.options, 3, iteration)
+        result = encoded(found, both(0, 1), look=look)
+        for row, slot in ((0, 0), (2, 1)):
+            text, (name,) = result.texts[slot]
+            assert text == "make it blue"
+            assert torch.equal(ToyAdapter().encode_images(pixels(open_named(name))[None])[0], result.x0[row])
+            seen.add(name)
+    assert {name[-1] for name in seen} == set("01")
+    assert len(seen) == 12
+    (middle,) = slot_of(found.pairs, 0, PAIR).asked(ToyAdapter(), (0.5, 0.5), mirror=False)[1]
+    assert encoded(found, both(0)).texts[0][1] == (middle,)
+    assert open_named(str(folder / "chosen-0.png")).size == (48, 24)
+
+
+def test_cropped_sources_go_with_their_results_or_are_refused():
+    edits = {"path": "x", "flip": False}
+    with pytest.raises(ValueError, match="there is no source"):
+        PreferenceOptions(source_fit="cover")
+    with pytest.raises(ValueError, match="would change the results and not the sources"):
+        PairsConfig(path="x", records=PreferenceOptions(source="image"))
+    covered = PairsConfig(**edits, records=PreferenceOptions(source="image", source_fit="cover"))
+    assert not DataConfig(pairs=covered).caches_text
+    with pytest.raises(ValueError, match="nothing is embedded ahead"):
+        DataConfig(pairs=covered, cache_text=True)
 
 
 # ---- how a picture is looked at
