@@ -18,9 +18,10 @@ from flowrl.media import media
 BY_RULE = ("tie", "same image twice", "no label")
 """Reasons that are no fault: pairs without a preference, of which there may be any number."""
 Result = TypeVar("Result")
-_ASPECT_TOLERANCE = 0.01
 EXAMPLES = 3
 """Number of examples kept for each reason."""
+_ASPECT_TOLERANCE = 0.01
+"""Relative difference of two equal aspects, which sizes rounded to a multiple of pixels explain."""
 
 
 class Unreadable(Exception):
@@ -56,24 +57,13 @@ class StoredImage:
         return self._read(lambda: self._single(media.plain))
 
     def size(self) -> tuple[int, int]:
-        """(width, height) of the image, upright; raises as `open` does.
-
-        All its bytes are read; a JPEG is decoded at an eighth of its size, in a third of the time.
-        """
-
-        def measured(image: Image) -> tuple[int, int]:
-            result = media.upright_size(image)
-            image.draft(None, (1, 1))
-            media.plain(image)
-            return result
-
-        return self._read(lambda: self._single(measured))
+        """(width, height), upright; raises as `open` does. All bytes are read, a JPEG's in a third of the time."""
+        return self._read(lambda: self._single(_measured))
 
     def header(self) -> tuple[int, int] | None:
         """(width, height), upright, by its header; None: not known, or not read with the record."""
         try:
-            with media.opened(io.BytesIO(self.source) if isinstance(self.source, bytes) else self._file()) as image:
-                return media.upright_size(image)
+            return self._single(media.upright_size)
         except media.UNREADABLE:  # whoever opens it says why
             return None
 
@@ -125,6 +115,13 @@ class StoredImage:
             raise Unreadable(self.where, f"{type(error).__name__}: {error}") from error
 
 
+def _measured(image: Image) -> tuple[int, int]:
+    result = media.upright_size(image)
+    image.draft(None, (1, 1))  # a JPEG's pixels are made at an eighth of its size
+    media.plain(image)
+    return result
+
+
 @dataclass(frozen=True, slots=True)
 class Preference:
     """A prompt with its preferred and its rejected image, or video."""
@@ -139,19 +136,15 @@ class Preference:
     key: str
     """Place of the record, unique in the set."""
 
-
-def require_aspect(pair: Preference) -> None:
-    """Compare the aspects of sources and results by their headers, for one box that crops them all.
-
-    Raises Unfit: two differ by more than a hundredth, which rounding to a multiple of pixels explains.
-    """
-    named = [(f"source {Path(file).name}", StoredImage(Path(file), "")) for file in pair.prompt.images]
-    named += [("chosen", pair.chosen), *([] if pair.rejected is None else [("rejected", pair.rejected)])]
-    known = [(name, size) for name, image in named if (size := image.header()) is not None]
-    for name, (width, height) in known[1:]:
-        first, (wide, high) = known[0]
-        if abs(width * high - wide * height) > _ASPECT_TOLERANCE * wide * height:
-            raise Unfit("aspects differ", f"{first} has {wide}x{high} pixels, {name} has {width}x{height}")
+    def require_aspect(self) -> None:
+        """Raise Unfit: a result has another aspect than a source, so that no box shows the same of both."""
+        named = [(f"source {Path(file).name}", StoredImage(Path(file), "")) for file in self.prompt.images]
+        named += [("chosen", self.chosen), *([] if self.rejected is None else [("rejected", self.rejected)])]
+        known = [(name, *size) for name, image in named if (size := image.header()) is not None]
+        for name, width, height in known[1:]:
+            first, wide, high = known[0]
+            if abs(width * high - wide * height) > _ASPECT_TOLERANCE * wide * height:
+                raise Unfit("aspects differ", f"{first} has {wide}x{high} pixels, {name} has {width}x{height}")
 
 
 def is_false(value: Any) -> bool:

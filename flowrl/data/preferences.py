@@ -20,15 +20,7 @@ from flowrl.core.registry import suggest
 from flowrl.core.rng import stream
 from flowrl.core.types import Identity
 from flowrl.data.options import PreferenceOptions
-from flowrl.data.preference_records import (
-    Preference,
-    Report,
-    StoredImage,
-    Unreadable,
-    Votes,
-    is_false,
-    require_aspect,
-)
+from flowrl.data.preference_records import Preference, Report, StoredImage, Unreadable, Votes, is_false
 from flowrl.data.prompt_files import note_sampler_keys
 from flowrl.data.prompt_sources import cached_image
 from flowrl.data.prompts import Prompt, identity
@@ -265,7 +257,7 @@ class PreferenceSet:
         Raises Unfit: they do not, or are videos in a set of images.
         """
         if self.options.source_fit == "cover":
-            require_aspect(result)
+            result.require_aspect()
         sources = [image.source for image in (result.chosen, result.rejected) if image is not None]
         if self.videos is None:
             for source in sources:
