@@ -51,7 +51,7 @@ STEPS_RESULTS = ROOT / "docs" / "lab" / "steps.json"
 PICTURE = ROOT / "docs" / "lab" / "long.svg"
 CURVES = ROOT / "docs" / "lab" / "curves"
 PAGE = ROOT / "docs" / "lab.md"
-PREFERRING = ("diffusion_dpo", "online_dpo")
+PREFERRING = ("diffusion_dpo", "diffusion_kto", "online_dpo", "seppo")
 CHECKED = ("quickstart", "flow_grpo", "branch_grpo", "diffusion_nft", "sd-ddpo", "video-sage_grpo")
 """Recipes that `--check` replays: chains on every kind of process and on videos, a tree, finished samples."""
 Cells = dict[str, dict[str, Any]]
