@@ -96,7 +96,7 @@ def build(config: Config) -> Reward:
             )
         assert len(occasion.ids) == len(prompts), "each sample has its identity"
         try:
-            answers = occasion.ask(images, prompts, terms, partial(scored, prior=config.prior))
+            answers = occasion.ask(images, prompts, terms, partial(scored, prior=config.prior), metadata)
         except (ConfigError, WriteError) as error:  # no call mends it, so that none is tried again
             raise RewardError(str(error)) from error
         lost = sum(math.isnan(score) for _, result in answers for score in result.scores)

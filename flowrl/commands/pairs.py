@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flowrl.commands._arguments import showing
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import out_folder
+from flowrl.core.files import known_object, out_folder
 
 
 def command(
@@ -36,8 +36,10 @@ def command(
         run = load_config(target, words)  # its faults are told before the libraries are imported
         from flowrl.apps.command_line import in_processes
         from flowrl.apps.pairs.drawing import make
+        from flowrl.apps.pairs.folder import HEADER
         from flowrl.apps.pairs.plan import Wanted
         from flowrl.apps.pairs.plan import check as refuse
+        from flowrl.data.options import PreferenceOptions
         from flowrl.data.preferences import load_preferences
         from flowrl.data.stored_videos import Frames
 
@@ -51,7 +53,11 @@ def command(
             print(f"{out}: {done}")
             if done.pairs:  # as a training would load it
                 frames = resolved.model.config.frames
-                load_preferences(str(out), "data.pairs.path", videos=Frames(frames) if frames > 1 else None)
+                edits = known_object(out / HEADER).get("edits")
+                columns = PreferenceOptions(source="source" if edits else None)
+                load_preferences(str(out), "data.pairs.path", columns, videos=Frames(frames) if frames > 1 else None)
+                if edits:
+                    print("pairs of edits: train on them with data.pairs.records.source=source, data.pairs.flip=false")
         if not done.pairs or (count is not None and done.pairs < count):
             raise SystemExit(_short(done.pairs, count, margin))
 

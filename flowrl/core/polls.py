@@ -4,11 +4,11 @@ The run shows, waits and keeps (flowrl.run.people); the reward says for how long
 Samples whose images are equal are one: they are asked about once, and have the same score.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -33,6 +33,8 @@ class Vote:
     second: str
     choice: str
     """One of `CHOICES`: the image that is better, neither, or no answer."""
+    sources: tuple[str, ...] = ()
+    """Image files that the prompt edits, as `first`."""
 
     def __post_init__(self) -> None:
         if self.choice not in CHOICES:
@@ -74,6 +76,8 @@ class Question:
     """Their files, relative to the folder of votes."""
     votes_per_sample: int
     """Comparisons of each image after which the question is closed."""
+    sources: tuple[str, ...] = ()
+    """Files of the images that the prompt edits."""
 
     @property
     def group(self) -> str:
@@ -137,9 +141,16 @@ class Occasion(Protocol):
     """Asked often by who waits for people: whether to leave off, which raises `Abandoned`."""
 
     def ask(
-        self, images: "Tensor | Sequence[Tensor]", prompts: Sequence[str], terms: Terms, count: Count
+        self,
+        images: "Tensor | Sequence[Tensor]",
+        prompts: Sequence[str],
+        terms: Terms,
+        count: Count,
+        metadata: Sequence[Mapping[str, Any]] = (),
     ) -> list[tuple[Question, Closed]]:
         """A question for each prompt with an image that is finite, and its scores, once all were closed, now or before.
+
+        `metadata`, where it is given, has the images that are edited under "images".
 
         Raises Abandoned: the run is to stop; ConfigError, WriteError: a file of the votes is damaged, or cannot be
         written.

@@ -25,6 +25,8 @@ FORMS = (
 )
 TEXTS = ("prompt", "Prompt", "Prompts", "prompts", "prompt_en", "text", "caption", "Caption")
 """Columns under which lists keep the text of a prompt, the likeliest first."""
+REFERENCE = "reference"
+"""Key in the record of an edit of the path of a result that is known, for the report."""
 SAMPLED_BY = (
     *("negative_prompt", "seed", "guidance_scale", "true_cfg_scale", "cfg_scale", "guidance", "height", "width"),
     *("num_inference_steps", "steps", "num_frames", "strength", "sampler", "scheduler"),

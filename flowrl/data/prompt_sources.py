@@ -20,7 +20,7 @@ from flowrl.core.errors import ConfigError
 from flowrl.core.files import cache_folder
 from flowrl.core.paths import lost, lost_in, split_of
 from flowrl.core.registry import suggest
-from flowrl.data.prompt_files import FORMS, TEXTS, NoText, missing_package, note_sampler_keys, read_records
+from flowrl.data.prompt_files import FORMS, REFERENCE, TEXTS, NoText, missing_package, note_sampler_keys, read_records
 from flowrl.data.prompts import Prompt
 from flowrl.media.media import UNREADABLE, open_image, opened
 
@@ -232,6 +232,9 @@ def _prompt(record: dict, where: str, folder: Path | None, columns: Columns, rea
     if not several or (names == ["images"] and not isinstance(given, list)):
         raise ConfigError(f"{where}: needs a path under 'image', or a list of paths under 'images'; got {given!r}")
     images = tuple(str(_image(one, names[0], where, folder, read)) for one in several)
+    result = metadata.get(REFERENCE)
+    if isinstance(result, str) and folder is not None and (folder / result).is_file():
+        metadata[REFERENCE] = str((folder / result).resolve())
     return Prompt(text, metadata | {"images": list(images)}, images)
 
 

@@ -15,10 +15,11 @@ from flowrl.config.schema import EvalConfig
 from flowrl.core.files import fsync_all
 from flowrl.core.rng import derive
 from flowrl.core.types import SampleId
+from flowrl.data.prompt_files import REFERENCE
 from flowrl.data.prompts import Prompt, distinct_numbers, identity
 from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation import diversity
-from flowrl.evaluation.results import Agreement, Evaluation
+from flowrl.evaluation.results import SOURCES, Agreement, Evaluation
 from flowrl.evaluation.sharpness import sharpness
 from flowrl.media import media
 from flowrl.media.eight_bits import EightBitImages
@@ -122,10 +123,25 @@ class Evaluator:
             made_with=dict(self.made_with),
         )
         if folder is not None and self.world.main and setting.save != "images":
+            if self.place == PLACES[0]:
+                self._keep_sources(folder / SOURCES, anew=setting.iteration == 0)
             if (folder / setting.tag).is_dir():  # before the scores, which refer to them
                 fsync_all(folder / setting.tag)
             result.save(folder)
         return result
+
+    def _keep_sources(self, folder: Path, *, anew: bool) -> None:
+        """Copy what the prompts edit, and the results that their records know, for who looks at the run elsewhere."""
+        for slot, prompt in enumerate(self.prompts[: self.options.save_images]):
+            reference = prompt.metadata.get(REFERENCE) if prompt.images else None
+            for name, file in (*enumerate(prompt.images), *([(REFERENCE, reference)] if reference else ())):
+                stem = folder / f"{slot:05d}-{name}"
+                if anew or media.find(stem) is None:
+                    try:
+                        image = media.pixels(media.open_image(file))
+                    except media.UNREADABLE:  # the report then goes without
+                        continue
+                    media.write(image, stem)
 
     def _drawn(
         self, setting: Setting, kept: Path | None, progress: Callable[[int], None], stop: Stop

@@ -10,6 +10,9 @@ import numpy as np
 from flowrl.core.files import evaluation_remedy, json_ready, parsed, write_atomically
 from flowrl.media import digests
 
+SOURCES = "sources"
+"""Folder in `eval` of what the evaluated prompts edit: PPPPP-0.png, and PPPPP-reference.png for a known result."""
+
 
 @dataclass(frozen=True, slots=True)
 class Agreement:

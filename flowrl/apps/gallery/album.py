@@ -16,7 +16,7 @@ PAGE_BYTES = 15_000_000
 """Largest size of a page in bytes."""
 
 Files = tuple[Path, ...]
-"""Files of one pair: (base, tuned)."""
+"""Files of one pair: (base, tuned), then what its prompt edits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,9 @@ def film(run: Run, metrics: list[Metric], place: Place) -> dict[str, Any]:
     gained = list(islice((p for p in others if saved(p)[-1:] == [True]), MAX_GAINS))
     for p in [p for p in first if p not in gained][: MAX_FILMS - len(gained)] + gained:
         cells = [_frame(e, metrics[0], p, ok, place) for ok, e in zip(saved(p), frames, strict=True)]
-        result["rows"].append({"prompt_id": p, "text": base.prompts[p], "seed": base.seeds[0], "cells": cells})
+        given = [place.image(file, FRAME_PX) for file in list(base.given(p).values())[:1]]
+        row = {"prompt_id": p, "text": base.prompts[p], "seed": base.seeds[0], "given": given, "cells": cells}
+        result["rows"].append(row)
     return result | {"gains": len(gained)}
 
 

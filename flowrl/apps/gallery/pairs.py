@@ -64,6 +64,7 @@ class Cards:
             "prompt_id": p,
             "text": base.prompts[p],
             "seed": base.seeds[k],
+            "given": [(name, self.album.show(file)) for name, file in base.given(p).items()],
             "before": self.album.show(base.image(p, k)),
             "after": self.album.show(tuned.image(p, k)),
             "scores": scores,
@@ -99,7 +100,7 @@ def collect(
     further = [pair for pair in dict.fromkeys(pair for pairs in wanted for pair in pairs) if pair not in set(main)]
 
     def files(pairs: Sequence[Pair]) -> list[album.Files]:
-        found = [tuple(evaluation.image(p, k) for evaluation in run.both) for p, k in pairs]
+        found = [(*(e.image(p, k) for e in run.both), *run.both[0].given(p).values()) for p, k in pairs]
         return [tuple(file for file in pair if file is not None) for pair in found]
 
     def text_bytes(pairs: Sequence[Pair]) -> int:

@@ -16,6 +16,7 @@ from flowrl.core.assets import table
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import loads, read_rows
 from flowrl.data import contents
+from flowrl.data.prompt_files import REFERENCE
 from flowrl.evaluation import results
 from flowrl.media import media
 from flowrl.run import status
@@ -47,6 +48,14 @@ class Evaluation(Tagged):
     def image(self, prompt: int, sample: int) -> Path | None:
         """File of an image or video; None if none was saved."""
         return media.find(self.images / f"{prompt:05d}-{sample}")
+
+    def given(self, prompt: int) -> dict[str, Path]:
+        """What the prompt edits, and a result that is known, with their names on the page; {}: it edits nothing."""
+        stem, found = self.images.with_name(results.SOURCES) / f"{prompt:05d}", dict[str, Path]()
+        while (file := media.find(stem.with_name(f"{stem.name}-{len(found)}"))) is not None:
+            found[f"source {len(found) + 1}" if found else "source"] = file
+        result = media.find(stem.with_name(f"{stem.name}-{REFERENCE}"))
+        return found | ({REFERENCE: result} if result is not None else {})
 
     def mean(self, metric: str) -> float:
         """Mean over prompts of the mean over seeds, without images that could not be scored."""

@@ -100,6 +100,7 @@ def _images(run: Run, metrics: list[Metric], index: int, page: Page, taken: int)
         "worst": worst,
         "best": best,
         "every": every,
+        "edits": any(card["given"] for card in (*pairs, *worst, *best, *every)),
         "embedding": cards.album.described(),
         "video": _video(cards.album),
         "prompts": _prompt_rows(run, metrics, cards, places),

@@ -21,6 +21,7 @@ from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.core.files import fsync, json_ready
 from flowrl.core.rng import derive, permutation
 from flowrl.core.types import SampleId
+from flowrl.data.prompt_files import REFERENCE
 from flowrl.data.prompts import Prompt, require_images
 from flowrl.display.console import log, set_up_logging
 from flowrl.display.phases import phase
@@ -31,6 +32,7 @@ from flowrl.planning.parity import require_own_call
 from flowrl.rollout.noise import Noise
 from flowrl.run.assembly.model import sampling_of
 from flowrl.run.folder import RunFolder, provenance
+from flowrl.run.people.votes import image_name, keep_file, source_column
 from flowrl.run.texts import embedded
 from flowrl.scoring.build import build_scorers, require_fit
 from flowrl.scoring.probing import probe
@@ -41,6 +43,8 @@ from flowrl.training.sampling import Drawing, Share
 from flowrl.training.signals import Signals
 from flowrl.training.world import World, join
 
+_PLACES = ("images", REFERENCE)
+"""Keys of an edit's record with paths, which a set that is moved would not find."""
 PATIENCE = 30
 """Prompts in a row, and at least a whole round of them, that may give no pair before the command gives up."""
 
@@ -196,6 +200,8 @@ class Pairing:
         return used
 
     def _keep(self, folder: PairFolder, number: int, group: Group, images: Tensor) -> None:
+        for file in self.prompts[group.number].images:
+            keep_file(folder.path, file)
         for image, name in zip(images, self._names(number, group), strict=True):
             fsync(media.write(image, folder.path / name.removesuffix(self.suffix), fps=self.fps))
         fsync(folder.path / IMAGES)
@@ -210,7 +216,9 @@ class Pairing:
         drawn = {"seed": self.config.seed, "round": number, "prompt": group.number}
         drawn |= {"chosen": group.best, "rejected": group.worst}
         own = (prompt.text, chosen, rejected, group.margin, *group.scores, drawn)
-        return dict(zip(OWN, own, strict=True)) | prompt.metadata
+        metadata = {key: value for key, value in prompt.metadata.items() if not prompt.images or key not in _PLACES}
+        sources = [image_name(Path(file).read_bytes(), Path(file).suffix) for file in prompt.images]
+        return dict(zip(OWN, own, strict=True)) | source_column(sources) | metadata
 
 
 def _tally(used: Sequence[Group], kept: Sequence[Group]) -> dict[str, int]:
@@ -237,7 +245,7 @@ def make(resolved: Resolved, wanted: Wanted, out: Path) -> Done:
     try:
         set_up_logging(None, main=world.main)
         prompts = training_prompts(resolved)
-        facts = {"provenance": provenance(resolved, str(world.device), world.size)}
+        facts = {"provenance": provenance(resolved, str(world.device), world.size), "edits": bool(prompts[0].images)}
         folder = PairFolder(out, made_with(resolved, prompts, wanted), facts)
 
         def begin() -> Done:

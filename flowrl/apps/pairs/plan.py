@@ -53,7 +53,7 @@ def training_prompts(resolved: Resolved) -> list[Prompt]:
     assert data.prompts is not None  # only a method that learns from pairs has none
     prompts = load_prompts(data.prompts, "data.prompts", columns, data.max_prompts)
     for number, prompt in enumerate(prompts, 1):
-        taken = [name for name in prompt.metadata if name in OWN]
+        taken = [name for name in prompt.metadata if name in (*OWN, *(("source",) if prompt.images else ()))]
         if taken:
             raise ConfigError(
                 f"data.prompts: prompt {number}, {prompt.text[:60]!r}, has {taken[0]!r}, a key of the pairs that are "

@@ -13,7 +13,7 @@ from flowrl.apps.voting.waiting import Waiting
 from flowrl.core.errors import ConfigError, WriteError
 from flowrl.core.polls import Vote
 from flowrl.media import media
-from flowrl.run.people.votes import VoteBook, image_name, keep_image
+from flowrl.run.people.votes import VoteBook, image_name, keep_file, keep_image
 
 SECOND_EVERY = 4
 """Every so many pairs, a voter is asked one that another voter has decided: how far people agree is measured there."""
@@ -36,6 +36,8 @@ class Asked:
     left: str
     """Token of the left image: paths of images name the model."""
     right: str
+    sources: dict[str, str]
+    """Token -> copy of each image that the prompt edits."""
 
 
 class Ballot:
@@ -101,6 +103,7 @@ class Ballot:
                 first=asked.first,
                 second=asked.second,
                 choice=choice,
+                sources=tuple(asked.sources.values()),
             )
             with self.paper.turn():
                 self._require_open(vote.group, vote.first, vote.second, voter=name)
@@ -153,7 +156,7 @@ class Ballot:
             with tempfile.TemporaryDirectory() as folder:
                 media.encode_video(Path(folder, "video.webp"), frames, rate)
                 return Path(folder, "video.webp").read_bytes(), "webp"
-        if file.suffix != ".png":  # the note of a video is a file of its own
+        if file.suffix == ".webp":  # the note of a video is a file of its own
             return file.read_bytes(), file.suffix[1:]
         buffer = io.BytesIO()
         media.read_frames(file)[0].save(buffer, "PNG", compress_level=1)
@@ -209,6 +212,7 @@ class Ballot:
                 "noun": "image" if asked.pair.first.suffix == ".png" else "video",
                 "left": f"image/{asked.left}",
                 "right": f"image/{asked.right}",
+                "sources": [f"image/{token}" for token in asked.sources],
             }
         return state
 
@@ -242,23 +246,26 @@ class Ballot:
     def _show(self, voter: str, pair: VotePair) -> bool:
         """Put a pair on a voter's screen; False where an image of it cannot be read."""
         try:
-            for file in (pair.first, pair.second):
+            for file in (pair.first, pair.second, *pair.sources):
                 media.read_frames(file)
             contents = [(file.read_bytes(), file.suffix) for file in (pair.first, pair.second)]
         except media.UNREADABLE:
             self.unreadable.add(pair)
             return False
         first, second = (keep_image(self.book.folder, *each) for each in contents)
+        sources = {secrets.token_urlsafe(12): keep_file(self.book.folder, file) for file in pair.sources}
         tokens = [secrets.token_urlsafe(12) for _ in range(3)]
         shown = (second, first) if pair.second_left else (first, second)
-        self._open[voter] = Asked(pair, first, second, *tokens)
-        self._images |= dict(zip(tokens[1:], (self.book.folder / name for name in shown), strict=True))
+        self._open[voter] = Asked(pair, first, second, *tokens, sources=sources)
+        named = dict(zip(tokens[1:], shown, strict=True)) | sources
+        self._images |= {token: self.book.folder / name for token, name in named.items()}
         return True
 
     def _close(self, voter: str) -> None:
         asked = self._open.pop(voter, None)
         if asked is not None:
-            del self._images[asked.left], self._images[asked.right]
+            for token in (asked.left, asked.right, *asked.sources):
+                del self._images[token]
 
     def _files(self, pair: VotePair) -> tuple[str, str] | None:
         """Names that copies of its images have; None where they cannot be read. Read again only when they changed."""

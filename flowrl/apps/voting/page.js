@@ -54,8 +54,28 @@ async function show(state) {
   at("question").textContent = document.title = `Which ${next.noun} is better?`;
   at("left").alt = `Left ${next.noun}`;
   at("right").alt = `Right ${next.noun}`;
+  showSources(next.sources);
   await Promise.all([loaded("left", next.left), loaded("right", next.right)]);
   pair = next;
+}
+
+// What the prompt edits stands above both; a click shows it large.
+function showSources(addresses) {
+  at("sources").hidden = !addresses.length;
+  at("sources").replaceChildren(...addresses.map((address, number) => {
+    const figure = document.createElement("figure"), button = document.createElement("button"), image = document.createElement("img");
+    const name = document.createElement("figcaption");
+    button.type = "button";
+    button.setAttribute("aria-label", "Enlarge the source");
+    image.id = `source-${number}`;
+    image.alt = name.textContent = addresses.length > 1 ? `Source ${number + 1}` : "Source";
+    button.addEventListener("click", () => enlarge(image.id));
+    button.append(image);
+    figure.append(button, name);
+    image.onload = () => image.classList.toggle("small", Math.max(image.naturalWidth, image.naturalHeight) < 128);
+    image.src = address;
+    return figure;
+  }));
 }
 
 // One image as large as the window; the other one then takes its place, so that differences are seen.

@@ -19,6 +19,7 @@ from flowrl.apps.gallery.images import imaged
 from flowrl.apps.gallery.runs import Evaluation, Run, load_run
 from flowrl.core.errors import ConfigError
 from flowrl.core.polls import Vote
+from flowrl.data.prompt_files import REFERENCE
 from flowrl.run.people import polls
 
 
@@ -37,6 +38,8 @@ class VotePair:
     """The other; of a finished run that of the tuned model, on the same prompt and noise."""
     second_left: bool
     """Whether the second is shown on the left."""
+    sources: tuple[Path, ...] = ()
+    """Images that the prompt edits."""
 
 
 class Finished:
@@ -108,6 +111,7 @@ def _drawn(run: Run, before: Evaluation, after: Evaluation) -> list[VotePair]:
             first=files[0],
             second=files[1],
             second_left=drawn_left(seed, "side", before.prompts[p], before.seeds[k], p),
+            sources=tuple(file for name, file in before.given(p).items() if name != REFERENCE),
         )
         queues[pair.distinct].append((place, pair))
     by_place = itemgetter(0)

@@ -81,6 +81,7 @@ class Waiting:
             first=self.folder / first,
             second=self.folder / second,
             second_left=drawn_left("side", question.group, first, second),
+            sources=tuple(self.folder / name for name in question.sources),
         )
 
     def turn(self) -> AbstractContextManager[None]:

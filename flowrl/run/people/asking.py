@@ -9,7 +9,7 @@ a collective would end the run after its time limit, while people may take days.
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import Token
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +27,12 @@ from flowrl.display.display import working
 from flowrl.media import media
 from flowrl.reward import Images
 from flowrl.run.people import polls
-from flowrl.run.people.votes import FOLDER, keep_image
+from flowrl.run.people.votes import FOLDER, keep_file
 from flowrl.scoring.scorer import Scorer
 from flowrl.training.signals import Stop
 from flowrl.training.world import World
 
+Records = Sequence[Mapping[str, Any]]
 LOOK_S = 0.5
 """Seconds between looks for new votes, and for the other processes."""
 
@@ -52,19 +53,24 @@ class RunOccasion:
         """Folder of the votes."""
         return self.run / FOLDER
 
-    def ask(self, images: Images, prompts: Sequence[str], terms: Terms, count: Count) -> list[tuple[Question, Closed]]:
+    def ask(
+        self, images: Images, prompts: Sequence[str], terms: Terms, count: Count, metadata: Records = ()
+    ) -> list[tuple[Question, Closed]]:
         """As `core.polls.Occasion.ask`."""
-        questions = list(self.questions(images, prompts, terms.votes_per_sample))
+        questions = list(self.questions(images, prompts, terms.votes_per_sample, metadata))
         with working("waiting for votes"):
             return self._answers(questions, terms, count)
 
-    def questions(self, images: Images, prompts: Sequence[str], votes_per_sample: int) -> Iterator[Question]:
+    def questions(
+        self, images: Images, prompts: Sequence[str], votes_per_sample: int, metadata: Records = ()
+    ) -> Iterator[Question]:
         """A question for each prompt with an image that is finite."""
         groups: dict[int, list[int]] = {}
         for row, one in enumerate(self.ids):
             if bool(images[row].isfinite().all()):
                 groups.setdefault(one.slot, []).append(row)
         for slot, rows in groups.items():
+            record = metadata[rows[0]] if metadata else {}
             yield Question(
                 iteration=self.iteration,
                 slot=slot,
@@ -72,12 +78,13 @@ class RunOccasion:
                 samples=tuple(self.ids[row].sample for row in rows),
                 images=tuple(self._kept(images[row]) for row in rows),
                 votes_per_sample=votes_per_sample,
+                sources=tuple(keep_file(self.votes, file) for file in record.get("images", ())),
             )
 
     def _kept(self, image: Tensor) -> str:
         with tempfile.TemporaryDirectory() as place:
             file = media.write(image.detach().cpu(), Path(place) / "sample", fps=self.fps)
-            return keep_image(self.votes, file.read_bytes(), file.suffix)
+            return keep_file(self.votes, file)
 
     def _answers(self, questions: Sequence[Question], terms: Terms, count: Count) -> list[tuple[Question, Closed]]:
         folder, given, remind = self.votes, polls.Log(self.votes), Reminder(self, log.info)

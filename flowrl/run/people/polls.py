@@ -144,6 +144,7 @@ def open_questions(folder: Path, iteration: int | None = None) -> list[Question]
 def _read(file: Path) -> Question:
     def make(record: dict[str, Any]) -> Question:
         listed = {"samples": tuple(map(int, record["samples"])), "images": tuple(map(str, record["images"]))}
+        listed["sources"] = tuple(map(str, record.get("sources", ())))
         return Question(**record | listed)
 
     return parsed(file, _REMEDY, make)

@@ -48,6 +48,16 @@ def keep_image(folder: Path, data: bytes, suffix: str) -> str:
     return name
 
 
+def keep_file(folder: Path, file: Path | str) -> str:
+    """`keep_image` of a file. Raises OSError: it cannot be read."""
+    return keep_image(folder, Path(file).read_bytes(), Path(file).suffix)
+
+
+def source_column(sources: Sequence[str]) -> dict[str, Any]:
+    """What a record of pairs has of the images that its prompt edits, for data.pairs.records.source=source."""
+    return {"source": sources[0] if len(sources) == 1 else list(sources)} if sources else {}
+
+
 def read_votes(folder: Path) -> tuple[dict[int, Vote], int]:
     """(the votes that count, by number, in their order; the bytes of whole lines).
 
@@ -63,7 +73,8 @@ def read_votes(folder: Path) -> tuple[dict[int, Vote], int]:
             if "undone" in event:
                 del votes[event["undone"]]
             else:
-                votes[number] = Vote(**{key: str(event[key]) for key in Vote.__dataclass_fields__})
+                told = {key: str(event[key]) for key in Vote.__dataclass_fields__ if key != "sources"}
+                votes[number] = Vote(**told, sources=tuple(event.get("sources", ())))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{file}:{number} is damaged ({type(error).__name__}: {error}); restore the file from a copy, or "
@@ -85,6 +96,7 @@ def strength_records(votes: Sequence[Vote]) -> list[dict[str, Any]]:
     for i, j in np.argwhere(np.triu(wins + wins.T)).tolist():
         won, lost = (i, j) if found[i] >= found[j] else (j, i)
         record = {"prompt": decided[0].prompt, "chosen": names[won], "rejected": names[lost]}
+        record |= source_column(decided[0].sources)
         counted = {"votes": int(wins[i, j] + wins[j, i]), "group": decided[0].group}
         result.append(record | {"margin": float(found[won] - found[lost])} | counted)
     return result
@@ -188,6 +200,7 @@ class VoteBook(AbstractContextManager["VoteBook"]):
             if vote.choice in ("first", "second"):
                 images = (vote.first, vote.second) if vote.choice == "first" else (vote.second, vote.first)
                 record = {"prompt": vote.prompt, "chosen": images[0], "rejected": images[1]}
+                record |= source_column(vote.sources)
                 text += json.dumps(record | {"voter": vote.voter, "group": vote.group}) + "\n"
         write_atomically(self.folder / PAIRS, text)
         write_atomically(self.folder / STRENGTHS, "".join(self._strengths.values()))

@@ -36,6 +36,7 @@ const keys = {
   j: () => step(1),
   k: () => step(-1),
   s: toggleSlider,
+  d: () => showChanges(!document.documentElement.classList.contains("changes")),
   p: toggleVideos,
   f: () => showStrips(!document.documentElement.classList.contains("strips")),
   l: () => currentCard() && copyLink(currentCard()),

@@ -25,6 +25,8 @@ function pairOf(card) {
     run: card.dataset.run,
     images: Array.from(card.querySelectorAll(":scope > .two img")),
     labels: Array.from(card.querySelectorAll(":scope > .two small"), label => label.textContent),
+    given: Array.from(card.querySelectorAll(":scope > .given img")),
+    names: Array.from(card.querySelectorAll(":scope > .given > div:has(img) small"), label => label.textContent),
     scores: Array.from(card.querySelector("table").rows, row => Array.from(row.cells, cell => cell.textContent)),
   };
 }

@@ -30,9 +30,9 @@ function lines(pen, text, width) {
 // White paper in either colour scheme: the image goes to slides and papers.
 function drawPair(card) {
   const pair = pairOf(card), margin = 24, gap = 12, font = getComputedStyle(document.body).fontFamily;
-  const faces = pair.images.map(faceOf), side = Math.max(320, ...faces.map(face => face.width));
+  const shown = pair.given.concat(pair.images), faces = shown.map(faceOf), side = Math.max(320, ...faces.map(face => face.width));
   const height = Math.round(Math.max(...faces.map(face => side * face.height / face.width)));
-  const width = 2 * margin + 2 * side + gap, canvas = document.createElement("canvas"), pen = canvas.getContext("2d");
+  const width = 2 * margin + shown.length * (side + gap) - gap, canvas = document.createElement("canvas"), pen = canvas.getContext("2d");
   const bold = "600 20px " + font, plain = "15px " + font;
   pen.font = bold;
   const title = lines(pen, pair.prompt, width - 2 * margin);
@@ -51,11 +51,11 @@ function drawPair(card) {
   write(pair.run + " \u00b7 " + pair.id, margin, "#66676d", plain);
   y += 14;
   faces.forEach(function (face, i) {
-    pen.imageSmoothingEnabled = !pair.images[i].classList.contains("pixelated");
+    pen.imageSmoothingEnabled = !shown[i].classList.contains("pixelated");
     pen.drawImage(face.source, margin + i * (side + gap), y, side, side * face.height / face.width);
   });
   y += height + 20;
-  pair.labels.forEach((label, i) => write(label, margin + i * (side + gap) + side / 2, "#66676d", plain, "center"));
+  pair.names.concat(pair.labels).forEach((label, i) => write(label, margin + i * (side + gap) + side / 2, "#66676d", plain, "center"));
   for (const [name, change, delta] of pair.scores) {
     y += 24;
     write(name, margin, "#66676d", plain);
@@ -67,7 +67,8 @@ function drawPair(card) {
 
 // The card's images as decoded images: those outside the window have not been.
 function ready(card) {
-  return Promise.all(pairOf(card).images.map(function (image) {
+  const pair = pairOf(card);
+  return Promise.all(pair.given.concat(pair.images).map(function (image) {
     image.loading = "eager";
     return image.decode();
   }));

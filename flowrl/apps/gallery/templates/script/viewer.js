@@ -27,7 +27,10 @@ function fillViewer(card) {
     files.append(file);
   });
   forgetVideos(viewer);
-  viewer.querySelector(".stage").replaceChildren(two);
+  const given = Array.from(card.querySelectorAll(":scope > .given"), shown => shown.cloneNode(true));
+  given.forEach(shown => shown.querySelectorAll("[id]").forEach(image => image.removeAttribute("id")));
+  given.forEach(shown => shown.querySelectorAll("img").forEach(image => { image.loading = "eager"; }));
+  viewer.querySelector(".stage").replaceChildren(...given, two);
   addSlider(two, "Line between " + pair.labels.join(" and "));
   playTogether(two, pair.prompt, controls => two.after(controls), card.querySelector(".two").player);
   viewer.querySelector(".viewer-scores").replaceChildren(card.querySelector("table").cloneNode(true));
