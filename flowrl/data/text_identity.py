@@ -31,11 +31,7 @@ def text_identity(adapter: ModelAdapter, config: ModelConfig, device: torch.devi
 
     The family and its code, its own options, `dtype`, the weights of every part but the denoiser and the VAE, the
     tokenizers, the versions of the libraries, and the kind of device. The path of the model is not among them.
-
-    Args:
-        adapter: with a pipeline, whose text encoders are still there.
-        config: the run's `model`.
-        device: of the text encoders.
+    The adapter must still have its text encoders; `device` is theirs.
     """
     others = {field.name for field in dataclasses.fields(ModelConfig)} - {"dtype"}
     options = {name: value for name, value in dataclasses.asdict(config).items() if name not in others}

@@ -106,12 +106,7 @@ class Guard:
         self.state = State(metric) if state is None else state
 
     def look(self, base: Look, now: Look, row: Mapping[str, Any]) -> Verdict:
-        """Judge an evaluation, and remember it.
-
-        Args:
-            base: of the untrained model.
-            now: of the same prompts and seeds after an iteration.
-            row: metrics of that iteration.
+        """Judge an evaluation `now`, whose iteration has the metrics `row`, beside the base's, and remember it.
 
         Raises ValueError: other prompts or seeds than the base's, or an iteration that was judged already.
         """

@@ -39,13 +39,7 @@ class Signs:
 
 
 def signs_of(folder: Path, slots: Sequence[int], seeds: int) -> Signs | None:
-    """Signs of the images that an evaluation has kept; None: it has kept none.
-
-    Args:
-        folder: of the images, `<slot>-<seed>.png` or `.webp`.
-        slots: numbers of P prompts.
-        seeds: number of seeds S.
-    """
+    """Signs of the images of P prompts and S seeds in the folder of an evaluation; None: it has kept none."""
     reward = registry.load("rewards", "degeneracy")
     scorer = reward.build(reward.Config())
     rows: dict[str, list[float]] = {name: [] for name in WORDS}

@@ -41,16 +41,9 @@ def win_rate(
     rows: np.ndarray | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Win rate of the tuned image over the base's of the same prompt and seed.
+    """Win rate of the tuned image over the base's of the same prompt and seed; `tie` is `eval.tie`.
 
-    Args:
-        base: of the untrained model.
-        tuned: of the trained one.
-        metric: the score.
-        higher_is_better: its direction.
-        tie: `eval.tie`.
-        rows: the prompts that count, [P] bool; None: all. The margin is of all samples of the base.
-        seed: of the bootstrap.
+    `rows` are the prompts that count, [P] bool; None: all. The margin is of all samples of the base.
 
     Returns:
         That of `paired.win_rate`, and the rule of its ties: `tie`; `margin`, the largest difference of a tie, in units

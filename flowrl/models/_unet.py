@@ -75,13 +75,7 @@ class Clip:
 
 
 class UNet(Native):
-    """The adapter of a UNet family.
-
-    Args:
-        pipeline: a diffusers pipeline of the family.
-        config: the family's Config.
-        texts: pipeline -> its text encoders.
-    """
+    """The adapter of a UNet family: its diffusers pipeline and Config; `texts` makes a pipeline's text encoders."""
 
     lora_targets = LORA_TARGETS
     text_width = "cross_attention_dim"

@@ -151,10 +151,7 @@ def _watched(rows: Sequence[Row], meter: Meter, marks: list[Mark]) -> Iterator[N
 def _added(rows: Sequence[Row], marks: Sequence[Mark], peak: int) -> list[tuple[int, int]] | None:
     """(bytes at the peak, operations) that another block of each row adds; None where that is not certain.
 
-    Args:
-        rows: the rows.
-        marks: in the order of time.
-        peak: number of marks before the peak.
+    `marks` are in the order of time, and `peak` of them are before the peak.
     """
     passes = _passes(marks)
     if passes is None:

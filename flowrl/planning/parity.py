@@ -108,12 +108,7 @@ def require_own_call(adapter: ModelAdapter, scales: Iterable[float], world: Worl
     """Refuse a pipeline that re-entry does not predict as its own call does; the processes agree on it.
 
     A class that flowrl's tests compare passes, and so does one that passed before (`own_call.question`). It needs the
-    text encoders.
-
-    Args:
-        adapter: on its device, of any kind.
-        scales: guidance scales of the recipe.
-        world: the processes.
+    text encoders; `scales` are the guidance scales of the recipe.
 
     Raises ModelError: with the two numbers, on all processes.
     """

@@ -90,14 +90,7 @@ def run(
 
 def batches(adapter: ModelAdapter, plan: StepPlan, cond: Condition, rows: Tensor, batch_size: int) -> list[slice]:
     """Samples that are drawn together: as many whole trees as a batch holds, next to each other and, where the adapter
-    wants that, with texts of one length.
-
-    Args:
-        adapter: of the model.
-        plan: the denoising steps.
-        cond: conditions of the prompts.
-        rows: row of `cond` of each sample, [B].
-        batch_size: samples per forward.
+    wants that, with texts of one length. `rows` [B] are the rows of `cond` of the samples.
     """
     count, size, lengths = len(rows), plan.drawn_together(batch_size), adapter.text_lengths(cond)
     ends = [count] if count else []

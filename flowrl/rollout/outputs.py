@@ -72,14 +72,7 @@ class Outputs:
 
 
 def evaluate(adapter: ModelAdapter, weights: Weights, batch: NoisedBatch, guidance: Mapping[str, float]) -> Outputs:
-    """Run several networks on one noised batch.
-
-    Args:
-        adapter: the model.
-        weights: its roles.
-        batch: M terms.
-        guidance: role -> its guidance scale; "policy", the present weights, has gradients.
-    """
+    """Run the roles of `guidance` (role -> scale) on M noised terms; "policy", the present weights, has gradients."""
     process = adapter.process
     x = process.add_noise(batch.clean, batch.eps, batch.sigma)
     target = process.target(batch.clean, batch.eps, batch.sigma, adapter.prediction_type)

@@ -66,12 +66,7 @@ class Accepted:
         return [text for key, text in changed.items() if key in self.keys]
 
     def require(self, run: Path, changed: Mapping[str, str], now: Options) -> None:
-        """Refuse changes that are not accepted.
-
-        Args:
-            run: the run folder.
-            changed: key -> sentence.
-            now: the configuration.
+        """Refuse changes (key -> sentence) that are not accepted; `now` is the configuration.
 
         Raises ConfigError: with the sentences, and the command that accepts them if it can.
         """

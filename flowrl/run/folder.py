@@ -152,12 +152,7 @@ class RunFolder:
             self._lock = None
 
     def begin(self, resolved: Resolved, resume: bool, accept: Accepted = NOTHING) -> int:
-        """Prepare the folder and return the finished iteration to resume after; 0: the start.
-
-        Args:
-            resolved: the configuration.
-            resume: an existing run is resumed; otherwise it is refused.
-            accept: the changes that are accepted.
+        """Prepare the folder and return the finished iteration, 0: the start; without `resume` a run is refused.
 
         Raises ConfigError: the folder holds a run, or one with another configuration or other contents of files.
         """

@@ -90,14 +90,7 @@ def announce(run: Path, iteration: int) -> None:
 
 
 def renew(run: Path, iteration: int, tree: Options, adapter: Any, options: Any) -> None:
-    """Write the weights of the checkpoint of an iteration.
-
-    Args:
-        run: the run folder.
-        iteration: of the checkpoint.
-        tree: the run's configuration.
-        adapter: its untrained model, whose network is changed.
-        options: of the model.
+    """Write the weights of the checkpoint of an iteration; `adapter` is the untrained model, whose network is changed.
 
     Raises CheckpointError: the checkpoint is damaged; ConfigError: the run is under way, or cannot be written.
     """

@@ -31,11 +31,7 @@ def planned(evaluator: Evaluator, options: EvalConfig, iterations: int, search: 
 def tell(result: Evaluation, prompts: RunPrompts, drawn: int, seconds: float) -> None:
     """An evaluation is done; those of the trained network and its base make the held-out curve.
 
-    Args:
-        result: the evaluation.
-        prompts: those of the run.
-        drawn: images that this process drew for it.
-        seconds: that it took, with trees and preview prompts.
+    `drawn`: images that this process drew for it; `seconds`: with trees and preview prompts.
     """
     means = {name: float(np.nanmean(table)) for name, table in result.scores.items() if np.isfinite(table).any()}
     facts: dict[str, Any] = {"tag": result.tag, "iteration": result.iteration, "prompts": len(result.prompts)}

@@ -169,6 +169,15 @@ def test_videos_are_shown_at_the_frame_rate_of_the_model(tmp_path):
     assert [media.facts(tmp_path / FOLDER / name) for name in asked.images] == [(3, 8.0)] * 2
 
 
+def test_a_question_about_an_edit_has_its_source(tmp_path):
+    source = media.write(torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(0)), tmp_path / "source")
+    records = [{"images": [str(source)]}] * 2
+    (asked,) = occasion(tmp_path, ["a"] * 2).questions(images(0.1, 0.9), ["a"] * 2, 2, records)
+    assert [(tmp_path / FOLDER / name).read_bytes() for name in asked.sources] == [source.read_bytes()]
+    assert polls.put(tmp_path / FOLDER, asked) is None
+    assert polls.open_questions(tmp_path / FOLDER) == [asked]
+
+
 def test_the_last_vote_can_be_taken_back_for_a_moment(tmp_path):
     """Undone within the grace and cast otherwise, it counts as it was cast last."""
     run_ended = threading.Event()

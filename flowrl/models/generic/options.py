@@ -199,12 +199,7 @@ def frames_of(pipeline: Any, given: Mapping[str, Any], parameters: Mapping, netw
 def rate_of(given: Mapping[str, Any], parameters: Mapping, where: str) -> float:
     """Frames a second of the videos of a call: what it is told, else its own default; `FPS` where it knows no rate.
 
-    Args:
-        given: arguments of the call.
-        parameters: of its signature.
-        where: words before the name of an argument, for messages.
-
-    Raises ConfigError: it is told a rate that is not above 0.
+    Raises ConfigError: it is told a rate that is not above 0; `where` stands before its name.
     """
     for name in RATES:
         if given.get(name) is not None:

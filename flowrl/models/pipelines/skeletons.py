@@ -29,12 +29,7 @@ def locate(path: str) -> Path:
 
 
 def skeleton(name: str, module: ModuleType, config: Any) -> Any:
-    """The adapter on the meta device.
-
-    Args:
-        name: `model.name`, for messages.
-        module: of its family.
-        config: the family's options.
+    """The adapter of a family and its options on the meta device; `name` is `model.name`, for messages.
 
     Raises UnknownModel: its JSON files are not on this machine, or its family cannot be built without weights.
     """

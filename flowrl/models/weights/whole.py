@@ -141,13 +141,7 @@ def _home(network: Any) -> Path | None:
 
 
 def require_finite(pipeline: Any, images: Tensor, texts: Sequence[str]) -> None:
-    """Raise ModelError for an image [B, ...] that is not finite, with the weights that are to blame.
-
-    Args:
-        pipeline: which made them.
-        images: of `texts`, one each.
-        texts: prompts.
-    """
+    """Raise ModelError for an image of B, one a prompt, that is not finite, with the weights that are to blame."""
     for text, image in zip(texts, images, strict=True):
         if not bool(image.isfinite().all()):
             why = spoiled_weights(pipeline.components.items()) or (

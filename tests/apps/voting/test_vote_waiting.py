@@ -84,6 +84,22 @@ def test_a_prompt_takes_as_many_votes_as_it_has_samples_and_sides_are_mixed(wait
         assert page.state()["waits"]
 
 
+def test_a_question_about_an_edit_shows_its_source_and_its_votes_keep_it(waiting_run):
+    question = ask(waiting_run, 0.1, 0.5)
+    file = media.write(torch.full((3, 16, 16), 0.9), waiting_run / "source")
+    name = keep_image(waiting_run / FOLDER, file.read_bytes(), file.suffix)
+    polls.put(waiting_run / FOLDER, replace(question, sources=(name,)))
+    with voting(waiting_run) as server:
+        page = Page(server)
+        (source,) = page.state()["pair"]["sources"]
+        assert page.ask("GET", "/" + source)[0] == 200
+        page.vote("left")
+        assert [vote.sources for vote in server.ballot.book.votes.values()] == [(name,)]
+        assert read_votes(waiting_run / FOLDER)[0] == server.ballot.book.votes
+    pairs = (waiting_run / FOLDER / "pairs.jsonl").read_text().splitlines()
+    assert [json.loads(line)["source"] for line in pairs] == [name]
+
+
 def test_new_questions_come_to_the_page_and_the_numbers_tell_what_is_missing(waiting_run):
     with voting(waiting_run) as server:
         page = Page(server)

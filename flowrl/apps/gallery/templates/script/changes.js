@@ -5,9 +5,10 @@ function layOver(card) {
   if (!source || two.querySelector(".over, .reel")) return;
   two.querySelectorAll(":scope > div").forEach(function (side) {
     if (!side.querySelector("img")) return;
-    const over = document.createElement("span");
-    over.className = source.classList.contains("pixelated") ? "over pixelated" : "over";
-    over.style.backgroundImage = "url(\"" + source.src + "\")";
+    const over = source.cloneNode();
+    over.removeAttribute("id");
+    over.alt = "";
+    over.classList.add("over");
     side.append(over);
   });
 }

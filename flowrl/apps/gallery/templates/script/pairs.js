@@ -23,7 +23,7 @@ function pairOf(card) {
     prompt: promptOf(card),
     id: card.querySelector(".id").textContent,
     run: card.dataset.run,
-    images: Array.from(card.querySelectorAll(":scope > .two img")),
+    images: Array.from(card.querySelectorAll(":scope > .two img:not(.over)")),
     labels: Array.from(card.querySelectorAll(":scope > .two small"), label => label.textContent),
     given: Array.from(card.querySelectorAll(":scope > .given img")),
     names: Array.from(card.querySelectorAll(":scope > .given > div:has(img) small"), label => label.textContent),

@@ -2,7 +2,7 @@
 // and keyboard work as in every form.
 
 function addSlider(two, label) {
-  if (two.querySelector(".slider") || two.querySelectorAll("img").length < 2) return;
+  if (two.querySelector(".slider") || two.querySelectorAll("img:not(.over)").length < 2) return;
   const slider = document.createElement("input");
   Object.assign(slider, { type: "range", min: 0, max: 100, step: 1, value: 50, className: "slider" });
   slider.setAttribute("aria-label", label);
