@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from flowrl.commands._plan_hours import LEFT_OUT, TABLE, seconds
 from flowrl.config.resolved import Resolved
 from flowrl.display.units import size
 from flowrl.planning.checkpointing import MARGIN, available, threshold, update_bytes
-from flowrl.planning.hours import LEFT_OUT, TABLE, seconds
 from flowrl.planning.memory import Estimate
 
 CARDS_GB = (8, 12, 16, 24, 32, 48, 80, 141)

@@ -18,6 +18,7 @@ import flowrl
 from flowrl.commands._listed import recipe_tree
 from flowrl.commands._plan_answer import here, hours, needed
 from flowrl.commands._plan_data import data_here
+from flowrl.commands._plan_hours import LEFT_OUT, TABLE, seconds
 from flowrl.commands.plan import estimated, outline, step_plan
 from flowrl.config.components import model_component
 from flowrl.config.load import load_config, resolve
@@ -30,7 +31,6 @@ from flowrl.display.units import size
 from flowrl.models.pipelines.classes import config_folder
 from flowrl.models.pipelines.skeletons import UnknownModel, skeleton
 from flowrl.planning.checkpointing import MARGIN
-from flowrl.planning.hours import LEFT_OUT, TABLE, seconds
 
 CHOICES = load_tree(Path(__file__).parent / "starting" / "choices.yaml")
 ORDER = ("name", "iterations", "model", "data", "rewards", "algorithm", "rollout", "optim", "eval", "checkpoint")

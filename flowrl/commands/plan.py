@@ -74,7 +74,7 @@ def command(config: str, overrides: list[str] | None = None, measure: bool = Fal
 
 def estimated(resolved: Resolved, adapter: Any, plan: StepPlan, data: Data) -> tuple[dict[str, Any], Estimate]:
     """(what the run's time depends on, its estimate); the adapter, a fresh one, is changed."""
-    from flowrl.planning.hours import setting
+    from flowrl.commands._plan_hours import setting
     from flowrl.planning.memory import estimate
 
     own = setting(resolved, adapter)
@@ -225,7 +225,7 @@ def geometry(
 
 
 def _geometry_table(resolved: Resolved, plan: StepPlan, adapter: Any) -> Table:
-    from flowrl.planning.hours import frozen_forwards
+    from flowrl.commands._plan_hours import frozen_forwards
     from flowrl.planning.memory import anchor_rows
 
     run, method = resolved.run, resolved.method

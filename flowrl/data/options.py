@@ -26,6 +26,12 @@ class PreferenceOptions:
     source_fit: Literal["own", "cover"] = "own"
     """Fit of the sources to the model: `own`, the pipeline's; `cover`: scaled, cropped and mirrored as their results
     are, so that all stay aligned."""
+    ranked: str | None = None
+    """Column of a list of images, the best first, of which every two are a pair; null: a record is one pair."""
+    scores: str | None = None
+    """Column of the scores of `ranked`, the larger the better; their differences are margins. Null: none."""
+    ranks: str | None = None
+    """Column of the ranks of `ranked`, 1 the best, equal ones allowed; their differences are margins. Null: none."""
     first: str = "jpg_0"
     """Column of the first of two images with a label (Pick-a-Pic), for a set without `chosen`."""
     second: str = "jpg_1"
@@ -49,6 +55,8 @@ class PreferenceOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.max_broken <= 1:
             raise ValueError(f"max_broken={self.max_broken} is a share: give 0 to 1")
+        if (self.scores or self.ranks) and (self.ranked is None or (self.scores and self.ranks)):
+            raise ValueError(f"scores={self.scores!r}, ranks={self.ranks!r}: give one of them, with the list in ranked")
         if self.source_fit != "own" and self.source is None:
             raise OptionError(f"source_fit={self.source_fit}: there is no source", {"source_fit": "own"})
 

@@ -24,6 +24,7 @@ from flowrl.data.preference_records import Preference, Report, StoredImage, Unre
 from flowrl.data.prompt_files import note_sampler_keys
 from flowrl.data.prompt_sources import cached_image
 from flowrl.data.prompts import Prompt, identity
+from flowrl.data.rankings import Rankings
 from flowrl.data.records import LATER, WINDOW_BYTES, Records, find_records
 from flowrl.data.stored_videos import VIDEO, Frames, Unfit
 from flowrl.display.console import log
@@ -57,6 +58,7 @@ def load_preferences(
     where = f"{key}={source!r}"
     images = (options.chosen, options.rejected, options.first, options.second, options.source or "")
     records = find_records(source, images, options.subset, where)
+    records = records if options.ranked is None else Rankings(records, options, where)
     result = PreferenceSet(records, where, options, paired=paired, graded=graded, videos=videos)
     log.info("%s", result.report)
     return result
@@ -128,10 +130,7 @@ class PreferenceSet:
         return len(self.rows)
 
     def read(self, index: int) -> Preference:
-        """One record, images not opened but its sources, each of the set once.
-
-        Raises Unreadable: a broken source, no image in the row, or a set that has changed since the scan.
-        """
+        """One record; its sources are opened, each once. Raises Unreadable: a broken one, no image, other rows."""
         row = int(self.rows[index])
         where = f"{self.report.where}, {self.records.place(row)}"
         try:
@@ -232,10 +231,7 @@ class PreferenceSet:
         return Preference(Prompt(text, metadata, images), won, lost, margin, self.records.place(row))
 
     def _sources(self, record: dict[str, Any], row: int) -> tuple[str, ...]:
-        """Paths of the images that the prompt edits, where the set has some; those of a table are read with the row.
-
-        Raises Unfit: one is missing, or is no image.
-        """
+        """Paths of the images that the prompt edits; those of a table come with the row. Raises Unfit: no image."""
         column = self.options.source
         if column is None or record.get(column) is LATER:
             return ()
@@ -252,10 +248,7 @@ class PreferenceSet:
         return tuple(result)
 
     def _fitting(self, result: Preference) -> Preference:
-        """The preference itself, if its videos and its aspect fit.
-
-        Raises Unfit: they do not, or are videos in a set of images.
-        """
+        """The preference itself. Raises Unfit: its videos or aspect do not fit, or a set of images has videos."""
         if self.options.source_fit == "cover":
             result.require_aspect()
         sources = [image.source for image in (result.chosen, result.rejected) if image is not None]

@@ -133,9 +133,8 @@ def open_named(name: str) -> Image:
     found = re.fullmatch(r"(.*)#cover=(\d+)x(\d+),([-.e\d]+),([-.e\d]+),([01])", name, re.DOTALL)
     if found is None:
         return open_image(name)
-    height, width, down, across, mirror = found.groups()[1:]
-    place = float(down), float(across)
-    return fitted(open_image(found[1]), int(height), int(width), place, mirror=mirror == "1")
+    file, height, width, down, across, mirror = found.groups()
+    return fitted(open_image(file), int(height), int(width), (float(down), float(across)), mirror=mirror == "1")
 
 
 def reworded(prompt: Prompt, wording: str) -> Prompt:

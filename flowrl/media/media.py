@@ -184,8 +184,6 @@ def frames_in(image: Image) -> int:
 
 def is_animation(path: Path) -> bool:
     """Whether an image file has several frames, by its header; false where that cannot be read."""
-    if path.suffix.lower() not in (*MAY_MOVE, ".png"):
-        return False
     try:
         with opened(path) as image:
             return frames_in(image) > 1

@@ -1,4 +1,4 @@
-"""flowrl/planning/measured.json, from docs/gpu_day: ms of forwards on a card, for the hours of `flowrl plan`."""
+"""flowrl/commands/measured.json, from docs/gpu_day: ms of forwards on a card, for the hours of `flowrl plan`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from flowrl.commands._plan_hours import setting
 from flowrl.config.load import load_config, resolve
 from flowrl.planning.checkpointing import choice
-from flowrl.planning.hours import setting
 from flowrl.planning.memory import skeleton
 from scripts.bench.gpu.session import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-FILE = ROOT / "flowrl" / "planning" / "measured.json"
+FILE = ROOT / "flowrl" / "commands" / "measured.json"
 CARDS = {"NVIDIA H200": 139.8, "NVIDIA H100 80GB HBM3": 79.2}
 """Card, as torch calls it -> its memory in GiB."""
 TAKEN = ("now", "stored")

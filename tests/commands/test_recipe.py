@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flowrl.commands import _plan_hours as hours
 from flowrl.commands._recipe import CHOICES, Draft, Known
 from flowrl.commands.new import command, write
 from flowrl.commands.plan import command as plan
 from flowrl.config.load import load_config, resolve
 from flowrl.core.errors import ConfigError, Fault
-from flowrl.planning import hours, memory
+from flowrl.planning import memory
 from flowrl.run.trainer import Trainer
 
 SD3, FLUX, WAN = (

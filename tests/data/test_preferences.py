@@ -282,6 +282,60 @@ def test_captions_are_given_once_in_the_order_of_the_set_and_of_usable_records_a
     assert list(load_preferences(put(*records), "data.pairs", ALL).captions()) == [(text, ()) for text in "bac"]
 
 
+# ---- rankings
+
+LIST = {"prompt": "x", "images": ["a.png", "b.png", "c.png"]}
+
+
+@pytest.mark.parametrize(
+    ("more", "columns", "pairs"),
+    [
+        ({}, {}, [(0, 50, None), (0, 100, None), (50, 100, None)]),
+        ({"rank": [2, 1, 4]}, {"ranks": "rank"}, [(50, 0, 1), (0, 100, 2), (50, 100, 3)]),
+        ({"score": [0.5, -1, 2]}, {"scores": "score"}, [(0, 50, 1.5), (100, 0, 1.5), (100, 50, 3)]),
+        ({"rank": [1, 2, 2]}, {"ranks": "rank"}, [(0, 50, 1), (0, 100, 1)]),
+    ],
+)
+def test_every_two_images_of_a_ranking_are_a_pair(put, more, columns, pairs):
+    folder = put(LIST | more | {"tag": 1}, LIST | more | {"prompt": "y", "images": ["d.png", "c.png", "b.png"]})
+    found = load_preferences(folder, "data.pairs", PreferenceOptions(ranked="images", **columns))
+    assert len(found) == 2 * len(pairs)
+    read = [found.read(k) for k in range(len(found))]
+    assert [(red(p.chosen), red(p.rejected), p.margin) for p in read[: len(pairs)]] == pairs
+    assert {p.prompt.text for p in read[len(pairs) :]} == {"y"}
+    assert read[0].prompt == Prompt("x", {"tag": 1})
+    assert [p.key for p in read[:2]] == ["line 1, pair 1", "line 1, pair 2"]
+    assert found.report.counts == ({} if len(pairs) == 3 else {"tie": 2})
+    graded = load_preferences(folder, "data.pairs", found.options, graded=True) if columns else found
+    assert len(graded) == 6
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (LIST | {"images": ["a.png"], "rank": [1]}, "missing image: line 2, pair 1 (chosen=['a.png'])"),
+        (LIST | {"images": "a.png", "rank": [1]}, "no rejected image: line 2, pair 1"),
+        (LIST | {"rank": [1, 2]}, "margin not a number from 0: line 2, pair 1 (margin=of [1, 2])"),
+        (LIST | {"rank": [1, "2", 3]}, "margin not a number from 0: line 2, pair 1"),
+        (LIST, "margin not a number from 0: line 2, pair 1 (margin=of None)"),
+        ("words", "not a record: line 2, pair 1"),
+    ],
+)
+def test_what_is_no_ranking_is_left_out_and_named(put, record, reason):
+    options = PreferenceOptions(ranked="images", ranks="rank", max_broken=1.0)
+    found = load_preferences(put(LIST | {"rank": [1, 2, 3]}, record), "data.pairs", options)
+    assert len(found) == 3
+    assert reason in str(found.report)
+
+
+def test_rankings_are_of_lines_that_have_their_columns(put):
+    with pytest.raises(ValueError, match="give one of them, with the list in ranked"):
+        PreferenceOptions(scores="score")
+    assert "has no column 'rank'; there are: prompt, images" in refusal(
+        put(LIST), PreferenceOptions(ranked="images", ranks="rank")
+    )
+
+
 # ---- sources
 
 

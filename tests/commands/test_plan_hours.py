@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from flowrl.commands import _plan_hours as hours
 from flowrl.commands._plan_data import data_here
 from flowrl.commands.plan import estimated, outline, step_plan
 from flowrl.config.load import load_config, resolve
-from flowrl.planning import hours, memory
+from flowrl.planning import memory
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "gpu_day"
 FEW = ("rollout.prompts_per_iteration=2", "rollout.group_size=4", "data.max_eval_prompts=2")
