@@ -36,8 +36,9 @@ from typing import Any
 
 from scripts.lab.compare import compare
 from scripts.lab.curves import draw_curves
+from scripts.lab.edits import edits_section
 from scripts.lab.long import LONG, draw, long_section, run_long
-from scripts.lab.page import Entry, flat_kilobytes, page
+from scripts.lab.page import EDIT, METRIC, MOTION, Entry, flat_kilobytes, page
 from scripts.lab.quotes import bring_up_to_date
 from scripts.lab.recipes import ROOT, read_recipe, recipes
 from scripts.lab.replay import differences, replay
@@ -52,6 +53,8 @@ PICTURE = ROOT / "docs" / "lab" / "long.svg"
 CURVES = ROOT / "docs" / "lab" / "curves"
 PAGE = ROOT / "docs" / "lab.md"
 PREFERRING = ("diffusion_dpo", "online_dpo")
+WORLDS = {"shapes_motion": MOTION, "shapes_edit": EDIT}
+"""Reward -> strict accuracy of the recipes that are judged by it; the others': `METRIC`."""
 CHECKED = ("quickstart", "flow_grpo", "branch_grpo", "diffusion_nft", "sd-ddpo", "video-sage_grpo")
 """Recipes that `--check` replays: chains on every kind of process and on videos, a tree, finished samples."""
 Cells = dict[str, dict[str, Any]]
@@ -152,7 +155,7 @@ def read_entry(name: str, recipe: Path, results: Cells) -> Entry:
         cells={seed: results.get(f"{name}/{seed}") for seed in seeds_of(name)},
         sized={entry["name"] for entry in tree.get("rewards", [])} == {"jpeg"},
         preferring=tree["algorithm"]["name"] in PREFERRING,
-        moving="shapes_motion" in rewards,
+        metric=next((metric for name, metric in WORLDS.items() if name in rewards), METRIC),
     )
 
 
@@ -165,7 +168,8 @@ def write_page() -> None:
         draw(long, results, keys, PICTURE)
     parts = steps_section(load(STEPS_RESULTS))
     parts += long_section(long, results, keys)
-    parts += videos_section([entry for entry in entries if entry.moving])
+    parts += videos_section([entry for entry in entries if entry.metric == MOTION])
+    parts += edits_section([entry for entry in entries if entry.metric == EDIT])
     PAGE.write_text(page(entries, parts), encoding="utf-8")
     print(PAGE)
     gains = {

@@ -6,7 +6,7 @@ import json
 import subprocess
 from typing import Any
 
-from scripts.lab.page import METRIC, MOTION, SIZE, row, table
+from scripts.lab.page import PARTIAL, SIZE, row, table
 from scripts.lab.recipes import ROOT
 
 WANTED = 0.10
@@ -22,7 +22,7 @@ def gain(cells: list[dict[str, Any]]) -> tuple[float, float]:
     values = []
     for cell in cells:
         summary = cell["summary"]
-        name = next(metric for metric in (SIZE, MOTION, METRIC) if metric in summary["difference"])
+        name = next(metric for metric in (SIZE, *PARTIAL) if metric in summary["difference"])
         unit = summary["base"][SIZE]["mean"] if name == SIZE else 1.0
         values.append({key: summary["difference"][name][key] / unit for key in ("mean", "low", "high")})
     mean = sum(value["mean"] for value in values) / len(values)

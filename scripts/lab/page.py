@@ -14,8 +14,10 @@ from flowrl.statistics.paired import TIE
 
 METRIC = "shapes_strict"
 MOTION = "shapes_motion_strict"
+EDIT = "edit_strict"
 SIZE = "jpeg_kb"
-PARTIAL = {METRIC: "shapes_partial", MOTION: "shapes_motion_partial"}
+PARTIAL = {METRIC: "shapes_partial", MOTION: "shapes_motion_partial", EDIT: "edit_partial"}
+"""Strict accuracy of each world -> its partial score."""
 HEAD = """\
 # The lab
 
@@ -83,13 +85,8 @@ class Entry:
     """Rewarded for the size of its images alone, which strict accuracy does not measure."""
     preferring: bool = False
     """Learns from pairs of which one is preferred."""
-    moving: bool = False
-    """Its model makes videos."""
-
-    @property
-    def metric(self) -> str:
-        """Name of the strict accuracy that it is measured by."""
-        return MOTION if self.moving else METRIC
+    metric: str = METRIC
+    """Name of the strict accuracy that it is measured by: that of images, videos or edits."""
 
     @property
     def counted(self) -> dict[int, dict[str, Any]]:
@@ -255,7 +252,7 @@ def wins(entries: list[Entry]) -> list[str]:
                 rows.append(row(entry.name, seed, *values, tie_of(result), change))
     if not rows:
         return []
-    what = "videos" if entries[0].moving else "images"
+    what = "videos" if entries[0].metric == MOTION else "images"
     titles = table("recipe", "seed", "win rate, per cent", f"{what} not tied", "ties, per cent", "a tie", "change")
     return [WINS.format(what=what[:-1], partial=PARTIAL[entries[0].metric]), *titles, *rows]
 
@@ -349,7 +346,7 @@ def summary_table(entries: list[Entry]) -> list[str]:
 
 def page(entries: list[Entry], more: list[str]) -> str:
     """The page: recipes of images over their seeds, the race, more sections, wins, sizes, all cells."""
-    images = [entry for entry in entries if not entry.moving]
+    images = [entry for entry in entries if entry.metric == METRIC]
     lines = [HEAD, *summary_table([entry for entry in images if not entry.sized])]
     lines += [*race(images), *more]
     preferring = wins([entry for entry in images if entry.preferring])

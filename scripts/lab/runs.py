@@ -22,7 +22,8 @@ import numpy as np
 from flowrl.core.subprocesses import PARENT
 from flowrl.evaluation.results import Evaluation
 from flowrl.training.metrics import repeatable
-from scripts.lab.page import METRIC, MOTION
+from scripts.lab.edits import by_operation
+from scripts.lab.page import EDIT, PARTIAL
 from scripts.lab.recipes import ROOT, read_recipe
 
 RUNS = Path(os.environ.get("FLOWRL_LAB_RUNS", ROOT / "runs" / "lab"))
@@ -37,19 +38,23 @@ WAY = 128
 """Captions that the recipes' evaluations on the way have in common, with two images each."""
 REPLAYED = 3
 """Iterations that a replay compares."""
+SAMPLED = ("flowrl", "pairs", "--processes", "2", "--per-prompt", "4")
 PAIRS = {
     "runs/pairs-shapes": (
-        "configs/lab/online_dpo.yaml",
+        *(*SAMPLED, "--count", "2000", "configs/lab/online_dpo.yaml"),
         "rewards=[{name: shapes, outputs: {shapes_partial: 1.0}}]",
-        *("--count", "2000", "--per-prompt", "4"),
     ),
     "runs/pairs-motion": (
-        "configs/lab/video-awm.yaml",
+        *(*SAMPLED, "--count", "5000", "--margin", "0.2", "configs/lab/video-awm.yaml"),
         "rewards=[{name: shapes_motion, outputs: {shapes_motion_partial: 1.0}}]",
-        *("--count", "5000", "--per-prompt", "4", "--margin", "0.2"),
     ),
+    "runs/pairs-edits": (
+        *(*SAMPLED, "--count", "2000", "configs/lab/edit-awm.yaml"),
+        "rewards=[{name: shapes_edit, outputs: {edit_partial: 1.0}}]",
+    ),
+    "runs/pairs-edits-source": ("scripts.pretraining", "edit-pairs"),
 }
-"""Folder of a preference set -> the words of `flowrl pairs` that make it, the recipe first."""
+"""Folder of a preference set -> the module and its words that make it."""
 TRAINS = ("flowrl", "rewards", "configs", "assets")
 """Folders that a run's numbers come from."""
 
@@ -199,10 +204,10 @@ def make_pairs(recipe: Path) -> None:
         shutil.rmtree(folder)
     file.parent.mkdir(parents=True, exist_ok=True)
     write(file, json.dumps(mark) + "\n")
-    command = [sys.executable, "-m", "flowrl", "pairs", *words, "--out", pairs["path"], "--processes", "2"]
+    command = [sys.executable, "-m", *words, "--out", pairs["path"]]
     print(" ".join(command), flush=True)
     if code := attend(command):
-        raise Failed(f"flowrl pairs ended with code {code}")
+        raise Failed(f"{' '.join(words[:2])} ended with code {code}")
 
 
 def train(run: Run) -> tuple[Path, int]:
@@ -303,7 +308,10 @@ def measured(folder: Path) -> dict[str, Any]:
     )
     # Where samples are given, none are drawn.
     evaluations = {part: sum(row.get(f"nfe/{part}", 0) for row in rows) / len(rows) for part in ("rollout", "train")}
-    result = {"evaluations": evaluations, "curve": curve(folder)}
+    result: dict[str, Any] = {"evaluations": evaluations, "curve": curve(folder)}
+    if EDIT in summary["base"]:
+        both = {tag: Evaluation.load(folder / "eval" / f"{tag}.json") for tag in ("base", "tuned")}
+        result["operations"] = {tag: by_operation(each) for tag, each in both.items()}
     return {key: summary[key] for key in kept if key in summary} | result
 
 
@@ -336,7 +344,7 @@ def _iteration(evaluation: Evaluation) -> int:
 def _cut(evaluation: Evaluation, captions: int) -> Evaluation:
     """The first captions of an evaluation, by strict accuracy alone."""
     first = evaluation.of(np.arange(len(evaluation.prompts)) < captions)
-    table = {name: first.scores[name] for name in (METRIC, MOTION) if name in first.scores}
+    table = {name: first.scores[name] for name in PARTIAL if name in first.scores}
     return replace(first, iteration=_iteration(evaluation), scores=table)
 
 

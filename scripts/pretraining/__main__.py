@@ -29,7 +29,7 @@ where it was stopped (kontext_stages.py):
     python -m scripts.pretraining tiny-kontext --measure
 
 shapes-prompts, edit-prompts, sd3-prompts, geneval-prompts: the lists of `assets/prompts/`, in seconds. Making them
-again changes nothing; tests compare them.
+again changes nothing; tests compare them. edit-pairs: a preference set of edits that needs no sampling.
 """
 
 from __future__ import annotations
@@ -126,6 +126,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         one = names.add_parser(name, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         module.add_arguments(one)
         one.set_defaults(make=module.write)
+    one = names.add_parser("edit-pairs", description=edit_prompts.write_pairs.__doc__)
+    edit_prompts.add_pair_arguments(one)
+    one.set_defaults(make=edit_prompts.write_pairs)
     return parser.parse_args(words)
 
 

@@ -28,6 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heldout", type=int, default=500, help="pairs of the held-out list")
 
 
+def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="folder of the set; what it holds is replaced")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
+    parser.add_argument("--count", type=int, default=2000)
+
+
 def draw(part: str, count: int, operations: tuple[str, ...] = OPERATIONS, seed: int = 0) -> list[Pair]:
     """So many pairs of a part, the operations in turn."""
     rng, pairs = np.random.default_rng((seed, len(part))), dict[str, Pair]()
@@ -54,3 +61,21 @@ def write(options: argparse.Namespace) -> None:
         file = options.out / f"shapes-edit-{part}.jsonl"
         file.write_text("".join(lines), encoding="ascii", newline="\n")
         print(f"{file}: {len(lines)} edits")
+
+
+def write_pairs(options: argparse.Namespace) -> None:
+    """A preference set that needs no sampling: the right result against the source, unchanged.
+
+    Edits are fresh draws of the training part; a record has `prompt`, `image`, `chosen` and `rejected`.
+    """
+    rng, lines = np.random.default_rng((options.seed, options.count)), []
+    (options.out / "images").mkdir(parents=True, exist_ok=True)
+    for number in range(options.count):
+        pair = edited_shapes.draw(options.operations[number % len(options.operations)], rng, SIZE, "train")
+        names = [f"images/{number:05}-{side}.png" for side in ("source", "result")]
+        for name, placed in zip(names, (pair.source, pair.result), strict=True):
+            as_image(shapes.render(placed, SIZE)).save(options.out / name)
+        record = {"prompt": pair.edit.instruction, "image": names[0], "chosen": names[1], "rejected": names[0]}
+        lines.append(json.dumps(record | {"operation": pair.edit.operation}) + "\n")
+    (options.out / "pairs.jsonl").write_text("".join(lines), encoding="ascii", newline="\n")
+    print(f"{options.out}: {len(lines)} pairs of edits")

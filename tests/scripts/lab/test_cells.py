@@ -19,7 +19,7 @@ from flowrl.config.load import load_config
 from flowrl.core import registry
 from scripts.lab import cells, compare, long, recipes, runs, steps
 from scripts.lab.long import FACTOR, long_run, verdict
-from scripts.lab.page import Entry, at_best, over_seeds, page, reached
+from scripts.lab.page import MOTION, Entry, at_best, over_seeds, page, reached
 from scripts.lab.runs import REPLAYED, curve, first_rows
 from scripts.lab.videos import videos_section
 from tests import toys
@@ -487,14 +487,14 @@ def moving(gain: float, drawn: float) -> dict:
 def test_videos_have_a_section_of_their_own_with_the_noise_of_the_samplers(lab):
     cells = {"": (0.12, 0.05), "-cps": (0.1, 0.0625)}
     entries = [
-        Entry(f"video-sage_grpo{name}", "tested", False, {0: moving(*values)}, moving=True)
+        Entry(f"video-sage_grpo{name}", "tested", False, {0: moving(*values)}, metric=MOTION)
         for name, values in cells.items()
     ]
     lines = videos_section(entries)
     assert "| video-sage_grpo | tested | +12.0 |  | +9.0 | 1 of 1 | 50 | 5.00 + 0.10 | 190 |" in lines
     assert "| `sage` | 0.66 | +12.0 [+9.0, +15.0] | 5.00 + 0.10 | 50.0 | 20.0 | 20.0 | +20.0 [+10.0, +30.0] |" in lines
     assert "| `cps` | 0.66 | +10.0 [+7.0, +13.0] | 5.00 + 0.10 | 62.5 | 20.0 | 20.0 | +20.0 [+10.0, +30.0] |" in lines
-    assert videos_section([Entry("video-awm", "tested", False, {0: None}, moving=True)]) == []
+    assert videos_section([Entry("video-awm", "tested", False, {0: None}, metric=MOTION)]) == []
     image = Entry("quickstart", "tested", False, {0: cell()})
     first, _, last = page([image, *entries], lines).partition("## Every cell")
     # Means and races of images and of videos do not mix; the table of cells has both.

@@ -73,7 +73,7 @@ def test_the_noise_is_what_the_recipe_says(name, steps, expected):
 def test_a_cell_in_which_every_video_is_tied_leaves_the_page_whole():
     tied = {"rate": None, "low": None, "high": None, "n": 0, "tie_rate": 1.0}
     cell: dict[str, Any] = {"summary": {"win_rate": {"shapes_motion_partial": tied}}}
-    entry = page.Entry("video-diffusion_dpo", "tested", False, {0: cell}, preferring=True, moving=True)
+    entry = page.Entry("video-diffusion_dpo", "tested", False, {0: cell}, preferring=True, metric=page.MOTION)
     assert page.wins([entry])[-1] == "| video-diffusion_dpo | 0 | - | 0 | 100.0 | equal | - |"
     cell["summary"] |= {"win_rate": {"shapes_motion_partial": tied | {"margin": 0.0172}}, "moved": {"levels": 1.25}}
     assert page.wins([entry])[-1] == "| video-diffusion_dpo | 0 | - | 0 | 100.0 | at most 0.0172 apart | 1.25 |"
