@@ -22,9 +22,9 @@ from scripts.pretraining.text import CLIP_LENGTH, clip_config, clip_tokenizer, t
 from scripts.pretraining.training import PROMPT_DROPOUT, Model
 
 SIZE, LENGTH, SIDE = 32, 12, 4
-# The length the lab uses, and now and then longer paddings: FLUX has no text mask.
 OFTEN = {"add": 3, "swap": 3}
 """Operations that training draws more often than the others, since they are learned late."""
+# The length the lab uses, and now and then longer paddings: FLUX has no text mask.
 LENGTHS = {12: 0.94, 32: 0.03, 77: 0.02, 512: 0.01}
 
 
