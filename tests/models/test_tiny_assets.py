@@ -1,4 +1,4 @@
-"""assets/tiny-sd and assets/tiny-wan: pipelines that load plainly and draw what their records say."""
+"""assets/tiny-sd, tiny-wan and tiny-kontext: pipelines that load plainly and draw what their records say."""
 
 import json
 import struct
@@ -14,8 +14,8 @@ from flowrl.rewards.shapes import detect, score_scene
 
 from flowrl import shapes
 from flowrl.models.pipelines.paths import resolve_path
-from scripts.pretraining import report, wan
-from scripts.pretraining.__main__ import VAE_FROM, parse, wan_settings
+from scripts.pretraining import kontext, kontext_stages, report, wan
+from scripts.pretraining.__main__ import VAE_FROM, kontext_settings, parse, wan_settings
 from scripts.pretraining.pipelines import MODELS
 from scripts.pretraining.training import Settings
 from scripts.pretraining.wan_stages import fingerprint, strict_accuracy, vae_strict
@@ -25,7 +25,9 @@ LIMIT = 12_000_000
 PARTS = {
     "tiny-sd": ["UNet2DConditionModel", "AutoencoderKL", "CLIPTextModel"],
     "tiny-wan": ["WanTransformer3DModel", "AutoencoderKLWan", "UMT5EncoderModel"],
+    "tiny-kontext": ["FluxTransformer2DModel", "AutoencoderKL", "CLIPTextModel"],
 }
+CLASSES = {"tiny-sd": "StableDiffusionPipeline", "tiny-wan": "WanPipeline", "tiny-kontext": "FluxKontextPipeline"}
 EACH = pytest.mark.parametrize("name", PARTS)
 
 
@@ -36,8 +38,7 @@ def record(name: str) -> dict[str, Any]:
 
 @cache
 def pipe(name: str) -> Any:
-    kind = {"tiny-sd": "StableDiffusionPipeline", "tiny-wan": "WanPipeline"}[name]
-    loaded = getattr(diffusers, kind).from_pretrained(ROOT / "assets" / name)
+    loaded = getattr(diffusers, CLASSES[name]).from_pretrained(ROOT / "assets" / name)
     loaded.set_progress_bar_config(disable=True)
     return loaded
 
@@ -90,8 +91,8 @@ def test_the_schedulers_are_those_of_sd_and_wan():
 def test_a_plain_call_gives_what_is_recorded(name):
     """From the same noise, SD's by 50 steps with CFG 7.5; block means may differ by rounding."""
     wanted = record(name)["fingerprint"]
-    if name == "tiny-wan":
-        found = fingerprint(pipe(name))
+    if name != "tiny-sd":
+        found = (fingerprint if name == "tiny-wan" else kontext_stages.fingerprint)(pipe(name))
     else:
         generator = torch.Generator().manual_seed(wanted["seed"])
         image = pipe(name)(wanted["prompt"], output_type="np", generator=generator).images[0]
@@ -149,8 +150,28 @@ def test_the_record_of_wan_is_of_the_scripts_settings():
     assert own["vae_strict"]["all"] >= 0.95
 
 
+def test_the_record_of_kontext_is_of_the_scripts_settings():
+    """Seed 0 in one process; every operation is learned in part, and sources are not handed back."""
+    settings, own = kontext_settings(parse(["tiny-kontext"])), record("tiny-kontext")
+    assert own["settings"] == json.loads(json.dumps(settings.facts() | {"done": settings.steps}))
+    assert list(own["strict"]) == list(kontext.MODEL.calls)
+    found = own["strict"]["6 steps, no CFG"]
+    assert 0.25 <= found["strict"] <= 0.55
+    assert found["unchanged"] <= 0.05
+    assert min(found[name] for name in settings.operations) >= 0.05
+
+
 @pytest.mark.slow
-@EACH
+def test_the_accuracy_of_kontext_is_the_recorded_one():
+    """The lab's steps on as many held-out edits from the same noise; rounding may turn a few of them."""
+    own, (call, _) = record("tiny-kontext"), kontext.MODEL.calls["6 steps, no CFG"]
+    operations = tuple(own["settings"]["operations"])
+    found = kontext_stages.strict_accuracy(pipe("tiny-kontext"), own["pairs"], operations, **call)
+    assert found["strict"] == pytest.approx(own["strict"]["6 steps, no CFG"]["strict"], abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-sd", "tiny-wan"])
 def test_its_accuracy_is_the_recorded_one(name):
     """The lab's call on all held-out captions from the same noise; rounding may turn a few of them."""
     model = MODELS[name] if name == "tiny-sd" else wan.MODEL
