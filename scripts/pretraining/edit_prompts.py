@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS)
-    parser.add_argument("--train", type=int, default=280, help="pairs of the training list")
+    parser.add_argument("--train", type=int, default=1000, help="pairs of the training list")
     parser.add_argument("--heldout", type=int, default=500, help="pairs of the held-out list")
 
 

@@ -351,7 +351,7 @@ def test_the_lists_of_edits_are_what_their_script_draws(part):
     pairs = edit_prompts.draw(part, 84)
     assert [record["prompt"] for record in records[:84]] == [pair.edit.instruction for pair in pairs]
     assert max(Counter(r["operation"] for r in records).values()) <= 1 + len(records) // len(OPERATIONS)
-    assert len(records) == {"train": 280, "heldout": 500}[part]
+    assert len(records) == {"train": 1000, "heldout": 500}[part]
     for record, pair in list(zip(records, pairs, strict=False))[::6]:
         with Image.open(folder / record["image"]) as stored:
             assert stored.tobytes() == edit_prompts.as_image(shapes.render(pair.source)).tobytes()
