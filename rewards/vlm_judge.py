@@ -67,8 +67,8 @@ CARD = judge_card(
 @dataclass(frozen=True, kw_only=True)
 class Config(Backend):
     rubric: Annotated[str, NAME_OR_PATH] = "alignment"
-    """A built-in rubric (alignment, alignment_digits, quality, preference, edit_digits, rational_edit, wise_legacy,
-    wise_verified), or the path of a .yaml file of yours."""
+    """A built-in rubric (alignment, alignment_digits, quality, preference, edit_digits, rational_edit, imgedit,
+    wise_legacy, wise_verified), or the path of a .yaml file of yours."""
     max_tokens: int = 512
     """Longest answer of a rubric of scale `score`; one of scale `written` has four times as much."""
 

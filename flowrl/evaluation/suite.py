@@ -12,7 +12,7 @@ and, where it has an official evaluator that reads a folder,
 
     layout(item, k)   the place of a sample in that folder, relative; where several k share a place the file holds their
                       images in one grid, row by row
-    extras(items)     further files of that folder: relative place -> text
+    extras(items)     further files of that folder: relative place -> text, or an image by its path
     read_results(path, items)    that evaluator's results: (id, k) -> scores
 
 and, where the official code has slips that change its table,
@@ -30,7 +30,7 @@ and, where its judge answers a list of questions to each image (a reward with `a
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -247,7 +247,7 @@ class Suite:
     items: Callable[[Path | None], list[Item]]
     aggregate: Callable[[Sequence[Row], Sequence[Item]], Table]
     layout: Callable[[Item, int], str] | None = None
-    extras: Callable[[Sequence[Item]], dict[str, str]] | None = None
+    extras: Callable[[Sequence[Item]], Mapping[str, str | Path]] | None = None
     read_results: Callable[[Path, Sequence[Item]], dict[tuple[str, int], dict[str, float | None]]] | None = None
     from_answers: Callable[[Sequence[float], Item], dict[str, float | None]] | None = None
     rewards: Callable[[Sequence[Item]], tuple[dict[str, Any], ...]] | None = None

@@ -119,8 +119,8 @@ model:
   call: {num_frames: 121}
 ```
 
-`flowrl plan` estimates such a model too, with stand-ins for its VAE's encoding and its image encoder. If a processor
-without files reads the image, as in Qwen-Image-Edit, `flowrl plan` says that it has no estimate.
+`flowrl plan` estimates such a model too, with stand-ins for its VAE's encoding and its image encoder, and of
+Qwen-Image-Edit for the processor that reads the image. Kontext can do without a source, so its estimate has none.
 """
 
 

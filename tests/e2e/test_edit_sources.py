@@ -88,6 +88,16 @@ def test_voters_see_the_source_and_their_pairs_have_it(edited, tmp_path):
     require_sources(tmp_path / "votes" / "strengths.jsonl", 1)
 
 
+def test_an_evaluation_of_the_run_keeps_the_sources_and_a_diagnosis_reads_it(edited, monkeypatch, capsys):
+    code, said = command(monkeypatch, capsys, "eval", "runs/run", "--out", "again", "eval.save_images=2")
+    assert code == 0, said
+    assert "edit_strict: " in said
+    names = [file.name for file in sorted(Path("again/eval/sources").iterdir())]
+    assert names == ["00000-0.png", "00001-0.png", "00001-reference.png"]
+    code, said = command(monkeypatch, capsys, "diagnose", "runs/run")
+    assert code == 0, said
+
+
 def require_sources(path: Path, count: int) -> None:
     """Every pair of a set has its source, in the set."""
     from flowrl.data.options import PreferenceOptions

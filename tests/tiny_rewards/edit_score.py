@@ -15,9 +15,9 @@ from tests.tiny_rewards import judges, records
 GRADES = '{"reasoning": "so", "score": [{0}, 2.5]}'
 
 
-def save_source(folder: Path, value: int = 77, name: str = "source.png") -> dict:
+def save_source(folder: Path, value: int = 77, name: str = "source.png", size: tuple[int, int] = (6, 8)) -> dict:
     """Write a grey source; the record of a sample that is an edit of it."""
-    Image.fromarray(np.full((6, 8, 3), value, np.uint8)).save(folder / name)
+    Image.fromarray(np.full((*size, 3), value, np.uint8)).save(folder / name)
     return {"images": [str(folder / name)]}
 
 

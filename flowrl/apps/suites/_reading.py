@@ -2,13 +2,15 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flowrl.core.assets import table
-from flowrl.core.errors import ConfigError
+from flowrl.core.errors import ConfigError, Remedy
 from flowrl.data.prompt_files import TEXTS, NoText, note_sampler_keys, read_records
-from flowrl.evaluation.suite import Facts, Level
+from flowrl.evaluation.suite import Facts, Level, Row
+from flowrl.media.media import UNREADABLE, opened
 
 Scores = dict[str, "float | None"]
 
@@ -95,3 +97,34 @@ def column_of(record: dict[str, Any], name: str) -> str:
 def id_of(text: str) -> str:
     """Identity of a prompt that has no number of its own: 12 digits of a hash of its text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+# ---- edits
+
+
+def source_of(name: Any, folder: Path, where: str) -> str:
+    """Absolute path of the image that a record is about, given relative to `folder`.
+
+    Raises ConfigError: it is missing, or no image.
+    """
+    file = (folder / str(name)).resolve()
+    if not file.is_file():
+        raise ConfigError(f"{where}: there is no image {name!r} ({file}); put the benchmark's images beside its list")
+    try:
+        with opened(file):
+            return str(file)
+    except UNREADABLE as error:
+        raise ConfigError(f"{where}: {name!r} cannot be read as an image: {error}") from None
+
+
+def one_image(k: int, name: str) -> None:
+    """Raise ConfigError for a second image of a prompt: the evaluator reads one."""
+    if k:
+        raise ConfigError(
+            f"--export: the evaluator of {name} reads one image of each prompt", Remedy(flag="--samples 1")
+        )
+
+
+def apart(rows: Sequence[Row]) -> list[Row]:
+    """Rows each of a prompt of its own: equal instructions for different images are different edits."""
+    return [replace(row, prompt=row.id) for row in rows]

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.apps.suites._reading import facts_of, keep_once, records_of, text_of
-from flowrl.core.errors import ConfigError, Remedy
+from flowrl.apps.suites._reading import facts_of, keep_once, one_image, records_of, text_of
+from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suite import Item, Row, Table, by_tag, chosen_output, line, outputs_of, require_path
 
 LEVEL = "experimental"
@@ -133,8 +133,7 @@ def aggregate(rows: Sequence[Row], items: Sequence[Item]) -> Table:
 
 def layout(item: Item, k: int) -> str:
     """Raises ConfigError for a second image: the evaluator reads one of each prompt."""
-    if k:
-        raise ConfigError("--export: the evaluator of wise reads one image of each prompt", Remedy(flag="--samples 1"))
+    one_image(k, "wise")
     return f"{item.id}.png"
 
 

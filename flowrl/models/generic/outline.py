@@ -23,7 +23,7 @@ from flowrl.models.generic.encoding import LONG
 from flowrl.models.generic.entrance import PROBE_STEPS
 from flowrl.models.generic.images import CONTENT, LAYOUT
 from flowrl.models.generic.reentry import replaced
-from flowrl.models.generic.stand_ins import Encoded, Pixels, Seen, StandIn, tokenizer
+from flowrl.models.generic.stand_ins import LONGEST, Encoded, Pixels, Reader, Seen, StandIn, tokenizer
 from flowrl.models.pipelines.loading import meta_pipeline
 
 _INVERSIONS = (torch.Tensor.__invert__, torch.Tensor.bitwise_not, torch.bitwise_not)
@@ -97,13 +97,6 @@ class Outline(Generic):
                 self._numbers = {name: int(kept[name][0]) for name in (LAYOUT, CONTENT) if name in kept}
             except NotImplementedError as error:
                 raise ModelError(f"{self.kind}: {str(error).splitlines()[0]}") from error
-            except ModelError as error:
-                if not self.image_limits[0]:
-                    raise
-                raise ModelError(
-                    f"{self.kind} computes with the image of a prompt before its first step, which a plan, without "
-                    f"weights, cannot ({error}); plan the text-to-video or text-to-image model of its family instead"
-                ) from error
 
     @contextmanager
     def _standing_in(self, pipeline: Any) -> Iterator[None]:
@@ -117,6 +110,8 @@ class Outline(Generic):
             encoder = encoders.get(name.replace("tokenizer", "text_encoder"))
             if name.startswith("tokenizer") and encoder is not None:
                 made[name] = tokenizer(self._folder / name, encoder.config)
+        if vars(pipeline).get("processor", pipeline) is None:  # has no files
+            made["processor"] = Reader(LONGEST)
         with replaced(pipeline, made):
             if "tokenizer_max_length" in vars(pipeline) and "tokenizer" in made:
                 pipeline.tokenizer_max_length = made["tokenizer"].model_max_length

@@ -118,6 +118,17 @@ class Tokens:
         return ""
 
 
+class Reader(Tokens):
+    """A processor of Qwen-VL's kind for texts with PIL images, which are tokens of 28 x 28 pixels."""
+
+    def __call__(self, text: Any, images: Any = None, **rest: Any) -> Answer:
+        each = images if isinstance(images, list | tuple) else [] if images is None else [images]
+        shown = sum(image.width * image.height // 28**2 for image in each)
+        ids = super().__call__(text, **rest)["input_ids"]
+        ids = torch.cat([ids.new_ones(len(ids), shown), ids], dim=1)
+        return Answer(input_ids=ids, attention_mask=(ids != 0).long())
+
+
 # ---- images
 
 

@@ -13,11 +13,13 @@ from flowrl.apps.suites.running.runner import Task, fill, limited, rows_of
 from flowrl.core import registry
 from flowrl.core.errors import ConfigError, RewardFailure
 from flowrl.evaluation import suite as base
+from scripts.pretraining import kontext
 from tests import tiny_pipelines as tiny
 from tests import tiny_sd3, tiny_suites
 from tests.tiny_suites import StandIn
 
 NAMES = registry.names("suites")
+EDITS = ("imgedit", "gedit")
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,13 @@ def videos():
     return Drawing(pipeline, {"num_inference_steps": 1, "guidance_scale": 1.0} | size, videos=True)
 
 
+@pytest.fixture(scope="module")
+def edits():
+    pipeline = kontext.build_pipeline(0, tiny_sd3.ROOT / "assets" / "tiny-sd3")
+    pipeline.set_progress_bar_config(disable=True)
+    return Drawing(pipeline, {"num_inference_steps": 1, "guidance_scale": 1.0} | kontext.CALL)
+
+
 @pytest.fixture(params=NAMES)
 def suite(request):
     return base.load_suite(request.param)
@@ -42,7 +51,7 @@ def suite(request):
 
 @pytest.fixture
 def draw(request, suite):
-    return request.getfixturevalue("videos" if suite.facts.videos else "pictures")
+    return request.getfixturevalue("videos" if suite.facts.videos else "edits" if suite.name in EDITS else "pictures")
 
 
 def folder_of(suite, path):

@@ -213,7 +213,7 @@ def test_a_model_without_a_prompt_or_with_nan_is_refused(tmp_path):
             raise AssertionError
 
     with pytest.raises(ConfigError, match="Unconditional takes no prompt"):
-        Drawing(Unconditional(), {}).require_text_to_image()
+        Drawing(Unconditional(), {}).require_inputs([])
 
     class Diverged:
         def __init__(self) -> None:

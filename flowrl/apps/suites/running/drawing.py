@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowrl.core.errors import ConfigError
 from flowrl.evaluation.suite import Item
+from flowrl.media.media import open_image
 from flowrl.models.weights.whole import require_finite
 
 
@@ -35,21 +36,30 @@ class Drawing:
     videos: bool = False
     """The suite is of videos, not of images."""
 
-    def require_text_to_image(self) -> None:
-        """Raise ConfigError for a pipeline that makes no image from a text alone."""
+    def require_inputs(self, items: Sequence[Item]) -> None:
+        """Raise ConfigError for a pipeline that makes no image from a text alone, or for edits from an image."""
         parameters = inspect.signature(type(self.pipeline).__call__).parameters
         kind = type(self.pipeline).__name__
+        if any(item.metadata.get("images") for item in items):
+            if "image" not in parameters:
+                raise ConfigError(f"{kind} takes no image; this suite needs a model that edits images")
+            return
         if "prompt" not in parameters or "generator" not in parameters:
             raise ConfigError(f"{kind} takes no prompt; a suite needs a model that makes images from texts")
         if "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
             raise ConfigError(f"{kind} needs an image to begin with; a suite needs a model that takes a text alone")
 
-    def __call__(self, samples: Sequence[tuple[Item, int]]) -> Tensor:
-        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 on the CPU, of samples.
+    def __call__(self, samples: Sequence[tuple[Item, int]]) -> Sequence[Tensor] | Tensor:
+        """Images [B, 3, H, W] or videos [B, F, 3, H, W], float32 on the CPU, of samples; of edits one by one, each
+        from the image of its item, since sizes and places of a batch's images would be those of the first.
 
         Raises ConfigError: the pipeline refuses its arguments, or makes videos for a suite of images, or the reverse;
         ModelError: an image with NaN.
         """
+        sources = [item.metadata.get("images") for item, _ in samples]
+        if any(sources) and len(samples) > 1:
+            return [self([sample])[0] for sample in samples]
+        given = {"image": open_image(sources[0][0])} if sources[0] else {}
         generators = [torch.Generator().manual_seed(seed_of(self.base_seed, item.id, k)) for item, k in samples]
         # Arguments that a pipeline wants once for each prompt.
         listed = {
@@ -62,6 +72,7 @@ class Drawing:
                 generator=generators,
                 output_type="pt",
                 return_dict=False,
+                **given,
                 **listed,
             )[0]
         except ValueError as error:  # how pipelines refuse what they are called with

@@ -54,7 +54,10 @@ def export(task: Task, folder: ResultsFolder, out: Path) -> int:
                 _grid(folder, samples, target)
         for place, text in (suite.extras(task.items) if suite.extras else {}).items():
             (out / place).parent.mkdir(parents=True, exist_ok=True)
-            (out / place).write_text(text, encoding="utf-8")
+            if isinstance(text, Path):
+                media.open_image(text).save(out / place)
+            else:
+                (out / place).write_text(text, encoding="utf-8")
     return len(files)
 
 

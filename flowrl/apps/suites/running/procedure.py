@@ -118,7 +118,7 @@ def _begin(
     settings = making.steps, making.guidance, making.settings
     call = call_of(loaded.pipeline, loaded.call, *settings, loaded.distilled)
     drawing = Drawing(loaded.pipeline, call, making.seed, folder.videos)
-    drawing.require_text_to_image()
+    drawing.require_inputs(every)
     made = _identity(options, every) | {
         key: value for key, value in loaded.origin(dict(call), making.guidance).items() if key != "run"
     }

@@ -22,7 +22,7 @@ from flowrl.training.world import ALONE, World
 PATIENCE = 8
 """Samples in a row that a judge may fail on before it counts as away."""
 Sample = tuple[Item, int]
-Draw = Callable[[Sequence[Sample]], Tensor]
+Draw = Callable[[Sequence[Sample]], Sequence[Tensor] | Tensor]
 
 
 @dataclass(frozen=True, slots=True)
