@@ -256,7 +256,7 @@ CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("evaluation/suite.py:refuse_path", own_prompts),
     ("apps/suites/running/exchange.py:export", exported),
     ("apps/suites/running/exchange.py:_grid 1 2", squared),
-    ("apps/suites/wise.py:layout", lambda remedy: named(remedy, "wise")),
+    ("apps/suites/_reading.py:one_image", lambda remedy: named(remedy, "wise")),
     ("apps/suites/t2i_compbench.py:layout", lambda remedy: named(remedy, "t2i_compbench")),
     ("apps/suites/running/pairs.py:compare_folders", other_judge),
 ]  # fmt: skip
