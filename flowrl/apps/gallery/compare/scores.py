@@ -8,9 +8,9 @@ from flowrl.apps.gallery import results
 from flowrl.apps.gallery.certainty import told_apart
 from flowrl.apps.gallery.compare.shared import Shared, SharedMetric
 from flowrl.apps.gallery.results import Estimate
-from flowrl.apps.repeats import over_seeds
 from flowrl.statistics.intervals import intervals
 from flowrl.statistics.paired import flip_tests, holm, outcomes, prompt_means
+from flowrl.statistics.repeats import over_seeds
 
 SURE = 0.05
 """Largest p, after Holm's correction, of a marked comparison."""

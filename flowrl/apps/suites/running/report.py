@@ -13,7 +13,6 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from flowrl.apps.repeats import noise_floor
 from flowrl.apps.suites.running.folder import ResultsFolder, differences
 from flowrl.apps.suites.running.options import Options
 from flowrl.apps.suites.running.runner import Task, rows_of
@@ -23,6 +22,7 @@ from flowrl.evaluation import moved
 from flowrl.evaluation.suite import Row, Suite, Table, outputs_of
 from flowrl.evaluation.suite_intervals import Part, stratified, together
 from flowrl.statistics.paired import TIE_SHARE, flip_tests, holm, margin, outcomes
+from flowrl.statistics.repeats import noise_floor
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flowrl.apps.repeats import noise_floor, over_seeds
+from flowrl.statistics.repeats import noise_floor, over_seeds
 
 
 def layout(rng: np.random.Generator, seeds: int, prompts: int, sd: tuple[float, float, float]) -> np.ndarray:
