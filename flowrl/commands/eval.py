@@ -93,10 +93,10 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
     from flowrl.data.contents import require_unedited
     from flowrl.evaluation import moved
     from flowrl.evaluation.results import Evaluation
-    from flowrl.evaluation.statistics import accuracy, summary
+    from flowrl.evaluation.statistics import accuracy, format_interval, summary
     from flowrl.run import status
     from flowrl.run.inputs import collect
-    from flowrl.run.report import best_lines, format_accuracy, format_interval
+    from flowrl.run.report import best_lines, format_accuracy
     from flowrl.run.trainer import Trainer
 
     folder = Path(target)
@@ -146,7 +146,7 @@ def _against(base: "Evaluation", tuned: "Evaluation", parts: "Parts", change: st
 
     `change`: how far they are from the base's; `noun`: "image" or "video".
     """
-    from flowrl.evaluation import best_of, diversity, sharpness
+    from flowrl.evaluation import best_of, copying, diversity, sharpness
     from flowrl.evaluation.statistics import difference, summary, win_rate
     from flowrl.run.report import format_estimate, format_win_rate
 
@@ -167,7 +167,6 @@ def _against(base: "Evaluation", tuned: "Evaluation", parts: "Parts", change: st
             print(best_of.sentence(chosen["by"], name, value))
     if alike:
         print(change)
-    if not tuned.unlike(base, "") and (found := sharpness.facts(base, tuned)) is not None:
-        print(sharpness.sentence(found))
-    if not tuned.unlike(base, "") and (spread := diversity.facts(base, tuned)) is not None:
-        print(diversity.sentence(spread))
+    for part in () if tuned.unlike(base, "") else (sharpness, diversity, copying):
+        if (known := part.facts(base, tuned)) is not None:
+            print(part.sentence(known))

@@ -94,11 +94,15 @@ class GuardConfig:
     """Largest `policy/kl_reference` of an iteration, as the method logs it; null: not looked at."""
     norm_ratio: float | None = 1.5
     """Largest `matching/norm_ratio` of an iteration, where the method logs it; null: not looked at."""
+    copying: float | None = 0.1
+    """Of edits: rise of the copy index above the base's that must surely not be passed; null: not looked at."""
 
     def __post_init__(self) -> None:
         require_positive(vars(self), "patience", "diversity", "degeneracy", "kl_budget", "norm_ratio")
-        if self.diversity is not None and self.diversity >= 1:
-            raise ValueError(f"diversity={self.diversity} must be below 1: it is a share of the base's")
+        require_not_negative(vars(self), "copying")
+        for name, of in (("diversity", "of the base's"), ("copying", "of the images")):
+            if (value := vars(self)[name]) is not None and value >= 1:
+                raise ValueError(f"{name}={value} must be below 1: it is a share {of}")
 
     @property
     def asked(self) -> bool:

@@ -4,11 +4,13 @@ import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+from PIL import ImageOps
 from PIL.Image import Image
 from torch import Tensor
 
 from flowrl.core.errors import ConfigError
-from flowrl.core.rng import permutation
+from flowrl.core.rng import normal, permutation
 from flowrl.credit.advantages import Advantages
 from flowrl.media.media import UNREADABLE, fitted, open_image
 from flowrl.models.base import ModelAdapter
@@ -61,6 +63,24 @@ def require_images(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str, f
                     words = f"{where} has the image {file!r}, which cannot be its first frame: "
                     raise ConfigError.about(error, words) from None
                 fitting.add(file)
+
+
+@torch.no_grad()
+def require_reached(prompt: Prompt, adapter: ModelAdapter, key: str, guidance_scale: float) -> None:
+    """Refuse a model whose prediction other images in place of the prompt's own do not change; it takes the encoders.
+
+    Raises ConfigError.
+    """
+    own, encode = [open_named(file) for file in prompt.images], adapter.encode
+    conds = [encode([prompt.text], [each]) for each in (own, own, [ImageOps.invert(image) for image in own])]
+    x = normal(adapter.latent_shape(), 0, "source probe", [()]).to(conds[0].device)
+    first = adapter.schedule(4).timesteps[:1].to(x.device)
+    one, again, other = (adapter.predict(x, first, cond, guidance_scale).float() for cond in conds)
+    if not (other - one).abs().max() > 4 * (again - one).abs().max():  # some kernels do not repeat their last digits
+        raise ConfigError(
+            f"{key}: prompt {prompt.text[:60]!r}: another image in place of {prompt.images[0]!r} does not change what "
+            f"{adapter.kind} predicts: the source does not reach its network, so no edit is learned; {_OTHER_MODEL}"
+        )
 
 
 class PromptSource:

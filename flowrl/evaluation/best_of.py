@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from flowrl.evaluation.results import Evaluation
+from flowrl.evaluation.statistics import format_interval
 from flowrl.scoring.scorer import Scorer
 from flowrl.statistics.best_of import curves
 from flowrl.statistics.intervals import intervals
@@ -51,9 +52,9 @@ def sentence(by: str, metric: str, value: Mapping[str, Any]) -> str:
     same = ", which is part of what chose" if value["chose"] else ""
     levels = [f"{key} {value[key][0]['mean']:.4g} to {value[key][-1]['mean']:.4g}" for key in ("base", "tuned")]
     rival = value["rival"][-1]
-    ends = f" (95 % interval {rival['low']:+.4g} to {rival['high']:+.4g})" if np.isfinite(rival["low"]) else ""
+    change = f"{rival['mean']:+.4g} ({format_interval(rival, '+.4g')})"
     return (
         f"From one image to the best of {most}, chosen by {by} and judged by {metric}{same}: {', '.join(levels)}. "
-        f"The tuned model's one image less the base's best of {most}, {most} times the network evaluations: "
-        f"{rival['mean']:+.4g}{ends}. The chosen images were selected: no other number is of them."
+        f"The tuned model's one image less the base's best of {most}, {most} times the network evaluations: {change}. "
+        "The chosen images were selected: no other number is of them."
     )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from flowrl.evaluation.statistics import format_interval
 from flowrl.statistics import paired
 from flowrl.statistics.sets import log_det
 
@@ -43,16 +44,14 @@ def facts(base: "Evaluation", tuned: "Evaluation") -> dict[str, Any] | None:
     before, after = base.diversity, tuned.diversity
     if before is None or after is None or not 0 < len(before) == len(after):
         return None
-    groups = base.groups[: len(before)]
-    found = {"base": paired.over_prompts(before, groups), "tuned": paired.over_prompts(after, groups)}
-    return found | {"difference": paired.difference(before[:, None], after[:, None], groups)}
+    return paired.beside(before[:, None], after[:, None], base.groups[: len(before)])
 
 
 def sentence(found: Mapping[str, Any]) -> str:
     """The tuned model's diversity beside the base's, of `facts`."""
     change = found["difference"]
-    ends = f" (95 % interval {change['low']:+.3f} to {change['high']:+.3f})" if change["low"] == change["low"] else ""
     return (
         f"Diversity of {SAMPLES} samples of a prompt, log det of their colours' similarity on {change['n']} prompts: "
-        f"{found['tuned']['mean']:.3f}, the base's {found['base']['mean']:.3f}, so {change['mean']:+.3f}{ends}."
+        f"{found['tuned']['mean']:.3f}, the base's {found['base']['mean']:.3f}, so {change['mean']:+.3f} "
+        f"({format_interval(change, '+.3f')})."
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from flowrl.diffusion.plan import solver_plan
 from flowrl.evaluation import diversity
 from flowrl.evaluation.results import SOURCES, Agreement, Evaluation
 from flowrl.evaluation.sharpness import sharpness
+from flowrl.evaluation.sources import Sources
 from flowrl.media import media
 from flowrl.media.eight_bits import EightBitImages
 from flowrl.rollout.loop import RunOptions
@@ -41,8 +42,9 @@ Keep = Callable[[Sequence[SampleId], EightBitImages], None]
 """Keeps what lasts of a batch of samples."""
 PLACES = ("eval", "guidance")
 """Folders of a run's evaluations: of the evaluated prompts, and of the search for the best guidance."""
-Mark = tuple[str, float, np.ndarray | None]
-"""Digest of a sample in 8 bits, its sharpness and, where its prompt's diversity is measured, its colours [F, 192]."""
+Mark = tuple[str, float, float, np.ndarray | None]
+"""Digest of a sample in 8 bits, its sharpness, its distance from what it edits and, where its prompt's diversity is
+measured, its colours [F, 192]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class Evaluator:
     """Name of the folder in `folder`."""
     names: tuple[int, ...] | None = None
     """Number of each prompt, which keys its noise; None: its place in `prompts`."""
+    sources: Sources | None = None
+    """Of edits, from which samples are compared with what they edit; None: they are not."""
 
     @property
     def world(self) -> World:
@@ -106,7 +110,6 @@ class Evaluator:
         draw = partial(self._drawn, setting, None if folder is None else folder / setting.tag, progress, stop)
         # Of a network that is split no process draws by itself; each batch is then scored in step.
         due, marks = draw() if self.sampling.sharded else self.world.in_step(draw)
-        digests, sharp, spread = self._gather_marks(marks, len(prompts))
         result = Evaluation(
             tag=setting.tag,
             iteration=setting.iteration,
@@ -115,12 +118,10 @@ class Evaluator:
             prompts=tuple(p.text for p in prompts),
             seeds=self.options.samples_per_prompt,
             scores=self._gather(due, len(prompts)),
-            digests=digests,
-            sharpness=sharp,
-            diversity=spread,
             agreement=None if agreement is None else agreement(stop),
             distinct=tuple(distinct_numbers([identity(p) for p in prompts])),
             made_with=dict(self.made_with),
+            **self._gather_marks(marks, len(prompts)),
         )
         if folder is not None and self.world.main and setting.save != "images":
             if self.place == PLACES[0]:
@@ -184,6 +185,8 @@ class Evaluator:
         ids, due = list(drawn.samples.ids), []
         beside.quiet()
         images = self.sampling.images(drawn, self.options.batch_size, health=health, stop=stop)
+        if self.sources is not None:  # through the pipeline, so before rewards are at work in a thread
+            self.sources.fit([self.prompts[i.slot].images for i in ids])
         if judged and not health.diverged:  # of what diverged no reward is to be blamed
             prompts = [self.prompts[i.slot] for i in ids]
             batch = Batch(images, [p.text for p in prompts], [p.metadata for p in prompts], latents_of(drawn))
@@ -218,20 +221,20 @@ class Evaluator:
         wanted = self.options.diversity
         return min(prompts, (diversity.PROMPTS if enough else 0) if wanted is None else wanted)
 
-    def _gather_marks(
-        self, own: dict[SampleId, Mark], prompts: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Of all processes: digests [P, seeds] of text, sharpness [P, seeds] float64, diversity [Q] if measured."""
+    def _gather_marks(self, own: dict[SampleId, Mark], prompts: int) -> dict[str, Any]:
+        """Fields of the evaluation that come from the marks of all processes."""
         shape = (prompts, self.options.samples_per_prompt)
-        digests, sharp = np.full(shape, "", dtype="<U16"), np.full(shape, np.nan)
+        digests, sharp, apart = np.full(shape, "", dtype="<U16"), np.full(shape, np.nan), np.full(shape, np.nan)
         grids = dict[SampleId, np.ndarray]()
         for part in self.world.gather(list(own.items())):
-            for i, (digest, value, grid) in part:
+            for i, (digest, value, away, grid) in part:
                 if i.sample < shape[1]:
-                    digests[i.slot, i.sample], sharp[i.slot, i.sample] = digest, value
+                    digests[i.slot, i.sample], sharp[i.slot, i.sample], apart[i.slot, i.sample] = digest, value, away
                 if grid is not None:
                     grids[i] = grid
-        return digests, sharp, diversity.of(grids, self._diverse(prompts))
+        spread, known = diversity.of(grids, self._diverse(prompts)), np.isfinite(apart).any()
+        marks = {"digests": digests, "sharpness": sharp, "diversity": spread}
+        return marks | {"source_distance": apart if known else None}
 
     def _rounds(self, prompts: int, samples: int) -> list[tuple[range, bool]]:
         """This process's share of so many prompts with so many samples each, some at a time; whether they count.
@@ -255,13 +258,12 @@ class Evaluator:
         self, folder: Path | None, marks: dict[SampleId, Mark], ids: Sequence[SampleId], images: EightBitImages
     ) -> None:
         """Add the marks of samples, and write those that are to be saved to the folder, if any."""
-        known = zip(images.levels.numpy(), images.finite.tolist(), strict=True)
-        sharp = [sharpness(levels) if finite else math.nan for levels, finite in known]
         most = self._diverse(len(self.prompts))
-        looked = [i.slot < most and i.sample < diversity.SAMPLES for i in ids]
-        rows = zip(looked, images.levels, images.finite.tolist(), strict=True)
-        grids = [diversity.grid(levels, finite) if wanted else None for wanted, levels, finite in rows]
-        marks.update(zip(ids, zip(images.digests(), sharp, grids, strict=True), strict=True))
+        for i, digest, levels, finite in zip(ids, images.digests(), images.levels, images.finite.tolist(), strict=True):
+            looked = i.slot < most and i.sample < diversity.SAMPLES
+            sharp = sharpness(levels.numpy()) if finite else math.nan
+            apart = self.sources.distance(levels, self.prompts[i.slot].images) if finite and self.sources else math.nan
+            marks[i] = digest, sharp, apart, diversity.grid(levels, finite) if looked else None
         if folder is None:
             return
         count, rate, form = self.options.save_images, self.sampling.adapter.fps, self.options.videos

@@ -13,12 +13,14 @@ from typing import Any, Literal
 import numpy as np
 
 from flowrl.config.schema import GuardConfig
+from flowrl.evaluation.copying import copied
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.signs import RISING, SHARES, WORDS, Signs
+from flowrl.evaluation.statistics import format_interval
 from flowrl.statistics import paired
 from flowrl.statistics.intervals import NORMAL, interval
 
-Name = Literal["below base", "below best", "diversity", "degeneracy", "kl budget", "norm ratio"]
+Name = Literal["below base", "below best", "diversity", "degeneracy", "copying", "kl budget", "norm ratio"]
 Found = tuple[Name, str, dict[str, float]]
 """An alarm without its iteration: name, what is said of the run, numbers."""
 KL, NORM_RATIO = "policy/kl_reference", "matching/norm_ratio"
@@ -123,6 +125,7 @@ class Guard:
             self._below_best(table, groups),
             self._diversity(base, now),
             self._degeneracy(base, now),
+            self._copying(base, now),
             self._limit("kl budget", KL, self.options.kl_budget, "the KL to the reference", row),
             self._limit("norm ratio", NORM_RATIO, self.options.norm_ratio, "the norm of the output over base's", row),
         )
@@ -217,6 +220,16 @@ class Guard:
         text += f", more than {limit:g} standard deviations of the base's {self._noun}s"
         return "degeneracy", text, found[0][2]
 
+    def _copying(self, base: Look, now: Look) -> Found | None:
+        limit, before, after = self.options.copying, copied(base.scores), copied(now.scores)
+        if limit is None or before is None or after is None:
+            return None
+        change = paired.difference(before, after, now.scores.groups)
+        if not change["low"] > limit:
+            return None
+        text = f"the share of {self._noun}s that leave the place of their edit as it was has moved from the base's by "
+        return "copying", f"{text}{_worded(change)}, surely more than {limit:g}", change
+
     # ---- the row
 
     def _limit(self, name: Name, key: str, limit: float | None, words: str, row: Mapping[str, Any]) -> Found | None:
@@ -249,5 +262,4 @@ def _times(looks: int) -> str:
 
 
 def _worded(change: Mapping[str, float]) -> str:
-    ends = f"95 % interval {change['low']:+.4g} to {change['high']:+.4g}"
-    return f"{change['mean']:+.4g} ({ends}, {change['n']:.0f} prompts)"
+    return f"{change['mean']:+.4g} ({format_interval(change, '+.4g')}, {change['n']:.0f} prompts)"

@@ -167,6 +167,7 @@ class Previews:
             options=replace(self.evaluator.options, samples_per_prompt=1, save_images=None, diversity=0),
             seed=derive(seed, "preview"),
             place=place,
+            sources=None,
             names=tuple(key_of(*identity(prompt)) >> 193 for prompt in prompts),  # 63 bits
         )
         world = self.evaluator.world

@@ -52,6 +52,9 @@ class Evaluation:
     made_with: dict[str, str] = field(default_factory=dict)
     """Fingerprints of the model, the prompts and each score (run/inputs.py)."""
     agreement: Agreement | None = None
+    source_distance: np.ndarray | None = None
+    """Of each sample from the image that it edits (evaluation/copying.py), [P, S] float64, NaN where it is not known;
+    None: nothing is edited."""
 
     @property
     def groups(self) -> np.ndarray:
@@ -63,10 +66,12 @@ class Evaluation:
         texts = tuple(text for text, kept in zip(self.prompts, rows, strict=True) if kept)
         groups = np.unique(self.groups[rows], return_inverse=True)[1]
         scores = {name: table[rows] for name, table in self.scores.items()}
-        marks, sharp, groups = self.digests[rows], self.sharpness[rows], tuple(groups.tolist())
-        spread = None if self.diversity is None else self.diversity[rows[: len(self.diversity)]]
-        known = {"digests": marks, "sharpness": sharp, "diversity": spread}
-        return replace(self, prompts=texts, scores=scores, distinct=groups, **known)
+        known: dict[str, Any] = {"digests": self.digests[rows], "sharpness": self.sharpness[rows]}
+        if self.diversity is not None:
+            known["diversity"] = self.diversity[rows[: len(self.diversity)]]
+        if self.source_distance is not None:
+            known["source_distance"] = self.source_distance[rows]
+        return replace(self, prompts=texts, scores=scores, distinct=tuple(groups.tolist()), **known)
 
     def unlike(self, other: "Evaluation", score: str | None = None) -> list[str]:
         """Differences between the settings of two evaluations, in words; with `score` only those of that score."""
@@ -100,8 +105,9 @@ class Evaluation:
             "digests": self.digests.tolist(),
             "sharpness": json_ready(self.sharpness.tolist()),
         }
-        if self.diversity is not None:
-            record["diversity"] = json_ready(self.diversity.tolist())
+        for name, table in (("diversity", self.diversity), ("source_distance", self.source_distance)):
+            if table is not None:
+                record[name] = json_ready(table.tolist())
         if self.agreement is not None:
             record["agreement"] = json_ready(self.agreement.right.tolist())
             record["agreement_captions"] = self.agreement.captions.tolist()
@@ -119,7 +125,8 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
     if "agreement" in record:
         right = np.asarray(record["agreement"], dtype=np.float64)
         agreement = Agreement(right, np.asarray(record["agreement_captions"], dtype=np.int64))
-    prompts, seeds, spread = tuple(record["prompts"]), len(record["seeds"]), record.get("diversity")
+    prompts, seeds = tuple(record["prompts"]), len(record["seeds"])
+    known = {name: np.asarray(record[name], np.float64) for name in ("diversity", "source_distance") if name in record}
     for name, table in scores.items():
         if len(table) != len(prompts) or (prompts and table.shape != (len(prompts), seeds)):
             raise ValueError(f"scores.{name} is {list(table.shape)} for {len(prompts)} prompts and {seeds} seeds")
@@ -136,7 +143,7 @@ def _evaluation(record: dict[str, Any]) -> Evaluation:
         digests=digests.table(record["digests"], len(prompts), seeds),
         sharpness=np.asarray(record["sharpness"], dtype=np.float64).reshape(len(prompts), seeds),
         distinct=tuple(map(int, record["distinct"])),
-        diversity=None if spread is None else np.asarray(spread, dtype=np.float64),
         made_with=dict(record["made_with"]),
         agreement=agreement,
+        **known,
     )

@@ -39,12 +39,7 @@ def facts(base: Evaluation, tuned: Evaluation | None) -> dict[str, Any] | None:
     """Means of base and tuned and their paired difference, with intervals over prompts; None: without an image."""
     if not base.prompts:
         return None
-    both = {"base": base} | ({} if tuned is None else {"tuned": tuned})
-    means = {name: paired.prompt_means(each.sharpness) for name, each in both.items()}
-    found = {name: paired.over_prompts(each, base.groups, bounds=(0.0, 1.0)) for name, each in means.items()}
-    if tuned is not None:
-        found["difference"] = paired.difference(base.sharpness, tuned.sharpness, base.groups)
-    return found
+    return paired.beside(base.sharpness, None if tuned is None else tuned.sharpness, base.groups, (0.0, 1.0))
 
 
 def change(found: Mapping[str, Any]) -> tuple[float, float, float]:

@@ -1,5 +1,7 @@
 """Statistics of fixed-seed evaluations (`flowrl/statistics/`): intervals over distinct prompts, paired differences."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,12 @@ def win_rate(
         before, after, tuned.groups, higher_is_better=higher_is_better, tie_eps=margin, same=same, seed=seed
     )
     return {**found, "tie": tie, "margin": margin, "same": int(same.sum())}
+
+
+def format_interval(value: Mapping[str, Any], form: str) -> str:
+    """The interval of an estimate in words; one prompt alone has none, for which a file has null."""
+    low, high = value["low"], value["high"]
+    return "no interval" if low is None or math.isnan(low) else f"95 % interval {low:{form}} to {high:{form}}"
 
 
 def _tables(base: Evaluation, tuned: Evaluation, metric: str) -> tuple[np.ndarray, np.ndarray]:

@@ -371,8 +371,10 @@ def opened(path: str | Path | IO[bytes], formats: tuple[str, ...] | None = None)
 
 
 def open_image(path: str | Path | IO[bytes]) -> Image:
-    """The image of a file, as `plain` makes it; raises as `opened` and `plain` do."""
+    """The image of a file, as `plain` makes it; raises as `opened` and `plain` do, and ValueError for a video."""
     with opened(path) as image:
+        if (frames := frames_in(image)) > 1:
+            raise ValueError(f"it is a video of {frames} frames, and an image is needed; save one frame as a PNG")
         return plain(image)
 
 

@@ -290,6 +290,13 @@ class ModelAdapter:
             "class that can (docs/models.md, column `given images`)"
         )
 
+    def source_of(self, image: Any) -> Tensor | None:
+        """An RGB image that is edited, as the pipeline fits it, and the same through the VAE: [2, 3, H, W] in [0, 1].
+
+        None: it edits no images, they do not pass its VAE, or this one has another aspect ratio than a sample.
+        """
+        return None
+
     def to(self, device: torch.device) -> None:
         """Move every part to the device."""
         raise NotImplementedError

@@ -106,6 +106,7 @@ class GuidanceSearch:
             seed=derive(0, "guidance search"),
             made_with=dict(parts.evaluator.made_with) | {"prompts": prompts_mark(found)},
             place=PLACES[1],
+            sources=None,
         )
 
     @property

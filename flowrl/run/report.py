@@ -1,6 +1,5 @@
 """Before and after training: the base evaluation, the final one, `summary.json`, an iteration's line."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,10 +7,10 @@ from typing import Any
 
 from flowrl.display.board import HEADLINES
 from flowrl.display.console import log, verdict
-from flowrl.evaluation import best_of, diversity, moved, sharpness
+from flowrl.evaluation import best_of, copying, diversity, moved, sharpness
 from flowrl.evaluation.held_out import RunPrompts
 from flowrl.evaluation.results import Evaluation
-from flowrl.evaluation.statistics import accuracy, difference, summary, win_rate
+from flowrl.evaluation.statistics import accuracy, difference, format_interval, summary, win_rate
 from flowrl.run.best_guidance import Chosen, GuidanceSearch, heaviest, level, saved
 from flowrl.run.folder import RunFolder
 from flowrl.run.guarding import Guarding
@@ -118,7 +117,7 @@ class Report:
                 result["implicit_accuracy"] = accuracy(tuned.agreement)
         if self.search is not None and best is not None:
             result |= self.search.entries(best, after and after[1], rows)
-        result["sharpness"] = sharpness.facts(base, tuned)
+        result |= {"sharpness": sharpness.facts(base, tuned), "copy_index": copying.facts(base, tuned)}
         result |= self.guard.summary()
         if self.session.world.main:
             if tuned is not None:
@@ -162,8 +161,8 @@ def _log_verdict(metric: str | None, result: dict[str, Any], prompts: RunPrompts
             *(best if first == "same" else ()),
             moved.sentence(found, trained),
         ]
-    if result["sharpness"] is not None:
-        lines.append(sharpness.sentence(result["sharpness"]))
+    shown = (("sharpness", sharpness), ("copy_index", copying))
+    lines += [part.sentence(result[name]) for name, part in shown if result[name] is not None]
     if lines and prompts.name == "training prompts":
         lines.append(prompts.remark)
     if "implicit_accuracy" in result:
@@ -213,9 +212,3 @@ def format_estimate(value: dict[str, float], *, signed: bool = False) -> str:
     """A mean with its interval and its number of prompts, in words."""
     sign = "+" if signed else ""
     return f"{value['mean']:{sign}.4f} ({format_interval(value, f'{sign}.4f')}, n = {value['n']})"
-
-
-def format_interval(value: Mapping[str, Any], form: str) -> str:
-    """The interval of an estimate in words; one prompt alone has none."""
-    low, high = value["low"], value["high"]
-    return "no interval" if math.isnan(low) else f"95 % interval {low:{form}} to {high:{form}}"

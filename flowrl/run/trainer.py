@@ -12,7 +12,7 @@ from flowrl.config.schema import RunConfig
 from flowrl.data.contents import require_unedited
 from flowrl.display import display
 from flowrl.display.console import close_log_file, log, set_up_logging
-from flowrl.evaluation import sharpness
+from flowrl.evaluation import copying, sharpness
 from flowrl.evaluation.held_out import require_same_split
 from flowrl.evaluation.results import Evaluation
 from flowrl.planning.checkpointing import decided
@@ -218,6 +218,8 @@ class Trainer:
             result = self.session.evaluate(f"iteration-{iteration:06d}", limit=config.eval.periodic_prompts)
             row |= {f"eval/{name}": float(np.nanmean(table)) for name, table in result.scores.items()}
             row[sharpness.METRIC] = float(np.nanmean(result.sharpness))
+            if (copies := copying.copied(result)) is not None:
+                row[copying.METRIC] = float(np.nanmean(copies))
             if result.agreement is not None:
                 row["eval/implicit_accuracy"] = result.agreement.mean()
             self.guard.look(result, row)

@@ -43,6 +43,17 @@ def difference(before: np.ndarray, after: np.ndarray, groups: np.ndarray) -> dic
     return over_prompts(prompt_means(after - before), groups, bounds)
 
 
+def beside(
+    before: np.ndarray, after: np.ndarray | None, groups: np.ndarray, bounds: Bounds | None = None
+) -> dict[str, dict[str, float]]:
+    """`base` and, with `after`, `tuned` and their paired `difference`: means with intervals over distinct prompts."""
+    found = {"base": over_prompts(prompt_means(before), groups, bounds)}
+    if after is None:
+        return found
+    tuned = over_prompts(prompt_means(after), groups, bounds)
+    return found | {"tuned": tuned, "difference": difference(before, after, groups)}
+
+
 def margin(before: np.ndarray, after: np.ndarray, share: float) -> float:
     """Largest difference of a tie, in units of the scores: `share` times the standard deviation of the first model's.
 

@@ -81,8 +81,10 @@ may have the images in a column:
 
 `data.image_column` names another key or column. Either all records have an image or none has.
 
-- The images are opened when the file is read, so a missing or unreadable one ends the run before a model is loaded. A
-  record without the image that its model needs, or with one that its model does not take, ends the run before training.
+- The images are opened when the file is read, so a missing or unreadable one, or an animation, ends the run before a
+  model is loaded. A record without the image that its model needs, or with one that its model does not take, ends the
+  run before training. So does a source that does not reach the network: its negative must change the prediction.
+- FLUX Kontext without images makes images of the prompts alone, and the run says so.
 - Transparent areas become white, and 16-bit grey becomes 8 bits; grey of 32 bits or of floats is refused.
 - The features that a pipeline computes from the images are computed once and cached with the text.
 - Rewards find the absolute paths, in their order, in `metadata["images"]` (a list also if the record has `image`).

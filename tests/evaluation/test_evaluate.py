@@ -15,10 +15,10 @@ from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.data.prompts import Prompt, distinct_numbers, identity
 from flowrl.evaluation.evaluator import Evaluator, Setting
 from flowrl.evaluation.results import Agreement, Evaluation
-from flowrl.evaluation.statistics import accuracy, difference, summary, win_rate
+from flowrl.evaluation.statistics import accuracy, difference, format_interval, summary, win_rate
 from flowrl.media import digests
 from flowrl.reward import Card, Reward
-from flowrl.run.report import format_interval, format_win_rate
+from flowrl.run.report import format_win_rate
 from flowrl.scoring.scorer import Scorer
 from flowrl.scoring.weighted import WeightedReward
 from flowrl.statistics.intervals import interval

@@ -1,7 +1,7 @@
 """The guard on simulated evaluations: no alarm on noise, one on a loss, in the metric's direction; its memory."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +137,23 @@ def test_the_best_one_is_compared_with_a_wider_interval_the_more_it_was_picked_f
     assert highs[0] == 0.0 < highs[1] < highs[2]
     # Bonferroni of two: the 98.75 % quantile over the 97.5 % one.
     assert highs[1] == pytest.approx(2.2414027 / 1.9599640 - 1.0, rel=1e-6)
+
+
+def test_a_sure_rise_of_the_copy_index_is_said():
+    def copying(iteration: int, copies: int) -> Look:
+        seen = evaluated(iteration, scores(iteration, 0.5))
+        distance = np.where(np.arange(PROMPTS) < copies, 1.0, 5.0)[:, None].repeat(2, axis=1)
+        return Look(replace(seen.scores, source_distance=distance))
+
+    base, judge = copying(0, 6), guard()
+    assert names(judge.look(base, copying(1, 11), {})) == [], "8 points, which may be chance"
+    verdict = judge.look(base, copying(2, 40), {})
+    assert names(verdict) == ["copying"]
+    assert "leave the place of their edit as it was has moved from the base's by +0.5667" in verdict.alarms[0].sentence
+    assert names(guard(copying=None).look(base, copying(3, 40), {})) == []
+    assert names(guard(copying=0).look(base, evaluated(4, scores(4, 0.5)), {})) == []
+    with pytest.raises(ValueError, match=r"copying=1\.0 must be below 1: it is a share of the images"):
+        GuardConfig(copying=1.0)
 
 
 def test_limits_of_the_row():

@@ -9,7 +9,7 @@ import numpy as np
 
 from flowrl.apps.gallery import certainty, charts, guard, movement
 from flowrl.apps.gallery.runs import Evaluation, Run, nan_mean, number, value_at
-from flowrl.evaluation import diversity, moved
+from flowrl.evaluation import copying, diversity, moved
 from flowrl.statistics.intervals import clusters
 from flowrl.statistics.paired import prompt_means
 
@@ -298,7 +298,9 @@ def remarks(run: Run, metrics: Sequence[Metric], estimates: dict[str, Estimates]
     if sharp := movement.sharpness_of(run):
         result.append(sharp)
     if spread := run.block("diversity"):
-        result.append(("worse" if spread["difference"]["high"] < 0 else "same", diversity.sentence(spread)))
+        result.append(("worse" if number(spread["difference"]["high"]) < 0 else "same", diversity.sentence(spread)))
+    if "tuned" in (copies := run.block("copy_index")):
+        result.append(("worse" if copying.risen(copies) else "same", copying.sentence(copies)))
     accuracy = run.block("implicit_accuracy")
     if math.isfinite(number(accuracy.get("mean"))):
         share, low, high = (100 * number(accuracy.get(key)) for key in ("mean", "low", "high"))

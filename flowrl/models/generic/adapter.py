@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -237,13 +238,12 @@ class Generic(ModelAdapter):
         groups = self._groups(values, cond)
         if len(groups) == 1:
             return self._forward(x, values, cond, guidance_scale)
-        order = torch.tensor([row for group in groups for row in group])
-        outputs = []
-        for group in groups:
-            rows = torch.tensor(group)
-            part = x[rows.to(x.device)]
-            outputs.append(self._forward(part, [values[row] for row in group], cond.index(rows), guidance_scale))
-        return torch.cat(outputs)[order.argsort().to(x.device)]
+        parts = [torch.tensor(group) for group in groups]
+        outputs = [
+            self._forward(x[rows.to(x.device)], [values[row] for row in rows], cond.index(rows), guidance_scale)
+            for rows in parts
+        ]
+        return torch.cat(outputs)[torch.cat(parts).argsort().to(x.device)]
 
     def _groups(self, values: list[float], cond: Condition) -> list[list[int]]:
         """Rows that may share a forward: of one expert, and of one length if padding would be seen."""
@@ -376,6 +376,13 @@ class Generic(ModelAdapter):
             if self._packing is None:
                 self._packing = self._read_packing().checked(self.kind)
             return self._packing.encode(self.pipeline.vae, images, self.config.vae_precision, noise)
+
+    @torch.no_grad()
+    def source_of(self, image: Image) -> Tensor | None:
+        options = {"answers": {"encode_prompt": self._learned().rebuild(self._probe)}, "stop_at_network": True}
+        with self.entrance.explained("for an image that is edited"), arithmetic(self.config.vae_precision):
+            enter = partial(self.entrance.enter, 1, PROBE_GUIDANCE, images=[image], **options)
+            return self.images.source(enter, self.config.vae_precision)
 
     def to(self, device: torch.device) -> None:
         place(self.pipeline, self.config, device, autocasts=self.autocasts)

@@ -25,15 +25,17 @@ import torch
 from PIL.Image import Image
 from PIL.Image import new as new_image
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from flowrl.core.errors import ModelError
 from flowrl.core.types import Condition
 from flowrl.media.first_frame import fitted_frame, require_frame
-from flowrl.models.base import network_config
+from flowrl.models._vae import decoded_pixels, encoded_pixels
+from flowrl.models.base import VaePrecision, network_config
 from flowrl.models.generic.encoding import same
 from flowrl.models.generic.families import Family, family_of, holds_image, mask_place
 from flowrl.models.generic.options import Size, find_networks
-from flowrl.models.generic.reentry import Prepared, Visit
+from flowrl.models.generic.reentry import Prepared, Visit, replaced
 
 Sizes = tuple[tuple[int, int], ...]
 Place = tuple[str, int, int]
@@ -41,6 +43,8 @@ Place = tuple[str, int, int]
 LAYOUT, CONTENT, HELD = "images.layout", "images.content", "images.held"
 PREPARE, EMBED = "prepare_latents", "encode_image"
 ANY = 1000  # a list of images has no limit of its own
+_ASPECT = 0.03
+"""Largest difference between aspect ratios of source and sample: both are rounded to multiples of 16 pixels."""
 
 
 @cache
@@ -228,6 +232,27 @@ class ReferenceImages:
             elif place[0] == EMBED:
                 self.single.add(place)
         self.learned = True
+
+    def source(self, enter: Callable[[], Visit], precision: VaePrecision) -> Tensor | None:
+        """As `ModelAdapter.source_of`; `enter` calls the pipeline with the image, up to its network."""
+        if self.family.frames or self.size is None:
+            return None  # a first frame is no source of an edit
+        vae, given = self.pipeline.vae, list[Tensor]()
+        encode, size = vae.encode, (self.size.height, self.size.width)
+
+        def heard(pixels: Tensor, *rest: Any, **options: Any) -> Any:
+            given.append(pixels)
+            return encode(pixels, *rest, **options)
+
+        with replaced(vae, {"encode": heard}):
+            enter()
+        if not given or abs(given[0].shape[-2] * size[1] / (given[0].shape[-1] * size[0]) - 1) > _ASPECT:
+            return None
+        pixels = given[0].float().reshape(1, 3, *given[0].shape[-2:]) / 2 + 0.5
+        fitted = interpolate(pixels, size, mode="bilinear", antialias=True)
+        frame = fitted.view(*given[0].shape[:-2], *size)  # of a VAE for videos, which takes a video of one frame
+        trip = decoded_pixels(vae, encoded_pixels(vae, frame, precision, None), precision)
+        return torch.cat([fitted, trip.view_as(fitted)])
 
     def _parts(self, visit: Visit) -> dict[Place, Any]:
         """All encodings of the images, without the latents."""

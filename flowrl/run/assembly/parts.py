@@ -6,6 +6,7 @@ from pathlib import Path
 from flowrl.config.resolved import Resolved
 from flowrl.evaluation.evaluator import Evaluator
 from flowrl.evaluation.previews import Previews, require_learned
+from flowrl.evaluation.sources import Sources
 from flowrl.rollout.saliency_maps import Mapper, mapper_of
 from flowrl.run.assembly.data import Data, read
 from flowrl.run.assembly.learner import learner_of, new_training
@@ -73,6 +74,8 @@ def assemble(resolved: Resolved, world: World, folder: Path | None, *, training:
     data.require_fit(adapter, resolved)
     weights = trained_weights(resolved, kind, adapter, prompts.train, world)
     scorers.tried(adapter, prompts)
+    if training:
+        data.require_reached(adapter, resolved)
     shown, texts = data.embed(resolved, adapter, world)
     scorers.tried(adapter, prompts, texts)
     kind.begin(weights, texts, prompts.train, resolved.run.seed)
@@ -110,4 +113,5 @@ def _evaluator(resolved: Resolved, data: Data, sampling: Sampling, scorers: Scor
         prompts=tuple(data.prompts.evaluated),
         options=resolved.run.eval,
         made_with=made_with(resolved, data.prompts.evaluated, outputs),
+        sources=Sources(sampling.adapter),
     )
