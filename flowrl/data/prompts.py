@@ -1,7 +1,7 @@
 """Prompts with their images and metadata, and their order in a run; flowrl/data/prompt_sources.py reads them."""
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from flowrl.core.errors import ConfigError
 from flowrl.core.rng import normal, permutation
 from flowrl.credit.advantages import Advantages
+from flowrl.display.console import log
 from flowrl.media.media import UNREADABLE, fitted, open_image
 from flowrl.models.base import ModelAdapter
 
@@ -66,11 +67,17 @@ def require_images(prompts: Sequence[Prompt], adapter: ModelAdapter, key: str, f
 
 
 @torch.no_grad()
-def require_reached(prompt: Prompt, adapter: ModelAdapter, key: str, guidance_scale: float) -> None:
-    """Refuse a model whose prediction other images in place of the prompt's own do not change; it takes the encoders.
+def require_reached(named: Iterable[tuple[str, Prompt]], adapter: ModelAdapter, guidance_scale: float) -> None:
+    """Refuse a model whose prediction other images in place of a prompt's own do not change; it takes the encoders.
 
-    Raises ConfigError.
+    Of prompts with their keys the first one with images is tried; where none has any, a model of edits says so. Raises
+    ConfigError.
     """
+    key, prompt = next((entry for entry in named if entry[1].images), ("", None))
+    if prompt is None:
+        if adapter.image_limits == (0, 1):
+            log.warning("%s edits images, and no prompt has one: it makes images of the prompts alone", adapter.kind)
+        return
     own, encode = [open_named(file) for file in prompt.images], adapter.encode
     conds = [encode([prompt.text], [each]) for each in (own, own, [ImageOps.invert(image) for image in own])]
     x = normal(adapter.latent_shape(), 0, "source probe", [()]).to(conds[0].device)

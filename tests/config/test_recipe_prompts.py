@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from flowrl.rewards.geneval import read_clauses
@@ -29,6 +30,11 @@ def test_training_and_held_out_prompts_are_apart(name):
         ("sd/ddpo", "sd/draft")
     ):  # two of the lists overlap by names such as "zebra", which the recipe says
         assert len(set(train) & set(held_out[: data.max_eval_prompts])) == (0 if name.endswith("aesthetic") else 9)
+        return
+    if name.startswith(("flux_kontext", "qwen_image_edit")):  # instructions recur, edits of a scene do not
+        lists = [load_prompts(str(source), "data") for source in (data.prompts, data.eval_prompts)]
+        edits = [{(edit.text, Path(edit.images[0]).read_bytes()) for edit in edits} for edits in lists]
+        assert not edits[0] & edits[1]
         return
     assert not set(train) & set(held_out)
     if model == "sd3":

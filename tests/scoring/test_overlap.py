@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from flowrl.commands import score
+from flowrl.commands._scored import scored
 from flowrl.config.schema import EvalConfig
 from flowrl.core.errors import Abandoned, ConfigError
 from flowrl.core.types import SampleId
@@ -408,9 +408,9 @@ def test_flowrl_score_reads_the_next_files_while_a_reward_scores(tmp_path, monke
     for number in range(4):
         media.write(torch.full((3, 8, 8), number / 5), tmp_path / f"{number}")
     samples = [(file, "", {}) for file in sorted(tmp_path.iterdir())]
-    plain = list(score._scored(Scorer([entry(means)]), [samples[:2], samples[2:]]))
+    plain = list(scored(Scorer([entry(means)]), [samples[:2], samples[2:]]))
     monkeypatch.setattr(media, "read_levels", reads)
-    beside = list(score._scored(Scorer([entry(waits, overlap=True)]), [samples[:2], samples[2:]]))
+    beside = list(scored(Scorer([entry(waits, overlap=True)]), [samples[:2], samples[2:]]))
     assert waits.came == [True]
     assert beside == plain
     assert [line["image"] for line in beside] == ["0.png", "1.png", "2.png", "3.png"]

@@ -11,7 +11,6 @@ from flowrl.data.given_samples import Given, GivenSource, require_encoder
 from flowrl.data.priority import PrioritySource
 from flowrl.data.prompts import Prompt, PromptSource, require_images, require_reached, reworded
 from flowrl.data.text_cache import Texts
-from flowrl.display.console import log
 from flowrl.display.display import working
 from flowrl.evaluation import previews
 from flowrl.evaluation.held_out import RunPrompts, run_prompts
@@ -63,11 +62,7 @@ class Data:
         """
         own = (("data.prompts", prompt) for prompt in self.prompts.train)
         given = ((each.key, Prompt(text, {}, of)) for each in self.images for text, of in each.pairs.captions())
-        first = next((entry for entry in chain(own, given) if entry[1].images), None)
-        if first is not None:
-            require_reached(first[1], adapter, first[0], resolved.run.rollout.guidance_scale)
-        elif adapter.image_limits == (0, 1):
-            log.warning("%s edits images, and no prompt has one: it makes images of the prompts alone", adapter.kind)
+        require_reached(chain(own, given), adapter, resolved.run.rollout.guidance_scale)
 
     def embed(self, resolved: Resolved, adapter: ModelAdapter, world: World) -> tuple[Texts | None, Texts]:
         """(embeddings of the previews, if there are any; those of the run), once the model is on its device.
