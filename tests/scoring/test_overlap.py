@@ -413,4 +413,4 @@ def test_flowrl_score_reads_the_next_files_while_a_reward_scores(tmp_path, monke
     beside = list(scored(Scorer([entry(waits, overlap=True)]), [samples[:2], samples[2:]]))
     assert waits.came == [True]
     assert beside == plain
-    assert [line["image"] for line in beside] == ["0.png", "1.png", "2.png", "3.png"]
+    assert [file.name for (file, _, _), _ in beside] == ["0.png", "1.png", "2.png", "3.png"]
