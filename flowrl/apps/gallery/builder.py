@@ -33,10 +33,9 @@ def build(run_folders: Sequence[Path], out: Path | None = None, accept_changes: 
     Returns:
         `out / "index.html"`, a page without references to a network.
 
-    Raises:
-        ConfigError: a folder that is not a run, a damaged file, runs with different contents of a file, runs that share
-            no prompt or metric, or a page that would replace a run's own report; with the file and the remedy.
-        WriteError: the disk is full or not writable.
+    Raises ConfigError: a folder that is not a run, a damaged file, runs with different contents of a file, runs that
+    share no prompt or metric, or a page that would replace a run's own report; with the file and the remedy.
+    WriteError: the disk is full or not writable.
     """
     if not run_folders:
         raise ConfigError("run_folders is empty; name at least one run folder, such as runs/quickstart")

@@ -100,10 +100,8 @@ Format = Literal["diffusers", "kohya", "comfyui", "merged"]
 def export(run: Path, layout: Format, out: Path) -> Path:
     """Write a run's weights to the folder `out`; returns the file or folder to load.
 
-    Raises:
-        ConfigError: not a run, no trained weights yet, weights that cannot be read, full weights as a LoRA, or
-            original names of a family that has no table; nothing is written.
-        WriteError: the disk is full or not writable.
+    Raises ConfigError: not a run, no trained weights yet, weights that cannot be read, full weights as a LoRA, or
+    original names of a family that has no table; nothing is written. WriteError: the disk is full or not writable.
     """
     if learned_noise(run) is not None:
         raise ConfigError(

@@ -76,10 +76,8 @@ def push(folder: Path, repository: str, message: str, *, private: bool, api: Hub
         private: of a new repository; one that is there must be private then.
         api: the hub.
 
-    Raises:
-        ConfigError: offline, without a token, or a public repository where a private one is asked for; nothing was
-            sent.
-        UploadError: the hub cannot be reached or refuses.
+    Raises ConfigError: offline, without a token, or a public repository where a private one is asked for; nothing was
+    sent. UploadError: the hub cannot be reached or refuses.
     """
     from huggingface_hub import constants, get_token
 

@@ -81,10 +81,9 @@ class Ballot:
             token: token of the pair.
             choice: left, right, tie or skip.
 
-        Raises:
-            Refusal: another pair is open, there is no such choice, the votes on it were counted, or voting has ended.
-            WriteError: the vote could not be written, and does not count; or it counts, and the preference pairs could
-                not be written, which the next vote does.
+        Raises Refusal: another pair is open, there is no such choice, the votes on it were counted, or voting has
+        ended. WriteError: the vote could not be written, and does not count; or it counts, and the preference pairs
+        could not be written, which the next vote does.
         """
         with self._lock:
             name = self._voter(voter)

@@ -159,9 +159,8 @@ def compare_folders(
         out: folder of pairs.jsonl; pairs that are there are not judged again.
         rejudge: set the lines of another judge aside.
 
-    Raises:
-        ConfigError: lines of another judge or other models.
-        RewardFailure: the judge is away; what was judged is kept, and the same call goes on.
+    Raises ConfigError: lines of another judge or other models. RewardFailure: the judge is away; what was judged is
+    kept, and the same call goes on.
     """
     made = {name: folder.header.get("made_with") for name, folder in folders.items()}
     mark = hashlib.sha256(json.dumps([judge.facts, made], sort_keys=True).encode()).hexdigest()[:16]
