@@ -49,13 +49,9 @@ def build(run_folders: Sequence[Path], out: Path | None = None, accept_changes: 
 
 
 def render(runs: Sequence[Run], place: Place, *, alike: bool, live: Mapping[str, Any] | None = None) -> str:
-    """The page about some runs.
-
-    Args:
-        runs: contents of the run folders; none: the frame of a live page that cannot be built yet.
-        place: where the page is.
-        alike: whether the runs had equal contents of their files; others are only listed.
-        live: values of `live.html.j2`, for a page that a server refreshes; None: a page that is complete in itself.
+    """The page about some runs. `runs` are contents of the run folders; none: the frame of a live page that cannot be
+    built yet. `alike`: whether they had equal contents of their files; others are only listed. `live`: values of
+    `live.html.j2`, for a page that a server refreshes; None: a page that is complete in itself.
 
     Raises ConfigError: an image that cannot be read, or runs that share no prompt, seed or metric.
     """

@@ -37,13 +37,8 @@ def renamed(tensors: dict[str, Tensor], scale: float, family: Family, layout: La
 
     Slots of one matrix are fused: n updates of rank r become one of rank n * r, A stacked and B block-diagonal, with n
     times the alpha: the same function. A slot that was not trained has zero rows and columns, since readers divide the
-    rank by n.
-
-    Args:
-        tensors: by module, without the component's prefix.
-        scale: alpha / r; each written alpha is scale times the written rank.
-        family: whose table is used.
-        layout: kohya: `lora_unet_` and underscores; comfyui: `diffusion_model.` and dots.
+    rank by n. The tensors are by module, without the component's prefix; `scale` is alpha / r: each written alpha is
+    scale times the written rank. Layouts: kohya: `lora_unet_` and underscores; comfyui: `diffusion_model.` and dots.
 
     Raises ModelError: a module without a place in the table, a convolution, or tensors that are no plain LoRA.
     """
