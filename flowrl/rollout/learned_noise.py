@@ -82,8 +82,8 @@ class LearnedNoise(nn.Module):
 
 class Calibration:
     """V(mean, std, text): the expected reward of a draw from a distribution, fitted while the distributions change.
-    `text`: features of each of the P prompts, [P, F]; `values`: number of values of one sample's latents; the AdamW is
-    its own.
+    `text`: features of each of the P prompts, [P, F]; `values`: number of values of one sample's latents; it has an
+    AdamW of its own.
     """
 
     def __init__(self, text: Tensor, values: int, seed: int, learning_rate: float) -> None:

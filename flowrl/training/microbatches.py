@@ -19,8 +19,8 @@ def update_chunks(numbers: Tensor, updates: int, seed: int, iteration: int, *, s
 
     Each stratum of the numbers (0 .. stratum - 1, and so on) is dealt evenly, in the order of the strata. So any run of
     whole strata, such as the samples of the prompts that a process holds, is in each set with the same count or one
-    more. The same on every rank and for every number of ranks; every number is equally likely in every set. They are
-    numbers of samples, trees or slots that are trained; `stratum`: those of a prompt; for slots, all of them.
+    more. The same on every rank and for every number of ranks; every number is equally likely in every set. The
+    numbers are those of samples, trees or slots that are trained, `stratum` those of a prompt; for slots, all of them.
     """
     numbers = numbers.sort().values
     count, of = len(numbers), numbers // stratum
