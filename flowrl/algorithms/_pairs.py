@@ -208,15 +208,9 @@ def pair_loss(
 ) -> LossOutput:
     """The loss of step 4, summed over the rows; the margin is taken against the outputs of `against`.
 
-    Args:
-        pair: options of the margin.
-        kl: pull to the untouched network.
-        outputs: of the policy and all networks that are compared.
-        against: see `margin`.
-        sign: see `margin`.
-        metrics: name -> [M], reported too.
-        preference: what is made of the margin; None: the loss of Diffusion-DPO.
-        size: running mean of |Delta| for its `auto_beta`; 0: there is none yet.
+    `against` and `sign` are as in `margin`; `metrics`, name -> [M], are reported too. `preference`: what is made of the
+    margin; None: the loss of Diffusion-DPO. `size`: running mean of |Delta| for its `auto_beta`; 0: there is none yet.
+    `kl` pulls to the untouched network.
     """
     delta = margin(outputs, against, pair.space, sign)
     beta = pair.beta or default_beta(outputs.adapter.process)
@@ -235,13 +229,8 @@ def pair_loss(
 def margin(outputs: Outputs, against: str, space: Space, sign: Tensor | None = None) -> Tensor:
     """Delta of each row's pair, [M] float64: below 0 the policy prefers what the data prefer.
 
-    Both rows of a pair have its margin: a mean over rows is the mean over pairs.
-
-    Args:
-        outputs: those of the policy and of `against`; whole pairs, by `batch.group`.
-        against: the network that the margin is taken against.
-        space: that of the errors.
-        sign: [M]; None: the advantages, +1 and -1.
+    Both rows of a pair have its margin: a mean over rows is the mean over pairs. Pairs are whole, by `batch.group`; the
+    errors are those of `space`. `sign` is [M]; None: the advantages, +1 and -1.
     """
     batch = outputs.batch
     errors = outputs.error("policy", space), outputs.error(against, space)

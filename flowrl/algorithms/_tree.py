@@ -95,12 +95,9 @@ def by_nodes(
 ) -> Advantages:
     """Credit by edge where an edge has the advantage of the node that it leads to.
 
-    Args:
-        credit: of the leaves, with who is valid and which groups are dead.
-        leaves: rewards of the leaves.
-        config: of the comparison.
-        compare: rewards of the leaves [P, G], NaN where masked, and their tree -> advantages of the edges [P, G, K].
-        left_out: edges that are not trained, [P, G, K] bool.
+    `credit` is that of the leaves, with who is valid and which groups are dead. `compare`: rewards of the leaves
+    [P, G], NaN where masked, and their tree -> advantages of the edges [P, G, K]. `left_out`: edges that are not
+    trained, [P, G, K] bool.
     """
     if config.name == "group":
         steps = compare(leaves.totals(credit.valid), leaves.tree)

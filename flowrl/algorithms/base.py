@@ -137,12 +137,8 @@ class Method(Generic[C]):
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         """Credit of all samples, by the advantage rule unless the method has its own; computed once an iteration.
 
-        With `spatial` unclipped, with its bound: the clip follows the map.
-
-        Args:
-            rewards: of the iteration, [R, P, G] with NaN for failures; the same on every process.
-            weights: of the rewards, [R].
-            prompts: those of the P slots, for rules that remember them.
+        With `spatial` unclipped, with its bound: the clip follows the map. Rewards are [R, P, G] with NaN for failures,
+        the same on every process; weights [R]; `prompts` those of the P slots, for rules that remember them.
         """
         return self.rule(rewards, weights, prompts, clipped=self.spatial is None)
 

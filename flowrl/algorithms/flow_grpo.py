@@ -149,13 +149,9 @@ class FlowGrpo(EdgeMethod[Config]):
 def clipped_loss(
     method: EdgeMethod[Any], batch: Microbatch, networks: Networks, weight: Tensor | None = None
 ) -> LossOutput:
-    """The loss of step 3, summed over the E edges of a microbatch.
-
-    Args:
-        method: whose options are `ClipOptions` and `RatioOptions`.
-        batch: with one advantage for all rewards, [E, 1, *pos].
-        networks: policy and reference.
-        weight: of each edge before the KL is added, [E]; None: 1.
+    """The loss of step 3, summed over the E edges of a microbatch. `batch` has one advantage for all rewards,
+    [E, 1, *pos]; the options of `method` are `ClipOptions` and `RatioOptions`. `weight`: of each edge before the KL is
+    added, [E]; None: 1.
     """
     policy, sampler = networks.transition(batch), networks.policy.sampler
     log_ratio = method.log_ratio(policy, batch, sampler)  # log p - log p_old, [E, *pos]

@@ -102,10 +102,8 @@ class OnlineDpo(SampleMethod[Config]):
 def best_against_worst(credit: Advantages, total: Tensor, least_gap: float) -> Advantages:
     """+1 for the best and -1 for the worst sample of each prompt by its credit, others not kept.
 
-    Args:
-        credit: of all samples, not clipped; values [P, G, 1].
-        total: weighted rewards [P, G], NaN where masked.
-        least_gap: pairs whose `total` differs by no more are left out.
+    Values of `credit` are [P, G, 1], not clipped; `total` are weighted rewards [P, G], NaN where masked. Pairs whose
+    `total` differs by no more than `least_gap` are left out.
     """
     values = credit.values.squeeze(2)
     kept = best_and_worst(values, credit.kept, 2)

@@ -44,12 +44,9 @@ def in_processes(out: Path, processes: int) -> int:
 
 
 def reward_entries(rewards: Iterable[str], options: Iterable[str], *, prefixes: bool) -> dict[str, dict[str, Any]]:
-    """Name -> entry of each reward of a command line, as a configuration has it.
-
-    Args:
-        rewards: names, dotted paths or .py files, PREFIX=NAME if `prefixes`.
-        options: `key=value` of the only reward, or `NAME.key=value`, NAME being the prefix where there is one.
-        prefixes: whether a reward may have a prefix.
+    """Name -> entry of each reward of a command line, as a configuration has it. `rewards` are names, dotted paths or
+    .py files, PREFIX=NAME if `prefixes`; `options` are `key=value` of the only reward, or `NAME.key=value`, NAME being
+    the prefix where there is one.
 
     Raises ConfigError: two rewards of one name, or an option that does not name its reward.
     """

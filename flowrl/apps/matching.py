@@ -74,11 +74,8 @@ def matched(
 ) -> tuple[list[int], str]:
     """(the record's number of each file, how they were matched in words).
 
-    Args:
-        names: of the files, in `natural` order.
-        records: of the list.
-        where: the option and its value, for messages.
-        held: the prompts that the files hold, "" for one without; empty: none does.
+    `names` are in `natural` order; `where`: the option and its value, for messages; `held`: the prompts that the files
+    hold, "" for one without; empty: none does.
 
     Raises ConfigError: a key names some of the files only, two keys or records contradict each other, or the files
     could go by place in more than one way.

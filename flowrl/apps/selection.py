@@ -28,11 +28,7 @@ class BestOf:
 
     def __call__(self, levels: Sequence[Tensor], prompt: Prompt, seed: int) -> dict[int, dict[str, Any]]:
         """Number of each kept image, the best first -> what its note says; of equal ones the lowest seeds are kept.
-
-        Args:
-            levels: images [3, H, W] or videos [F, 3, H, W] of one prompt in 8 bits, of the seeds from `seed` on.
-            prompt: theirs.
-            seed: of the first.
+        `levels` are images [3, H, W] or videos [F, 3, H, W] of one prompt in 8 bits, of the seeds from `seed` on.
 
         Raises RewardFailure: fewer than `keep` have a score; ConfigError: a reward that does not judge what the model
         makes.
@@ -56,15 +52,9 @@ class BestOf:
 def best_of(
     count: int | None, keep: int | None, reward: str | None, target: str, prompts: Sequence[Prompt], drawn: int
 ) -> BestOf | None:
-    """What --best-of, --keep and --reward ask for, with its rewards loaded; None: nothing.
-
-    Args:
-        count: images to choose from.
-        keep: of them; None: one.
-        reward: a name or a .py file; None: those that the run was trained on.
-        target: the model.
-        prompts: all are checked.
-        drawn: what --count says.
+    """What --best-of, --keep and --reward ask for, with its rewards loaded; None: nothing. `count` images to choose
+    from, `keep` of them, None: one. `reward`: a name or a .py file; None: those that the run was trained on. All
+    prompts are checked; `drawn` is what --count says.
 
     Raises ConfigError: options that do not go together, or a reward that cannot choose; with the reason.
     """

@@ -28,11 +28,7 @@ def require(features: str | None, run: Path) -> None:
 
 def lines(base: Path, tuned: Path, features: str) -> list[str]:
     """Sentences about the first seed of the tuned model's folder beside the base's, and two seeds of the base.
-
-    Args:
-        base: folder with the images of an evaluation.
-        tuned: the other one.
-        features: `grids`, 8 x 8 mean colours; else a CLIP or DINO: a folder, a hub id, or tiny-clip.
+    `features`: `grids`, 8 x 8 mean colours; else a CLIP or DINO: a folder, a hub id, or tiny-clip.
 
     Raises ConfigError: too few images, or one that was selected by a score.
     """

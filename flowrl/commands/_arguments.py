@@ -24,15 +24,10 @@ def option(
     most: float | None = None,
     group: str | None = None,
 ) -> Any:
-    """An option of a command.
-
-    Args:
-        what: first sentence of its help text: what it is. `--help` shows this alone.
-        change: what it changes, and a default that is not a value; on docs/reference/commands.md after the first.
-        name: such as "--set"; None: that of the parameter.
-        least: lower bound.
-        most: upper bound.
-        group: heading of `--help` under which it stands, such as "With --suite"; None: Options.
+    """An option of a command. `what` is the first sentence of its help text: what it is; `--help` shows this alone.
+    `change`: what it changes, and a default that is not a value; on docs/reference/commands.md after the first. `name`:
+    such as "--set"; None: that of the parameter. `least` and `most` are bounds. `group`: heading of `--help` under
+    which it stands, such as "With --suite"; None: Options.
     """
     names = [name] if name else []
     return typer.Option(*names, help=noted(what, change), min=least, max=most, rich_help_panel=group)

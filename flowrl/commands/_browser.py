@@ -2,11 +2,8 @@
 
 
 def show(address: str, open_page: bool | None) -> None:
-    """Open a page of this machine in a browser, or print how another machine reaches it.
-
-    Args:
-        address: the page, with its port.
-        open_page: whether to open it; None: where there is a display.
+    """Open a page of this machine in a browser, or print how another machine reaches it. `open_page` None: where there
+    is a display.
     """
     import os
     import socket

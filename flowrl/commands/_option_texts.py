@@ -36,11 +36,7 @@ class OptionText:
 
 def option_texts(cls: type, default: Any = None, prefix: str = "") -> Iterator[OptionText]:
     """The options of a dataclass in the order of its fields; those of a nested dataclass follow its own line.
-
-    Args:
-        cls: dataclass of the options.
-        default: instance whose values are the defaults; None: those of the class.
-        prefix: dotted path before the names.
+    `default`: instance whose values are the defaults; None: those of the class. `prefix`: dotted path before the names.
     """
     texts, hints = field_texts(cls), typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):

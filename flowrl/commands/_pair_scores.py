@@ -29,14 +29,9 @@ _SIDES = ("chosen", "rejected")
 def agreement(
     source: str, columns: Sequence[str], plans: Sequence[RewardPlan], batch_size: int, out: Path | None
 ) -> bool:
-    """Print the scores of each pair and the accuracy of each output; True if every output has scored a pair.
-
-    Args:
-        source: the preference set.
-        columns: its columns as `key=value`, as of data.pairs.records.
-        plans: the rewards.
-        batch_size: images scored together.
-        out: folder for the lines and the numbers; None: they are printed.
+    """Print the scores of each pair and the accuracy of each output; True if every output has scored a pair. `source`
+    is the preference set, `columns` its columns as `key=value`, as of data.pairs.records; `batch_size` images are
+    scored together. `out`: folder for the lines and the numbers; None: they are printed.
 
     Raises ConfigError: no such set or column, a reward that it lacks something for.
     """

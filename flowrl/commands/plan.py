@@ -196,16 +196,9 @@ def geometry(
 ) -> Geometry:
     """Upper bounds of an iteration's work: samples of one start (`rollout.shared_noise`) share forwards.
 
-    Trees are counted exactly, without `share` and `terms`.
-
-    Args:
-        resolved: the run.
-        plan: steps of an iteration.
-        processes: number of processes.
-        extra: frozen forwards with each forward of the update.
-        share: share of the edges, or terms, that are trained.
-        terms: terms of a sample; None: the trained steps of the plan.
-        passes: passes over the samples.
+    Trees are counted exactly, without `share`, that of the edges or terms that are trained, and `terms`, those of a
+    sample (None: the trained steps of the plan). `extra`: frozen forwards with each forward of the update; `passes`:
+    passes over the samples.
     """
     from flowrl.planning.tree_work import tree_work
     from flowrl.training.world import largest_shard

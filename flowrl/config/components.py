@@ -78,11 +78,8 @@ def component(kind: str, options: Options, where: str, default: str | None = Non
 
 
 def model_component(options: Options, *, offline: bool = False) -> Component:
-    """The adapter that `model.name` names, else that of the pipeline's class.
-
-    Args:
-        options: the options of `model`.
-        offline: read the hub's cache on this machine alone.
+    """The adapter that `model.name` names, else that of the pipeline's class. `offline` reads the hub's cache on this
+    machine alone.
 
     Raises ConfigError: a bad option, or one of another adapter; ModelError: there is no such model, or its class is not
     known.

@@ -38,12 +38,8 @@ class Layers:
 
     @contextmanager
     def named(self, overrides: Sequence[str]) -> Iterator[None]:
-        """Add to the lines of a ConfigError the file that holds the key.
-
-        Args:
-            overrides: words of the command line; the keys that they set are in no file.
-
-        Raises ConfigError: with those files.
+        """Add to the lines of a ConfigError the file that holds the key. The keys that `overrides`, words of the
+        command line, set are in no file. Raises ConfigError: with those files.
         """
         try:
             yield
@@ -92,12 +88,8 @@ def _keys(tree: Any, place: str = "") -> Iterator[str]:
 
 
 def chain(file: Path, read: Callable[[Path], Options], own: Options | None = None) -> tuple[Path, ...]:
-    """The file itself, then what each file extends.
-
-    Args:
-        file: first file.
-        read: plain data of a file.
-        own: plain data of the first file; None: as `read` gives it.
+    """The file itself, then what each file extends. `read` gives the plain data of a file; `own`: those of the first
+    file; None: as `read` gives them.
 
     Raises ConfigError: `extends` of a wrong type, of a missing file, or in a circle.
     """

@@ -27,12 +27,10 @@ _Made = TypeVar("_Made")
 def load_config(path: str | Path, overrides: list[str] | None = None, *, folder: Path | None = None) -> RunConfig:
     """The configuration of a YAML file, a recipe or a run folder, with absolute paths; `resolve` checks its components.
 
-    A file that extends others is merged with them first, and its messages name the file that holds the key.
-
-    Args:
-        path: file, name of a recipe, or run folder, which gives `name` and `output`.
-        overrides: words such as "optim.learning_rate=1e-4".
-        folder: folder that relative paths of the file start from, for a text that will lie there; None: the file's.
+    A file that extends others is merged with them first, and its messages name the file that holds the key. `path` is a
+    file, the name of a recipe, or a run folder, which gives `name` and `output`; `overrides` are words such as
+    "optim.learning_rate=1e-4". `folder`: where relative paths of the file start, for a text that will lie there; None:
+    the file's.
 
     Raises ConfigError: with the key, the value and the reason; nothing is loaded.
     """
@@ -107,11 +105,8 @@ def _check_known(run: RunConfig) -> None:
 
 
 def resolve(run: RunConfig, *, offline: bool = False) -> "Resolved":
-    """Load every component, validate its options, and check those that depend on each other.
-
-    Args:
-        run: the configuration.
-        offline: read the hub's cache alone to choose a model's adapter.
+    """Load every component, validate its options, and check those that depend on each other. `offline` reads the hub's
+    cache alone to choose a model's adapter.
 
     Raises ConfigError, ModelError: with the key, the value and the remedy.
     """
@@ -155,13 +150,9 @@ def _with_components(run: RunConfig, *, offline: bool) -> "Resolved":
 
 
 def placed(tree: Options, make: Callable[[], _Made]) -> _Made:
-    """The result of `make`; its error about an unknown key names the places of options of that name.
-
-    Args:
-        tree: plain data of the configuration, for the names of its components.
-        make: validates the configuration or a component of it.
-
-    Raises UnknownKey: with those places.
+    """The result of `make`; its error about an unknown key names the places of options of that name. `tree` is the
+    plain data of the configuration, for the names of its components; `make` validates it or one of them. Raises
+    UnknownKey: with those places.
     """
     try:
         return make()

@@ -41,12 +41,7 @@ def trained_outputs(trained: Iterable[Scored]) -> set[str]:
 
 
 def watched_outputs(trained: Sequence[Scored], evaluated: Sequence[Scored]) -> list[str]:
-    """Watched metrics in order: those that `eval.rewards` name first, then what else is scored.
-
-    Args:
-        trained: the entries of `rewards`.
-        evaluated: the entries of `eval.rewards`.
-    """
+    """Watched metrics in order: those of `eval.rewards` (`evaluated`) first, then what else is scored."""
     taken = trained_outputs(trained)
     named = [name for one in evaluated for name in one.chosen]
     # An output with weight 0 is looked at on purpose.

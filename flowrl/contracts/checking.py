@@ -41,9 +41,8 @@ def check(thing: Any, **options: Any) -> tuple[Finding, ...]:
     Returns:
         The findings, one a law; `print(*flowrl.check(...), sep="\\n")` shows them.
 
-    Raises:
-        ContractError: laws that do not hold, each with what it expects and what was measured.
-        ConfigError: there is no such component, or an unknown option.
+    Raises ContractError: laws that do not hold, each with what it expects and what was measured; ConfigError: there is
+    no such component, or an unknown option.
     """
     if isinstance(thing, str | Path | ModuleType):
         name, thing = _made(thing, options)

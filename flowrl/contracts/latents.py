@@ -19,10 +19,8 @@ MODEL, PROMPTS, COUNT = "tiny-sd3", ("a red circle", "two blue squares"), 4
 class LatentTrial:
     """A judge with the latents on which its laws are tried.
 
-    Args:
-        name: for messages.
-        judge: as `build(config)` returns it.
-        cond: of two prompts, from the model whose latents it judges; None: from tiny-sd3.
+    `judge` is as `build(config)` returns it. `cond`: of two prompts, from the model whose latents it judges; None: from
+    tiny-sd3. `name` is for messages.
 
     Raises ConfigError: there are no conditions, and the judge is of another model than tiny-sd3.
     """

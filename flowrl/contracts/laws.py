@@ -12,11 +12,8 @@ S = TypeVar("S")
 
 
 class Broken(Exception):
-    """Raised by a trial whose law does not hold; the text is what was measured.
-
-    Args:
-        measured: in words.
-        remedy: what mends it, in place of the law's expectation; None: that.
+    """Raised by a trial whose law does not hold; the text is what was measured. `remedy`: what mends it, in place of
+    the law's expectation; None: that.
     """
 
     def __init__(self, measured: str, remedy: str | None = None) -> None:

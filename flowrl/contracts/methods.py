@@ -42,12 +42,7 @@ BATCH = 4096
 
 
 class MethodTrial:
-    """A method with a session on a tiny model, which it trains.
-
-    Args:
-        part: the method.
-        path: of the model, "flow" or "vp".
-    """
+    """A method with a session on a tiny model of the path "flow" or "vp", which it trains."""
 
     def __init__(self, part: Component, path: str = "flow") -> None:
         self.part, self.path = part, path

@@ -50,12 +50,8 @@ def trial_batch(card: Card) -> Batch:
 
 
 class RewardTrial:
-    """A reward with the samples on which its laws are tried.
-
-    Args:
-        name: the reward's, for messages.
-        reward: as its `build(config)` returns it.
-        samples: at least 2, images or videos as its card says.
+    """A reward, as its `build(config)` returns it, with the samples on which its laws are tried: at least 2, images or
+    videos as its card says. `name` is for messages.
     """
 
     def __init__(self, name: str, reward: Reward, samples: Batch) -> None:

@@ -25,10 +25,9 @@ NOWHERE = Path("flowrl-check", "no-such-prompts.txt")
 class SuiteTrial:
     """A suite with the prompts on which its laws are tried.
 
-    Args:
-        suite: as `suite_of` reads it from its module.
-        prompts: as `--prompts` takes them; None for a suite that makes or ships its own.
-        outputs: scores with the ends of their range, such as an official evaluator's; None: those of its own judge.
+    `suite` is as `suite_of` reads it from its module; `prompts` as `--prompts` takes them, None for a suite that makes
+    or ships its own. `outputs`: scores with the ends of their range, such as an official evaluator's; None: those of
+    its own judge.
 
     Raises ConfigError: the suite reads its prompts, and none are given.
     """

@@ -88,9 +88,7 @@ class Advised(Exception):
 
     `...; try optim.batch_size=8, or leave out --json`
 
-    Args:
-        words: text before them.
-        remedies: one or several; a mapping stands for the `Remedy` with these settings.
+    `words` stand before the remedies, one or several; a mapping stands for the `Remedy` with these settings.
     """
 
     def __init__(self, words: object, remedies: "_Way | Sequence[_Way]" = ()) -> None:
@@ -136,13 +134,8 @@ class Fault(Advised):
 
     @classmethod
     def about(cls, error: BaseException, before: str = "", after: str = "", place: str = "") -> Self:
-        """A fault that says more about an exception, and keeps its remedies.
-
-        Args:
-            error: what is explained.
-            before: beginning of the text.
-            after: words between the text and the remedies.
-            place: dotted place of the component that raised it.
+        """A fault that says more about an exception, and keeps its remedies. `before` begins the text, `after` stands
+        between it and the remedies; `place` is the dotted place of the component that raised it.
         """
         return cls(f"{before}{told(error)}{after}", remedies=remedies_of(error, place))
 
@@ -194,12 +187,8 @@ class UploadError(Fault, RuntimeError):
 
 
 class OutOfMemory(Fault, RuntimeError):
-    """The device or the host ran out of memory; `planning/out_of_memory.py` adds the plan and remedies.
-
-    Args:
-        words: the library's message.
-        phases: phases of the run that the error left, the innermost first.
-        advice: remedies.
+    """The device or the host ran out of memory; `planning/out_of_memory.py` adds the plan and remedies. `words` are the
+    library's message, `phases` those of the run that the error left, the innermost first.
     """
 
     of_one_process = True

@@ -20,12 +20,7 @@ _Made = TypeVar("_Made")
 
 @contextmanager
 def writing(what: str | Path, safe: str = "what was written before it is safe") -> Generator[None]:
-    """Turn errors of a full disk or a read-only folder inside the block into one message.
-
-    Args:
-        what: file or folder.
-        safe: sentence about what is not lost.
-
+    """Turn errors of a full disk or a read-only folder inside the block into one message. `safe` says what is not lost.
     Raises WriteError: with the name, the reason, and how to go on.
     """
     try:
@@ -47,11 +42,8 @@ def cache_folder() -> Path:
 
 
 def out_folder(path: Path, file: str = "") -> Path:
-    """The folder that a command writes to; it is made if it is missing.
-
-    Args:
-        path: folder as the user gave it.
-        file: name of the file that the command writes there, if it is one.
+    """The folder that a command writes to; it is made if it is missing. `file`: name of the file that the command
+    writes there, if it is one.
 
     Raises ConfigError: it is a file, is named like one, or cannot be written.
     """

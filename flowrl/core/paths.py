@@ -60,11 +60,8 @@ def split_of(path: str) -> tuple[str, str | None]:
 def lost_in(path: str, base: Path | None = None) -> Path | None:
     """The folder in which a path would be if it were there: then it is a missing file, and no id of the hub.
 
-    A hub id has no folder of its owner's name here, so that `runs/nope` next to `runs/` asks no hub.
-
-    Args:
-        path: as it was given, such as `owner/name`.
-        base: folder of a relative path; None: the working directory.
+    A hub id has no folder of its owner's name here, so that `runs/nope` next to `runs/` asks no hub. `base`: folder of
+    a relative path; None: the working directory.
     """
     first, slash, _ = os.path.normpath(path).partition("/")
     folder = Path(first) if base is None else base / first
@@ -72,13 +69,8 @@ def lost_in(path: str, base: Path | None = None) -> Path | None:
 
 
 def refuse_lost(config: object, where: str) -> None:
-    """Refuse options that may be a path or a name, and are a path that is not there.
-
-    Args:
-        config: a dataclass with marked options.
-        where: its place in the configuration.
-
-    Raises ConfigError: `lost_in` a folder.
+    """Refuse options that may be a path or a name, and are a path that is not there. `config` is a dataclass with
+    marked options, `where` its place in the configuration. Raises ConfigError: `lost_in` a folder.
     """
     for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)

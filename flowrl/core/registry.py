@@ -45,12 +45,8 @@ def near(name: str, valid: Sequence[str], cutoff: float = 0.5) -> list[str]:
     """Valid names that may be meant, the likeliest first.
 
     The same but for letter case and separators; the short name of a paper; initials; one with nearly all letters in
-    common; those that have these parts; the one with most letters in common.
-
-    Args:
-        name: word that is none of them.
-        valid: names to choose from.
-        cutoff: least share of letters in common, in [0, 1].
+    common; those that have these parts; the one with most letters in common. `cutoff`: least share of letters in
+    common, in [0, 1].
 
     >>> near("Flow-GRPO", ["flow_grpo", "dgpo"]), near("grpo", ["g2rpo", "flow_grpo"]), near("lr", ["learning_rate"])
     (['flow_grpo'], ['flow_grpo'], ['learning_rate'])

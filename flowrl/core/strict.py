@@ -67,12 +67,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
 def _refuse_doubled(node: yaml.Node, source: str, place: tuple[str, ...], seen: dict[int, bool]) -> None:
     """Refuse a mapping with a key twice, and a node that contains itself. Keys merged by `<<` may be overridden.
-
-    Args:
-        node: node to check.
-        source: name of the text, for messages.
-        place: keys that lead to the node.
-        seen: id of each checked node -> whether this one is inside it.
+    `place`: keys that lead to the node; `seen`: id of each checked node -> whether this one is inside it.
     """
     if seen.get(id(node)):
         raise ConfigError(f"{source}, line {node.start_mark.line + 1}: {'.'.join(place)} contains itself (*alias)")
@@ -133,13 +128,8 @@ class UnknownKey(ConfigError):
     """A mapping has a key that is not an option."""
 
     def __init__(self, place: str, value: Any, valid: Sequence[str], meant: Sequence[str] = (), note: str = "") -> None:
-        """
-        Args:
-            place: dotted path of the key.
-            value: its value.
-            valid: keys that the mapping may have.
-            meant: dotted paths of options with such a key; empty: the most similar valid one is named.
-            note: end of the message.
+        """A key (dotted `place`) that is none of `valid`. `meant`: dotted paths of options with such a key; empty: the
+        most similar valid one is named. `note` ends the message.
         """
         self.place, self.value, self.valid, self.note = place, value, list(valid), note
         self.key = place.rpartition(".")[2]
@@ -154,12 +144,7 @@ class UnknownKey(ConfigError):
 
 
 def require_positive(options: Mapping[str, Any], *names: str) -> None:
-    """Refuse options that are not above 0, NaN included; null is allowed.
-
-    Args:
-        options: name -> value, as of `vars(config)`.
-        names: those that are looked at.
-
+    """Refuse those of the options (as of `vars(config)`) that are named and not above 0, NaN included; null is allowed.
     Raises ValueError: with the option's name.
     """
     for name in names:
@@ -229,13 +214,8 @@ _WHOLE = 2**63
 
 
 def _refuse_no_number(value: Any, where: str, cls: type | None, *, infinite: bool) -> None:
-    """Refuse NaN, which passes every check of a range, infinity except as a limit, and what no 64 bits hold.
-
-    Args:
-        value: plain data to check.
-        where: dotted path of the value.
-        cls: dataclass of the value; None: it has none, as a component's options.
-        infinite: whether infinity is allowed.
+    """Refuse NaN, which passes every check of a range, infinity except as a limit, and what no 64 bits hold. `cls`:
+    dataclass of the value; None: it has none, as a component's options. `infinite`: whether infinity is allowed.
     """
     fields = {} if cls is None else field_types(cls)
     for key, inner in value.items() if is_mapping(value) else enumerate(value) if is_list(value) else ():

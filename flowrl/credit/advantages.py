@@ -71,12 +71,9 @@ def advantages(
 ) -> Advantages:
     """Advantages of all samples of an iteration by the configured rule.
 
-    Args:
-        rewards: training values [R, P, G]; NaN marks a failure.
-        weights: [R]; a reward of weight 0 is only logged.
-        config: the rule.
-        known: of a rule that remembers, what it knows of each prompt (`credit/history.py`); with `virtual_best` the
-            highest value of each reward; None: this iteration alone.
+    Rewards are training values [R, P, G], NaN marks a failure; one of weight 0 ([R]) is only logged. `known`: of a rule
+    that remembers, what it knows of each prompt (`credit/history.py`); with `virtual_best` the highest value of each
+    reward; None: this iteration alone.
 
     Raises ValueError: rewards that do not fit the configuration, naming the key.
     """

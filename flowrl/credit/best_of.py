@@ -40,11 +40,7 @@ def added_to_best(filled: Tensor, valid: Tensor, k: int) -> Tensor:
     With the best of the other k - 1 as baseline: n sum over x_j < x_a of C(j, k-2) (x_a - x_j) / C(n, k), j from 0 in
     ascending order. Never negative for k > 1, and 0 for the k - 1 lowest; with k = 1 the reward less the mean of the
     others, n / (n - 1) times the rule `group`. A group of fewer than k valid samples has the best of all of them.
-
-    Args:
-        filled: rewards [P, G], finite.
-        valid: [P, G] bool; what stands at others means nothing.
-        k: samples of which the best counts.
+    `filled` [P, G] is finite; what stands where `valid` [P, G] is False means nothing.
 
     >>> added_to_best(torch.tensor([[0.0, 3.0, 1.0]], dtype=torch.float64), torch.ones(1, 3, dtype=torch.bool), 2)
     tensor([[0., 5., 1.]], dtype=torch.float64)

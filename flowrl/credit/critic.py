@@ -49,14 +49,8 @@ class Perceptron(nn.Module):
 
 
 class Critic:
-    """A perceptron with an AdamW of its own.
-
-    Args:
-        inputs: number of features of a row.
-        seed: of the initial weights.
-        learning_rate: of AdamW.
-        device: of network and optimizer.
-        num_steps: denoising steps that have gains of their own; None: no step has.
+    """A perceptron with an AdamW of its own. It reads rows of `inputs` features; `seed` is that of the initial weights.
+    `num_steps`: denoising steps that have gains of their own; None: no step has.
     """
 
     def __init__(

@@ -105,14 +105,9 @@ def moments(known: list[float], own: Tensor, ddof: int) -> list[float]:
 def normalise_against(
     total: Tensor, past: Sequence[Tensor | None] | None, *, eps: float, ddof: int = 0, scaled: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """(reward - mean) / (std + eps) of rewards [P, G], NaN masked.
-
-    Args:
-        total: one reward per sample.
-        past: for each prompt the rewards [n] whose mean and std are taken; None: those of the whole iteration.
-        eps: added to the std.
-        ddof: 0 divides by n.
-        scaled: False divides by nothing.
+    """(reward - mean) / (std + eps) of rewards [P, G], NaN masked. `past`: for each prompt the rewards [n] whose mean
+    and std are taken; None: those of the whole iteration. A `ddof` of 0 divides by n; `scaled` False divides by
+    nothing.
 
     Returns:
         [P, G] float64, 0 where masked, and [P] bool: prompts that are compared with equal rewards only, exactly 0.

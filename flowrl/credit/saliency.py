@@ -77,15 +77,9 @@ def saliency(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def to_latent_grid(maps: Tensor, shape: tuple[int, ...], *, keep_mean: bool = False) -> Tensor:
-    """Maps on the grid of the latents, float32.
-
-    Args:
-        maps: [B, F, h, w] of each frame; an image is one frame.
-        shape: (H, W) of the latents, or (T, H, W); frames go to T by linear interpolation.
-        keep_mean: divide by the mean, so that the mean update keeps its size (the official code does not).
-
-    Returns:
-        [B, *shape] in [0, 1], or of mean 1.
+    """Maps [B, F, h, w] of each frame (an image is one) on the grid of the latents: [B, *shape] float32 in [0, 1], or
+    of mean 1. The shape is (H, W), or (T, H, W): frames go to T by linear interpolation. `keep_mean` divides by the
+    mean, so that the mean update keeps its size (the official code does not).
     """
     if maps.ndim != 4 or len(shape) not in (2, 3) or (len(shape) == 2 and maps.shape[1] > 1):
         raise ValueError(f"maps {tuple(maps.shape)} do not fit the latent grid {shape}: (H, W) or (T, H, W)")

@@ -7,15 +7,9 @@ def variance_shares(rewards: Tensor, weights: Tensor, valid: Tensor) -> list[flo
     """Share of each reward in the variance of the weighted sum inside groups, [R]; they add up to 1.
 
     The share of a reward is the covariance of its weighted values with the sum, over the variance of the sum, both
-    pooled over groups. It is below 0 for a reward that the others outweigh in the opposite direction.
-
-    Args:
-        rewards: training values, [R, P, G].
-        weights: [R].
-        valid: [P, G] bool; other samples are left out.
-
-    Returns:
-        None where the sum does not vary inside any group.
+    pooled over groups. It is below 0 for a reward that the others outweigh in the opposite direction. Rewards are
+    training values, [R, P, G], weights [R]; `valid` [P, G] bool leaves out other samples. None where the sum does not
+    vary inside any group.
 
     >>> import torch
     >>> variance_shares(torch.tensor([[[0.0, 3.0]], [[0.0, 1.0]]]), torch.ones(2), torch.ones(1, 2, dtype=torch.bool))

@@ -70,12 +70,8 @@ class Scale:
 
 
 def fuse(total: Tensor, tree: Branching, path_weights: Tensor | None = None) -> Tensor:
-    """Mean reward of the leaves after each edge, [P, G, K].
-
-    Args:
-        total: rewards of the leaves, [P, G]; NaN masks.
-        tree: of L leaves.
-        path_weights: of each leaf after each edge, [P, G, K] (`by_path`); None: all alike.
+    """Mean reward of the leaves after each edge, [P, G, K]. `total` are rewards of the leaves, [P, G], NaN where
+    masked. `path_weights`: of each leaf after each edge, [P, G, K] (`by_path`); None: all alike.
     """
     leaves = _by_tree(total.double(), tree)
     result = torch.full((*leaves.shape, tree.num_steps), torch.nan, dtype=torch.float64)
@@ -105,12 +101,8 @@ def by_path(log_probs: Tensor, tree: Branching, beta: float) -> Tensor:
     """Weights of leaves by how likely the path to them was, [P, G, K]: exp(beta z) over its mean after the same edge.
 
     z is the log-prob of the path from the edge's end to the leaf, standardised over the leaves after the edge: with the
-    plain sum one leaf would have all the weight, and with the mean over dims all would be alike.
-
-    Args:
-        log_probs: of the edges, [P, G, K]; NaN where there is none.
-        tree: of L leaves.
-        beta: 0 gives 1 everywhere.
+    plain sum one leaf would have all the weight, and with the mean over dims all would be alike. `log_probs` are those
+    of the edges, [P, G, K], NaN where there is none; a `beta` of 0 gives 1 everywhere.
     """
     steps = _by_tree(log_probs.double().nan_to_num(), tree)
     after = steps.flip(-1).cumsum(-1).flip(-1) - steps  # of the steps after k
@@ -130,13 +122,8 @@ def by_path(log_probs: Tensor, tree: Branching, beta: float) -> Tensor:
 
 def depthwise(values: Tensor, total: Tensor, tree: Branching, scale: Scale) -> Tensor:
     """(value - mean) / std over the nodes that the noisy edges of a step lead to, [P, G, K]; 0 where all are equal, NaN
-    where there is one alone.
-
-    Args:
-        values: of the edges, [P, G, K] (`fuse`).
-        total: rewards of the leaves, [P, G].
-        tree: of L leaves.
-        scale: what is compared, and what divides.
+    where there is one alone. Values are those of the edges, [P, G, K] (`fuse`), `total` the rewards of the leaves,
+    [P, G]; `scale` says what is compared, and what divides.
     """
     edges = _by_tree(values, tree)
     leaf_std = _group_moments(_by_tree(total.double(), tree), scale)[1]

@@ -108,14 +108,9 @@ class Look:
 
 
 class Given:
-    """The images that a run learns from, and the held-out pairs.
-
-    Args:
-        options: names of the sets.
-        algorithm: the method: its members of a slot, and its options for single images.
-        seed: seed of the order.
-        num_frames: frames of the model's videos; 1: images.
-        key: the configuration key, for messages.
+    """The images that a run learns from, and the held-out pairs. `options` name the sets, `seed` is that of the order;
+    the method `algorithm` has members of a slot, and options for single images. `num_frames`: of the model's videos; 1:
+    images. `key`: the configuration key, for messages.
 
     Raises ConfigError: a set that cannot be used.
     """
@@ -260,13 +255,9 @@ def latents_of(
 ) -> Latents:
     """Latents of the images or videos of B samples: opened, brought to the model's size, and encoded in batches.
 
-    Args:
-        read: number of a slot -> slot.
-        ids: B identities; those of a slot are adjacent.
-        adapter: the model.
-        batch_size: images opened and encoded at once; no others are in memory. They are uint8 until they are encoded.
-        look: crop, mirror and the VAE's draw; None: the middle, not mirrored, at the posterior's mean.
-        stop: whether to stop, called before every batch.
+    `read`: number of a slot -> slot; of the B identities those of a slot are adjacent. `batch_size` images are opened
+    and encoded at once; no others are in memory, and they are uint8 until they are encoded. `look`: crop, mirror and
+    the VAE's draw; None: the middle, not mirrored, at the posterior's mean. `stop` is called before every batch.
 
     Raises Abandoned: `stop` returned true.
     """

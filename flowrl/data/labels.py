@@ -59,12 +59,9 @@ class LabelledSet:
 def labelled(pairs: PreferenceSet, mixed: Mixed = "positive") -> LabelledSet:
     """The images of a set, labelled by the outcomes of their pairs under one caption.
 
-    An image is identified by its name in the set (Pick-a-Pic's `image_0_uid`), its path, or the hash of its bytes,
-    for which the whole set is read once. Takes about 250 bytes of memory per image in this pass.
-
-    Args:
-        pairs: the set; winners without a loser are positive.
-        mixed: label of images that both won and lost; "positive" is the published `gt_label_wi_l`.
+    An image is identified by its name in the set (Pick-a-Pic's `image_0_uid`), its path, or the hash of its bytes, for
+    which the whole set is read once. Takes about 250 bytes of memory per image in this pass. Winners without a loser
+    are positive. `mixed`: label of images that both won and lost; "positive" is the published `gt_label_wi_l`.
 
     Raises ConfigError: one of the two classes is empty.
     """

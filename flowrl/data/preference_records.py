@@ -68,13 +68,8 @@ class StoredImage:
             return None
 
     def frames(self, count: int | None, place: float = 0.5) -> list[Image]:
-        """RGB frames of a video.
-
-        Args:
-            count: neighbouring frames that are taken of it; None: all.
-            place: of those in the video, in [0, 1]; 0.5 is the middle.
-
-        Raises Unreadable: it is missing, broken, or shorter.
+        """RGB frames of a video. `count`: neighbouring frames that are taken of it; None: all. `place`: theirs in the
+        video, in [0, 1]; 0.5 is the middle. Raises Unreadable: it is missing, broken, or shorter.
         """
         return self._read(lambda: part_of(frames_of(self._file()), count, place))
 

@@ -44,14 +44,10 @@ def load_preferences(
 ) -> "PreferenceSet":
     """A preference set, its report logged.
 
-    Args:
-        source: a .jsonl or .parquet, a glob of shards, a folder of either, or hf:PATH[:SPLIT] for a data set; records
-            are {prompt, chosen, rejected[, margin]} or Pick-a-Pic's {caption, jpg_0, jpg_1, label_0}.
-        key: the configuration key, for messages.
-        options: columns, and the largest share of broken records.
-        paired: whether records without a rejected image are skipped.
-        graded: whether records without a margin are skipped, and ties are pairs of margin 0.
-        videos: the frames that videos must have; None: a set of images.
+    `source`: a .jsonl or .parquet, a glob of shards, a folder of either, or hf:PATH[:SPLIT] for a data set; records are
+    {prompt, chosen, rejected[, margin]} or Pick-a-Pic's {caption, jpg_0, jpg_1, label_0}. `key`: the configuration key,
+    for messages. `paired` skips records without a rejected image; `graded` those without a margin, and makes ties pairs
+    of margin 0. `videos`: the frames that videos must have; None: a set of images.
 
     Raises ConfigError: no such source or column, no usable record, too many broken, a package that is not installed.
     """

@@ -48,11 +48,9 @@ class NoText(ConfigError):
 def read_records(file: Path, where: str, *texts: str) -> Records:
     """The records of a file, read by its suffix; a file without one holds lines of text.
 
-    Args:
-        file: an existing file.
-        where: key and value of the option, for messages.
-        texts: columns that may hold the text, the likeliest first; a plain string becomes a record with the first of
-            them alone. Rows of a table have one of them, records of JSON and of a parquet may lack them all.
+    `where`: key and value of the option, for messages. `texts`: columns that may hold the text, the likeliest first; a
+    plain string becomes a record with the first of them alone. Rows of a table have one of them, records of JSON and of
+    a parquet may lack them all.
 
     Raises ConfigError: a suffix that is not among FORMS, or contents that do not fit it.
     """

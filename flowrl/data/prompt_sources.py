@@ -53,11 +53,8 @@ def load_prompts(source: str, key: str, columns: Columns = Columns(), most: int 
     """Prompts of a file, an embedded list such as `shapes-train.txt`, `shapes:train|heldout` or, of videos,
     `shapes:motion-train|motion-heldout|motion-pretrain`, or a data set, `hf:PATH` or `hf:PATH:SPLIT`.
 
-    Args:
-        source: file, name or data set.
-        key: the configuration key, for messages.
-        columns: keys of records; a .txt has none.
-        most: number of prompts to read, the first ones; None: all.
+    `key`: the configuration key, for messages. `columns`: keys of records; a .txt has none. `most`: number of prompts
+    to read, the first ones; None: all.
 
     Raises ConfigError: no such file, split or column, an unknown suffix, an empty set, a broken record, an image that
     is missing or unreadable, a package that is not installed.
@@ -123,12 +120,8 @@ def _read(source: str, where: str, columns: Columns, most: int | None) -> list[P
 def open_data_set(path: str, split: str | None, subset: str | None, where: str, key: str = "data.subset") -> Any | None:
     """Rows of a data set on the hub or in a folder, mapped into memory; None: it has no rows.
 
-    Args:
-        path: a hub id or a folder.
-        split: its split; None: `train`, or the only one.
-        subset: subset of a set that has several.
-        where: key and value of the option, for messages.
-        key: the option that sets the subset, for messages.
+    `path` is a hub id or a folder; `split` None: `train`, or the only one; `subset` is for a set that has several, and
+    `key` the option that sets it. `where`: key and value of the option, for messages.
 
     Raises ConfigError: a package that is not installed, no such set or split, or one that cannot be loaded.
     """

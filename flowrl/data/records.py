@@ -71,11 +71,8 @@ class Records:
 def find_records(source: str, images: Sequence[str], subset: str | None, where: str) -> Records:
     """The records of a source (docs/preferences.md).
 
-    Args:
-        source: a .jsonl, a .parquet, a glob of shards, a folder of either, or hf:PATH[:SPLIT].
-        images: columns that may hold images.
-        subset: subset of a data set that has several.
-        where: key and value of the option, for messages.
+    `source`: a .jsonl, a .parquet, a glob of shards, a folder of either, or hf:PATH[:SPLIT]; `images`: columns that may
+    hold images; `subset`: of a data set that has several; `where`: key and value of the option, for messages.
 
     Raises ConfigError: there is no such source, it cannot be read, or a package is not installed.
     """

@@ -33,12 +33,9 @@ class Frames:
     """Longer videos are cut to `count` frames; false: they do not fit."""
 
     def require(self, *sources: Path | bytes | None) -> None:
-        """Check the videos of one record by their headers.
-
-        Args:
-            sources: the chosen one, and the rejected one if there is one.
-
-        Raises Unfit: naming the reason, the values and the remedy; ConfigError: a file that needs the extra `video`.
+        """Check the videos of one record by their headers. They are the chosen one, and the rejected one if there is
+        one. Raises Unfit: naming the reason, the values and the remedy; ConfigError: a file that needs the extra
+        `video`.
         """
         if self.count is None and not all(map(may_be_video, sources)):
             return
@@ -95,9 +92,7 @@ def may_be_video(source: Path | bytes | None) -> bool:
 def facts(source: Path) -> tuple[int, float | None]:
     """(number of frames, frames a second; None: not known) of a file or a folder of frames, without their pixels.
 
-    Raises:
-        media.UNREADABLE: it is none, or is broken.
-        ConfigError: a file that needs the extra `video`.
+    Raises media.UNREADABLE: it is none, or is broken; ConfigError: a file that needs the extra `video`.
     """
     if source.is_dir():
         return len(frame_files(source)), None

@@ -22,13 +22,8 @@ class Texts:
     The cache is in host memory, or in files that are mapped into it, since thousands of long prompts take more than a
     denoiser; `lookup` copies those of an iteration to the device.
 
-    Args:
-        adapter: encodes the prompts.
-        prompts: those of the cache.
-        cache: make them all now; False: when they are looked up.
-        batch_size: prompts that are encoded together.
-        files: hold the prompts; None: memory does.
-        free: free the encoders once all are made.
+    `cache`: make them all now; False: when they are looked up. `batch_size` prompts are encoded together. `files` hold
+    the prompts; None: memory does. `free`: free the encoders once all are made.
     """
 
     def __init__(

@@ -34,11 +34,8 @@ _FORMAT = "flowrl embeddings 1"
 def text_folder(data: DataConfig, output: str, size: int | None, *, images: bool) -> Path | None:
     """The folder of a run's embeddings; None: every process holds them in memory, or they are made on demand.
 
-    Args:
-        data: the run's options.
-        output: the run's `output`.
-        size: bytes of the embeddings of all prompts; None: not known, since the adapter has no pipeline.
-        images: some prompts have images. Their embeddings depend on what the adapter has seen before.
+    `size`: bytes of the embeddings of all prompts; None: not known, since the adapter has no pipeline. `images`: some
+    prompts have images; their embeddings depend on what the adapter has seen before.
 
     Raises ConfigError: `data.text_cache` is a folder, and these embeddings cannot be kept.
     """
@@ -58,13 +55,9 @@ def text_folder(data: DataConfig, output: str, size: int | None, *, images: bool
 class TextFiles:
     """The files of a list of prompts.
 
-    Args:
-        folder: made if it is missing.
-        encoders: `text_identity` of the adapter.
-        batches: prompts that are encoded together, file by file; each prompt once.
-        adapter: its `unconditional`, which its first `encode` makes, has a file of its own.
-        encode: embeddings of a batch.
-        device: of `adapter.unconditional`.
+    The folder is made if it is missing. `encoders`: `text_identity` of the adapter; `batches`: prompts that are encoded
+    together, file by file, each once; `encode`: embeddings of a batch. The adapter's `unconditional`, which its first
+    `encode` makes and which is on `device`, has a file of its own.
     """
 
     def __init__(

@@ -17,14 +17,10 @@ from flowrl.diffusion.solvers import SolverName
 def flash_schedule(schedule: Schedule, last: int, ratio: float, shift: float) -> Schedule:
     """A full flow grid up to step `last` (e), then n nodes from sigma_{e+1} to 0 instead of S - e: e + n steps.
 
-    The nodes are even before the shift, as in `shifted_linspace`; n = int((S - e) * ratio), at least 2. The
-    released code allows n = 1, whose only node is sigma_{e+1}: the image would stay noisy.
-
-    Args:
-        schedule: S steps that end at sigma 0.
-        last: last step that keeps its place, the window's end.
-        ratio: share of the nodes after it that are kept, in (0, 1].
-        shift: resolution shift of the grid.
+    The nodes are even before the shift, as in `shifted_linspace`; n = int((S - e) * ratio), at least 2. The released
+    code allows n = 1, whose only node is sigma_{e+1}: the image would stay noisy. The S steps of `schedule` end at
+    sigma 0; `last` keeps its place, the window's end; `ratio`, in (0, 1], is the share of the nodes after it that are
+    kept; `shift` is the resolution shift of the grid.
 
     Raises ValueError: no step is left after `last`, the grid does not end at 0, has another shift, or timesteps other
     than 1000 sigma.

@@ -176,14 +176,9 @@ class _Table:
 
 
 def solver_plan(schedule: Schedule, solver: SolverName = "ode", noise_level: float = 0.0) -> StepPlan:
-    """A plan without transitions: evaluation, sampling, and rollouts of methods without log-probs.
-
-    Args:
-        schedule: of the model; some solvers walk another grid.
-        solver: of every step.
-        noise_level: of a stochastic solver.
-
-    Raises ValueError: the solver cannot walk this grid.
+    """A plan without transitions: evaluation, sampling, and rollouts of methods without log-probs. The schedule is the
+    model's; some solvers walk another grid. `noise_level` is for a stochastic solver. Raises ValueError: the solver
+    cannot walk this grid.
     """
     how = SOLVERS[solver]
     grid = how.grid(schedule)

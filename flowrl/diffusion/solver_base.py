@@ -76,10 +76,7 @@ class Solver:
     ) -> tuple[Tensor, Node]:
         """The latents at the end of the step that starts `here`, [B, ...] float32, and the node as it was left.
 
-        Args:
-            prediction: the network's belief at `here.x`.
-            here: with noise where the solver is stochastic.
-            before: the node before; None at the first step.
-            last: whether the step ends the path.
+        `prediction` is the network's belief at `here.x`; `here` has noise where the solver is stochastic. `before`: the
+        node before; None at the first step. `last`: whether the step ends the path.
         """
         raise NotImplementedError

@@ -140,14 +140,8 @@ def draw(
     *,
     shared: Literal["sample", "group", "all"] = "sample",
 ) -> Times:
-    """The training times of B samples.
-
-    Args:
-        config: the rule.
-        schedule: of the rollout.
-        ids: B identities.
-        key: (seed, iteration, pass).
-        shared: who has the same times: nobody, the samples of a prompt, or all.
+    """The training times of B samples. The schedule is the rollout's, `key` (seed, iteration, pass). `shared`: who has
+    the same times: nobody, the samples of a prompt, or all.
     """
     seed, *rest = key
     count = config.terms(len(schedule))

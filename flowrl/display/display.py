@@ -47,10 +47,9 @@ class Above(codecs.StreamWriter):
 class Display:
     """What one process shows.
 
-    Args:
-        mode: "auto" draws where the error stream is a terminal and prints lines elsewhere; "quiet": warnings and the
-            verdict alone; "json": one object a line on the output stream, which has nothing else.
-        main: this is the first process; another shows its warnings alone.
+    The mode "auto" draws where the error stream is a terminal and prints lines elsewhere; "quiet": warnings and the
+    verdict alone; "json": one object a line on the output stream, which has nothing else. `main`: this is the first
+    process; another shows its warnings alone.
     """
 
     def __init__(self, mode: Mode = "auto", *, main: bool = True) -> None:

@@ -101,9 +101,8 @@ class Evaluator:
         `progress` is called with the number of samples just finished; `agreement` compares the network with held-out
         pairs, for a method that prefers images.
 
-        Raises:
-            Abandoned, Diverged, RewardError: on all processes; no scores are written.
-            Elsewhere: another process failed otherwise.
+        Raises Abandoned, Diverged, RewardError: on all processes; no scores are written. Elsewhere: another process
+        failed otherwise.
         """
         prompts = self.prompts[: setting.limit]
         folder = None if self.folder is None or not setting.save else self.folder / self.place

@@ -84,14 +84,8 @@ class State:
 
 
 class Guard:
-    """Looks at the evaluations of a run, one after the other.
-
-    Args:
-        options: of the configuration.
-        metric: the watched one.
-        higher_is_better: its direction.
-        state: of an earlier guard, to go on from; None: nothing was seen yet.
-        noun: "image" or "video", for its sentences.
+    """Looks at the evaluations of a run, one after the other. `metric` is the watched one. `state`: of an earlier
+    guard, to go on from; None: nothing was seen yet. `noun`: "image" or "video", for its sentences.
     """
 
     def __init__(

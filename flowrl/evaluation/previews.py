@@ -118,9 +118,8 @@ class Previews:
     ) -> None:
         """Draw the images of an evaluation into the run folder.
 
-        Raises:
-            Abandoned: on all processes; there is no record of the evaluation then.
-            Elsewhere: another process failed.
+        Raises Abandoned: on all processes; there is no record of the evaluation then. Elsewhere: another process
+        failed.
         """
         run = self.evaluator.folder
         if run is None or self.texts is None:

@@ -192,16 +192,10 @@ def line(
     output: str = "",
     bounds: Bounds | None = None,
 ) -> Line:
-    """The mean over groups of rows of the mean of each, with its stratified interval.
-
-    Args:
-        name: of the line.
-        groups: rows of each stratum; an empty one has no mean, and then the line has none.
-        value: of a sample.
-        weights: of the groups; None: equal.
-        scale: factor of every value, such as 100.
-        output: the score that the value is.
-        bounds: least and largest possible value; None: not known.
+    """The mean over groups of rows of the mean of each, with its stratified interval. `groups` are rows of each
+    stratum; an empty one has no mean, and then the line has none. `weights` None: equal. `scale`: factor of every
+    value, such as 100. `output`: the score that the value is. `bounds`: least and largest possible value; None: not
+    known.
     """
 
     def scaled(row: Row) -> tuple[float, ...]:

@@ -40,11 +40,7 @@ def stratified(parts: Sequence[Part], bounds: Bounds | None = None) -> tuple[flo
     """(mean, low, high) of the weighted mean of the parts' means, with a 95 % interval over prompts in each part.
 
     A part without a value makes all three NaN: the mean of the others is another number. A part of one prompt says
-    nothing of its spread, and leaves no interval.
-
-    Args:
-        parts: the strata.
-        bounds: least and largest possible value; None: not known.
+    nothing of its spread, and leaves no interval. `bounds`: least and largest possible value; None: not known.
 
     >>> stratified([Part({"a": (0.0, 1.0), "b": (0.5,)})])[0]
     0.5

@@ -57,11 +57,8 @@ def matching_log_prob(error: Tensor, sigma: Tensor, weighting: ErrorWeighting, p
         sigma    -sigma l               ghuber  -sigma ((l + e)^p - e^p) / p
         sigma2   -sigma^2 l             e = 1e-10
 
-    Args:
-        error: l [M] float64.
-        sigma: [M].
-        weighting: as above. The Huber forms bound the push of a negative advantage, whose weight falls as l grows.
-        power: p of `ghuber`; 1 is `sigma`, 0.5 twice `huber`.
+    The error is l [M] float64, sigma [M]; `power` is p of `ghuber`: 1 is `sigma`, 0.5 twice `huber`. The Huber forms
+    bound the push of a negative advantage, whose weight falls as l grows.
 
     Source: arXiv 2509.25050; scxue/advantage_weighted_matching:scripts/train_sd3_awm.py.
 
@@ -110,15 +107,9 @@ def negative_aware_loss(
         x+ = beta x + (1 - beta) x_old      x- = (1 + beta) x_old - beta x      L = mean (x+- - x0)^2 / w
         w = mean |x+- - x0|, without gradient
 
-    Clean predictions are affine in velocities, so this is the same with v in place of x.
-
-    Args:
-        policy: its clean prediction x, [M, ...].
-        old: that of the network which drew the samples, x_old.
-        clean: x0.
-        good: r in [0, 1], [M].
-        mix: beta > 0.
-        adaptive: False leaves w out.
+    Clean predictions are affine in velocities, so this is the same with v in place of x. `policy` is its clean
+    prediction x, [M, ...], `old` that of the network which drew the samples, x_old, `clean` x0, `good` r in [0, 1],
+    [M], `mix` beta > 0; `adaptive` False leaves w out.
 
     Source: arXiv 2509.16117; NVlabs/DiffusionNFT:scripts/train_nft_sd3.py.
 
@@ -166,14 +157,9 @@ def group_preference_weight(
 ) -> Tensor:
     """sigmoid(beta / G * sum over the group of A (l - l_ref)), [M] without gradient: how wrong a group still stands.
 
-    Times A l it has the gradient of -log sigmoid(-beta / G * sum A (l - l_ref)), but for the factor beta / G.
-
-    Args:
-        advantage: A [M].
-        error: l [M].
-        error_reference: l_ref [M].
-        group: [M] int64; rows of one number are one group (of G rows), at one time.
-        beta: inverse temperature.
+    Times A l it has the gradient of -log sigmoid(-beta / G * sum A (l - l_ref)), but for the factor beta / G. A, l and
+    l_ref are [M]; rows of one number in `group`, [M] int64, are one group (of G rows), at one time; `beta` is an
+    inverse temperature.
 
     Source: arXiv 2510.08425; Luo-Yihong/DGPO:scripts/train_sd3_dgpo.py.
 
@@ -228,12 +214,8 @@ def centred(values: Tensor, group: Tensor, weight: Tensor) -> Tensor:
 def pool_weights(given: Tensor, advantage: Tensor, group: Tensor, pools: float | None) -> list[Tensor]:
     """Weights for `centred`, each [M] and of sum 1 over the group; an empty pool is the whole group.
 
-    Args:
-        given: r [M] float64.
-        advantage: A [M].
-        group: [M] int64.
-        pools: None: one, all alike; 0: the samples of A > 0 and those of A < 0; above 0: softmax of r and of -r at
-            this temperature.
+    `given` is r [M] float64, `advantage` A [M], `group` [M] int64. `pools` None: one, all alike; 0: the samples of
+    A > 0 and those of A < 0; above 0: softmax of r and of -r at this temperature.
 
     >>> given, advantage = torch.tensor([0.9, 0.5, 0.1]).double(), torch.tensor([4.0, 0.0, -4.0])
     >>> [weights.tolist() for weights in pool_weights(given, advantage, torch.tensor([7, 7, 7]), 0.0)]

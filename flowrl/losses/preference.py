@@ -20,11 +20,8 @@ Utility = Literal["kahneman_tversky", "loss_averse", "risk_seeking"]
 def pair_margin(sign: Tensor, error: Tensor, error_reference: Tensor, pair: Tensor) -> Tensor:
     """Delta = (l_w - l_ref_w) - (l_l - l_ref_l) of each row's pair, [M]: below 0 the network prefers as the data do.
 
-    Args:
-        sign: +1 for a winner, -1 for a loser, [M]; 0 takes a row out.
-        error: l [M].
-        error_reference: l_ref [M].
-        pair: [M] int64; rows of one number are one pair at one time, with one noise.
+    `sign` is +1 for a winner, -1 for a loser, 0 takes a row out; it and the errors l, l_ref are [M]. Rows of one number
+    in `pair`, [M] int64, are one pair at one time, with one noise.
 
     >>> sign, pair = torch.tensor([1.0, -1.0]), torch.tensor([7, 7])
     >>> pair_margin(sign, torch.tensor([0.25, 0.5]), torch.tensor([0.5, 0.5]), pair).tolist()
@@ -56,12 +53,7 @@ def shaped_loss(margin: Tensor, beta: float, name: LossName, flip: float = 0.0, 
         ipo       (-Delta - target)^2                                target: a margin of errors; None: m = 1/2, 1 / beta
         hinge     max(0, 1 - m)
 
-    Args:
-        margin: Delta.
-        beta: inverse temperature.
-        name: as above.
-        flip: share of labels that are taken to be wrong, below 1/2.
-        target: see `ipo`.
+    The margin is Delta, `beta` an inverse temperature; `flip`: share of labels that are taken to be wrong, below 1/2.
 
     Source: arXiv 2403.00409 (robust), 2310.12036 (ipo); huggingface/trl:trainer/dpo_trainer.py (smoothed, hinge).
 
@@ -109,12 +101,8 @@ def label_loss(gain: Tensor, sign: Tensor, offset: Tensor | float, beta: float, 
         loss_averse       -log sigmoid(u)       what is still wrong weighs most
         risk_seeking      log sigmoid(-u)       what is right already weighs most
 
-    Args:
-        gain: g = l_ref - l [M].
-        sign: y, +1 for an image that was liked and -1 for one that was not, [M].
-        offset: z, subtracted from the gain.
-        beta: scale of gains.
-        utility: as above.
+    `gain` is g = l_ref - l [M], `sign` y, +1 for an image that was liked and -1 for one that was not, [M]; `offset` z
+    is subtracted from the gain, `beta` scales it.
 
     Source: arXiv 2404.04465; jacklishufan/diffusion-kto:train_kto_sd_v1.5.py.
 

@@ -23,15 +23,9 @@ class Bounds(NamedTuple):
 def clipped_ratio_loss(
     log_ratio: Tensor, advantages: Tensor, clip_range: tuple[float, float] | Bounds
 ) -> tuple[Tensor, Tensor]:
-    """max(-A r, -A clamp(r, 1 - low, 1 + high)) with r = exp(log_ratio), per sample.
-
-    Args:
-        log_ratio: log pi - log pi_old, any shape.
-        advantages: same shape.
-        clip_range: (low, high), in the units of this log-prob form.
-
-    Returns:
-        loss shaped like the inputs, and a bool tensor: True where the clip took the gradient away.
+    """max(-A r, -A clamp(r, 1 - low, 1 + high)) with r = exp(log_ratio), per sample. `log_ratio`, log pi - log pi_old,
+    and `advantages` have any one shape; `clip_range` is (low, high), in the units of this log-prob form. The loss is
+    shaped like them, and so is a bool tensor: True where the clip took the gradient away.
 
     Source: arXiv 1707.06347, eq. 7.
 
@@ -117,15 +111,9 @@ def clamped_ratio_loss(log_ratio: Tensor, advantages: Tensor, clip_range: tuple[
 
 
 def masked_ratio_loss(log_ratio: Tensor, advantages: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
-    """-A r, but 0 without gradient where `far` and the ratio has moved in the direction of A.
-
-    Args:
-        log_ratio: log pi - log pi_old, any shape.
-        advantages: same shape.
-        far: same shape, bool: the step has left its old distribution by more than a threshold.
-
-    Returns:
-        loss shaped like the inputs, and a bool tensor: True where the term was dropped.
+    """-A r, but 0 without gradient where `far` and the ratio has moved in the direction of A. `log_ratio`, log pi - log
+    pi_old, `advantages` and `far` have any one shape; `far` is True where the step has left its old distribution by
+    more than a threshold. The loss is shaped like them, and so is a bool tensor: True where the term was dropped.
 
     Source: arXiv 2606.11025; Tencent-Hunyuan/UniRL:unirl/algorithms/flowdppo.py.
 

@@ -194,11 +194,8 @@ def pulled_back(
 ) -> Iterator[tuple[int, Tensor]]:
     """(step, c [B, ...]) of the trained steps, late to early; a product is taken before its c is handed out.
 
-    Args:
-        gradient: dR/dx at the end of the first link, [B, ...].
-        links: late to early.
-        trained: their steps whose c is wanted.
-        product: (step, c) -> (dy/dx)^T c there, [B, ...].
+    `gradient` is dR/dx at the end of the first link, [B, ...]; `links` go late to early; `trained` are the steps whose
+    c is wanted; `product`: (step, c) -> (dy/dx)^T c there, [B, ...].
 
     >>> two = [Link(1, 1.0, -0.5, through=1.0), Link(0, 1.0, -0.5)]
     >>> [(k, float(c)) for k, c in pulled_back(torch.ones(1), two, (0, 1), lambda k, c: 3 * c)]

@@ -46,10 +46,8 @@ class EightBitImages(Sequence[Tensor]):
     """Images or videos in 8 bits: a quarter of the bytes of float32.
 
     An item is a copy in floats, [3, H, W] or [F, 3, H, W] in [0, 1]; NaN all over where the sample is not finite.
-
-    Args:
-        levels: [B, 3, H, W] or [B, F, 3, H, W] uint8.
-        finite: samples whose latents and images are finite, [B] bool; the levels of the others mean nothing.
+    `levels` are [B, 3, H, W] or [B, F, 3, H, W] uint8; `finite` [B] bool: samples whose latents and images are finite;
+    the levels of the others mean nothing.
     """
 
     def __init__(self, levels: Tensor, finite: Tensor) -> None:

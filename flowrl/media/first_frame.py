@@ -10,13 +10,8 @@ MOST_ENLARGED = 2.0
 
 
 def require_frame(size: tuple[int, int], height: int, width: int, *, crop: bool = True) -> None:
-    """Raise ValueError, with the reason and the remedy, for an image that is no frame of that size by the rule.
-
-    Args:
-        size: (width, height) of the image in pixels.
-        height: of the video in pixels.
-        width: of the video in pixels.
-        crop: an image of another aspect ratio is cropped; False: it is refused.
+    """Raise ValueError, with the reason and the remedy, for an image that is no frame of that size by the rule. `size`
+    is (width, height) of the image; all are pixels. `crop`: one of another aspect ratio is cropped; False: refused.
     """
     factor = max(width / size[0], height / size[1])
     if factor > MOST_ENLARGED:

@@ -56,16 +56,12 @@ def write(
     Scoring the file repeats the logged score for images and small videos in WebP. Videos of `SMALL_PX` and more are
     saved with loss, a tenth as large; MP4 always is.
 
-    Args:
-        sample: image [3, H, W] or video [F, 3, H, W] in [0, 1], rounded by `eight_bit`; or in 8 bits already.
-        stem: path without suffix.
-        note: plain data about the sample, for the PNG's text or for `<stem>.json` next to a video.
-        fps: frames a second of a video.
-        form: of a video, one of `VIDEO_FORMATS`.
+    The sample is an image [3, H, W] or video [F, 3, H, W] in [0, 1], rounded by `eight_bit`, or in 8 bits already;
+    `note` is plain data about it, for the PNG's text or for `<stem>.json` next to a video; `fps` frames a second and
+    `form`, one of `VIDEO_FORMATS`, are those of a video.
 
-    Raises:
-        WriteError: the disk is full or not writable.
-        ConfigError: an MP4 without the extra `video`, or of an odd height or width; a frame rate of 0.
+    Raises WriteError: the disk is full or not writable. ConfigError: an MP4 without the extra `video`, or of an odd
+    height or width; a frame rate of 0.
     """
     from flowrl.media.eight_bits import eight_bit
 
@@ -118,12 +114,9 @@ def _note_file(video: Path) -> Path:
 
 
 def encode_video(path: Path, frames: Tensor, fps: float) -> None:
-    """Write a video as the suffix of `path` says: `.webp`, without loss where it is small, or `.mp4`.
-
-    Args:
-        path: of the file.
-        frames: [F, 3, H, W] uint8.
-        fps: frames a second; of a WebP a frame's time is a whole number of ms, and the exact rate is kept as a mark.
+    """Write a video as the suffix of `path` says: `.webp`, without loss where it is small, or `.mp4`. Frames are
+    [F, 3, H, W] uint8, `fps` a second; of a WebP a frame's time is a whole number of ms, and the exact rate is kept as
+    a mark.
 
     Raises ConfigError: another suffix, a frame rate of 0, an MP4 without the extra `video` or of an odd height or
     width; OSError: the file cannot be written.
@@ -143,9 +136,8 @@ def encode_video(path: Path, frames: Tensor, fps: float) -> None:
 def decode_video(path: Path) -> tuple[Tensor, float]:
     """(frames [F, 3, H, W] uint8, frames a second) of a video file: MP4 and its kin, animated WebP, GIF.
 
-    Raises:
-        UNREADABLE: as `opened`; an image; an empty or broken file; a frame rate of 0.
-        ConfigError (a ValueError): a file that needs the extra `video`, which is not installed.
+    Raises UNREADABLE: as `opened`; an image; an empty or broken file; a frame rate of 0. ConfigError (a ValueError): a
+    file that needs the extra `video`, which is not installed.
     """
     levels, rate = _levels(path)
     if rate is None:
@@ -161,9 +153,8 @@ def is_video_file(path: Path) -> bool:
 def facts(path: Path) -> tuple[int, float | None]:
     """(number of frames, frames a second; None: an image) of a file, without its pixels.
 
-    Raises:
-        UNREADABLE: as `opened`; no video in it; a frame rate of 0.
-        ConfigError (a ValueError): a file that needs the extra `video`, which is not installed.
+    Raises UNREADABLE: as `opened`; no video in it; a frame rate of 0. ConfigError (a ValueError): a file that needs the
+    extra `video`, which is not installed.
     """
     if is_video_file(path):
         frames, rate, _ = mp4.facts(path)
@@ -259,13 +250,9 @@ def _frames(file: Path) -> tuple[list[Image], float | None]:
 def contact_sheet(samples: Tensor, columns: int, limit_px: int) -> tuple[Tensor, tuple[int, int]]:
     """Samples row by row in one image or video; the rest of the last row is black.
 
-    Args:
-        samples: images [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1].
-        columns: samples in a row.
-        limit_px: longest side of a sample in pixels; larger ones are averaged down to it.
-
-    Returns:
-        (sheet [3, H', W'] or [F, 3, H', W'], (height, width) of a sample in it).
+    Samples are images [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1], `columns` in a row; those whose longest side is
+    above `limit_px` are averaged down to it. Returns the sheet [3, H', W'] or [F, 3, H', W'], and (height, width) of a
+    sample in it.
     """
     import torch
     from torch.nn.functional import adaptive_avg_pool2d, pad
@@ -328,14 +315,8 @@ def pixels(image: Image) -> Tensor:
 
 
 def fitted(image: Image, height: int, width: int, place: tuple[float, float] = (0.5, 0.5), *, mirror: bool) -> Image:
-    """The image at a size: scaled (bilinear) to the smallest one that covers it, cropped, and mirrored if asked.
-
-    Args:
-        image: of any size.
-        height: in pixels.
-        width: in pixels.
-        place: position of the crop, (down, across) in [0, 1]; (0.5, 0.5) is the middle.
-        mirror: flip left to right after the crop.
+    """The image at a size: scaled (bilinear) to the smallest one that covers it, cropped, and mirrored if asked. The
+    size is in pixels; `place` is that of the crop, (down, across) in [0, 1]; (0.5, 0.5) is the middle.
 
     Source: SalesforceAIResearch/DiffusionDPO:train.py (torchvision's Resize and CenterCrop, for squares).
     """

@@ -37,15 +37,9 @@ def guided(
     Detached, the gradient is that of `combine` with a constant unconditional output: s dc for u + s (c - u). The value
     is that of separate forwards with and without gradient, so a rollout and its replay have the same batches.
 
-    Args:
-        forward: the network.
-        x: latents, [B, ...].
-        timestep: [B].
-        cond: B rows.
-        unconditional: one row.
-        guidance_scale: s.
-        combine: (unconditional output, conditional output, s) -> output, each [B, ...].
-        forwards: how the two branches are evaluated, and whether both carry gradient.
+    x is [B, ...], `timestep` [B], `cond` has B rows, `unconditional` one; `guidance_scale` is s. `combine`:
+    (unconditional output, conditional output, s) -> output, each [B, ...]. `forwards`: how the two branches are
+    evaluated, and whether both carry gradient.
 
     Raises ModelError: `unconditional` is None.
     """

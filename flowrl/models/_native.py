@@ -118,12 +118,7 @@ class Native(ModelAdapter):
     """The adapter of a family: class attributes and `predict`.
 
     By default its process is a flow on the plain flow scheduler, and its VAE an AutoencoderKL: images to latents and
-    back by one shift and scale for all channels.
-
-    Args:
-        pipeline: a diffusers pipeline of the family.
-        config: the family's Config.
-        network: the trained network; None: the pipeline's transformer.
+    back by one shift and scale for all channels. `network`: the trained one; None: the pipeline's transformer.
     """
 
     patch: ClassVar[int] = 1

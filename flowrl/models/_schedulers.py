@@ -108,15 +108,11 @@ def with_shift(scheduler: Any, shift: float | None) -> Any:
 def flow_grid(
     scheduler: Any, num_inference_steps: int, tokens: int, *, even: bool, max_shift: float, shift: float | None
 ) -> Schedule:
-    """The grid of a family on the plain flow scheduler; timesteps are 1000 sigma.
-
-    Args:
-        scheduler: the pipeline's, left as it is.
-        num_inference_steps: K.
-        tokens: number of the image's tokens, in which the scheduler's mu is linear.
-        even: the pipeline hands in linspace(1, 1 / K, K); False: the scheduler's own sigmas.
-        max_shift: mu of the longest sequence where the scheduler's configuration has none.
-        shift: of even sigmas, instead of everything that the scheduler does; None: the scheduler's grid.
+    """The grid of a family on the plain flow scheduler; timesteps are 1000 sigma. The pipeline's scheduler is left as
+    it is; its mu is linear in `tokens`, the number of the image's tokens, and `max_shift` is the mu of the longest
+    sequence where its configuration has none. `even`: the pipeline hands in linspace(1, 1 / K, K); False: the
+    scheduler's own sigmas. `shift`: of even sigmas, instead of everything that the scheduler does; None: the
+    scheduler's grid.
 
     Raises ModelError: another scheduler.
     """
@@ -160,13 +156,9 @@ def schedule_of(
 ) -> Schedule:
     """The pipeline's grid with sigma falling from noise to data.
 
-    Args:
-        path: the scheduler's process and prediction.
-        scheduler: has alphas_cumprod and its end.
-        timesteps: the scheduler's, [K].
-        sigmas: the scheduler's, [K + 1]; flows only.
-        final_alpha: end of a VP grid.
-        to_clean: the last step of a VP grid ends at clean data, whatever the scheduler's end is.
+    `path` is the scheduler's process and prediction; timesteps [K] and, of flows only, sigmas [K + 1] are its own; it
+    has alphas_cumprod and their end. `final_alpha`: end of a VP grid; with `to_clean` that is clean data, whatever the
+    scheduler's end is.
 
     Raises ModelError: a grid without single steps, or one on which a noise-prediction network cannot start.
     """

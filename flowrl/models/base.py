@@ -278,10 +278,8 @@ class ModelAdapter:
     def encode_images(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Clean latents [B, ...] float32 of images or videos, on the adapter's device: `decode` undoes it.
 
-        Args:
-            images: [B, 3, H, W] or [B, F, 3, H, W] in [0, 1], of the model's size and number of frames.
-            noise: standard normal, shaped like the latents, for a draw mean + std * noise of the VAE's posterior; None:
-                its mean.
+        Images are [B, 3, H, W] or [B, F, 3, H, W] in [0, 1], of the model's size and number of frames. `noise`:
+        standard normal, shaped like the latents, for a draw mean + std * noise of the VAE's posterior; None: its mean.
 
         Raises ModelError: the adapter has no encoder, or another size or number of frames.
         """

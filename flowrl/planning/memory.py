@@ -146,15 +146,9 @@ def forward_rows(
 ) -> tuple[int, int]:
     """Network evaluations of a rollout and of its updates, without CFG, a reference and dead groups.
 
-    Samples of one start share them up to the first stochastic step. Trees: `tree_work`.
-
-    Args:
-        run: the configuration.
-        plan: of the rollout.
-        samples: of an iteration.
-        slots: its prompts.
-        share: of the edges or terms that is trained.
-        terms: training times of each sample; None: the plan's trained steps.
+    Samples of one start share them up to the first stochastic step. Trees: `tree_work`. `samples` are those of an
+    iteration, `slots` its prompts, `share` the part of the edges or terms that is trained. `terms`: training times of
+    each sample; None: the plan's trained steps.
     """
     steps, trained = len(plan), len(plan.train) if terms is None else terms
     if not run.rollout.shared_noise or not any(plan.stochastic):
@@ -176,12 +170,9 @@ def anchor_rows(resolved: Resolved, plan: StepPlan, processes: int = 1) -> int:
 def estimate(resolved: Resolved, adapter: Any, plan: StepPlan, *, prompts: int, processes: int = 1) -> Estimate:
     """Counts, bytes and operations of a run.
 
-    Args:
-        resolved: the run.
-        adapter: a fresh one from `skeleton`, which is changed.
-        plan: of an iteration; its trained steps decide how many latents are kept.
-        prompts: distinct texts whose embeddings are cached.
-        processes: number of processes that share the samples; the result is per process.
+    `adapter` is a fresh one from `skeleton`, which is changed; the trained steps of `plan` decide how many latents are
+    kept; `prompts` distinct texts have cached embeddings. The samples are shared by `processes`: the result is per
+    process.
     """
     run, config, pipeline = resolved.run, resolved.model.config, adapter.pipeline
     dtype, method, frozen = torch_dtype(config.dtype), resolved.method, resolved.training.frozen

@@ -56,16 +56,9 @@ class Fidelity:
 
 
 def choose(scores: Tensor, keep: int, rule: SelectRule, key: tuple[int, ...]) -> Tensor:
-    """The candidates of every prompt that are drawn in full, in rising order.
-
-    Args:
-        scores: of the preview, [P, N]; NaN marks a failure, chosen only if too few others are left.
-        keep: G.
-        rule: of `ExplorationConfig.select`.
-        key: (seed, iteration), for the random rule.
-
-    Returns:
-        [P, G] int64.
+    """The candidates of every prompt that are drawn in full, in rising order. G numbers each, [P, G] int64. `scores`
+    are those of the preview, [P, N], NaN for a failure, chosen only if too few others are left; `keep` is G, `rule`
+    that of `ExplorationConfig.select`; the random one has the key (seed, iteration).
     """
     seed, *rest = key
     rows = []

@@ -38,14 +38,10 @@ def row_flop(
     *,
     frozen: bool,
 ) -> RowFlop | None:
-    """Operations of one row of a policy's forwards; None where its model cannot be measured without weights.
-
-    Args:
-        skeleton: the model's adapter without weights, by its options.
-        config: the model's options.
-        policy: has the embedding that guidance leads away from, and the guidance scale.
-        cond: conditions of prompts, whose shapes are taken; of texts with lengths of their own the middle one.
-        frozen: the network is, and has no backward pass.
+    """Operations of one row of a policy's forwards; None where its model cannot be measured without weights. `skeleton`
+    is the model's adapter without weights, by its options; the policy has the embedding that guidance leads away from,
+    and the scale. Of `cond`, conditions of prompts, the shapes are taken: of texts with lengths of their own the middle
+    one. A `frozen` network has no backward pass.
     """
     # What computes the same in another way is left out: it must not count as useful.
     # All branches of guidance have a gradient, so that each row is counted alike; how many had one is counted in a run.

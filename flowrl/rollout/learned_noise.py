@@ -25,11 +25,8 @@ class UnknownPrompt(KeyError):
 
 
 class LearnedNoise(nn.Module):
-    """The distributions of P prompts.
-
-    Args:
-        prompts: text and images of each; repeats count once.
-        shape: of one sample's latents.
+    """The distributions of P prompts, each by its text and images (repeats count once); `shape` is that of one sample's
+    latents.
     """
 
     def __init__(self, prompts: Sequence[Identity], shape: Sequence[int]) -> None:
@@ -85,12 +82,8 @@ class LearnedNoise(nn.Module):
 
 class Calibration:
     """V(mean, std, text): the expected reward of a draw from a distribution, fitted while the distributions change.
-
-    Args:
-        text: features of each of the P prompts, [P, F].
-        values: number of values of one sample's latents.
-        seed: seed of the initial weights.
-        learning_rate: of its own AdamW.
+    `text`: features of each of the P prompts, [P, F]; `values`: number of values of one sample's latents; it has an
+    AdamW of its own.
     """
 
     def __init__(self, text: Tensor, values: int, seed: int, learning_rate: float) -> None:
@@ -114,11 +107,8 @@ _ROUNDING = 1e-5  # a distribution that is scaled already rests
 
 
 class NoiseWeights(Weights):
-    """The distributions as trained weights with their roles; the network stays as it is.
-
-    Args:
-        noise: the distributions, on the device of the run.
-        train_std: False keeps every std at 1.
+    """The distributions as trained weights with their roles; the network stays as it is. They are on the device of the
+    run; `train_std` False keeps every std at 1.
     """
 
     sparse = True

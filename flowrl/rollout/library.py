@@ -154,9 +154,8 @@ def load_model(path: str, *, device: str | torch.device | None = None, seed: int
             `lora` all weights of the denoiser are trainable, in float32. `name` chooses the adapter; the default is
             the native one of the pipeline's class, else the generic one.
 
-    Raises:
-        ModelError: a model that does not exist or cannot be loaded with these options.
-        ConfigError: an unknown option or a bad value.
+    Raises ModelError: a model that does not exist or cannot be loaded with these options; ConfigError: an unknown
+    option or a bad value.
     """
     name = options.pop("name", None)
     if name is None:  # no other adapter takes a class by its name

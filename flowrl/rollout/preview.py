@@ -24,12 +24,8 @@ from flowrl.rollout.options import PreviewKind
 
 
 class Preview:
-    """The copy, and the adapter that runs with it inside `using`.
-
-    Args:
-        adapter: a native one, which calls `adapter.network` itself.
-        kind: the kind of copy; "policy": none.
-        watch: called with every new network, to count its forwards.
+    """The copy of a native adapter, which calls `adapter.network` itself, and the adapter that runs with it inside
+    `using`. The kind "policy" is no copy; `watch` is called with every new network, to count its forwards.
 
     Raises ModelError: a kind that this adapter, machine or installation does not support.
     """

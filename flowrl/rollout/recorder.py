@@ -54,17 +54,10 @@ class Recorder:
     ) -> Tensor:
         """Record step k of M children.
 
-        Args:
-            k: the step.
-            x: latents before the step, [N, ...].
-            stored: numbers of the rows of x among the nodes, [N], -1 for new ones; filled in.
-            move: parents and first samples of the children.
-            x_next: the children, [M, ...].
-            transition: the distributions of the children, M rows.
-            velocity: at x, [N, ...].
-
-        Returns:
-            Numbers of the children among the nodes, [M].
+        `x` are latents before the step, [N, ...]; `stored` numbers of its rows among the nodes, [N], -1 for new ones,
+        filled in; `move` has parents and first samples of the children; `x_next` are the children, [M, ...], and
+        `transition` their distributions; `velocity` is that at x, [N, ...]. Returns the numbers of the children among
+        the nodes, [M].
         """
         parent = move.parent
         new = parent.unique()

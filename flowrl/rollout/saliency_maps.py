@@ -49,12 +49,8 @@ def mapper(
 ) -> Mapper:
     """The mapper of a run, with its backbone loaded.
 
-    Args:
-        config: backbone and form of the maps.
-        latent_shape: of one sample, [C, *pos].
-        device: device of the backbone.
-        grid: (h, w) or (T, h, w) of packed latents, whose maps are [B, tokens]; None: latents are not packed.
-        channel_axis: place of C in latents [B, ...].
+    `latent_shape` is that of one sample, [C, *pos]. `grid`: (h, w) or (T, h, w) of packed latents, whose maps are
+    [B, tokens]; None: latents are not packed. `channel_axis`: place of C in latents [B, ...].
 
     Raises ModelError: the backbone's weights cannot be loaded.
     """

@@ -90,12 +90,9 @@ def set_aside(folder: Path, first: int) -> list[int]:
 def save(folder: Path, checkpoint: Checkpoint, keep: int, world: World = ALONE, spared: Collection[int] = ()) -> Path:
     """Write a checkpoint and drop all but the newest `keep`, those that are kept in any case, and the `spared` ones.
 
-    Args:
-        folder: holds all checkpoints; on a file system that the processes share.
-        checkpoint: the state; the tensors named in its `rows` hold these rows alone.
-        keep: number of checkpoints.
-        world: the processes that hold rows of the tensors; all of them call this, and each writes a file.
-        spared: iterations whose checkpoints stay.
+    The folder holds all checkpoints, on a file system that the processes share. Tensors named in the `rows` of the
+    checkpoint hold these rows alone; all processes of `world` call this, and each writes a file. `spared`: iterations
+    whose checkpoints stay.
 
     Raises CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
     """
@@ -180,13 +177,8 @@ def _take_back(folder: Path) -> None:
 def load(
     folder: Path, iteration: int, wanted: Callable[[str], Rows | None] = lambda name: None, verify: slice = slice(None)
 ) -> Checkpoint:
-    """Read and verify a checkpoint.
-
-    Args:
-        folder: holds all checkpoints.
-        iteration: of the checkpoint.
-        wanted: the rows to read of a tensor, which may be in several files; None: all of it.
-        verify: the files of tensors to hash, where several processes share that work.
+    """Read and verify a checkpoint. `wanted`: the rows to read of a tensor, which may be in several files; None: all of
+    it. `verify`: the files of tensors to hash, where several processes share that work.
 
     Raises CheckpointError: a file is missing, truncated or changed.
     """

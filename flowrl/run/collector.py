@@ -134,9 +134,8 @@ class Collector:
     def collect(self, iteration: int, timer: Timer, sums: Sums) -> Rollout:
         """The rollout of an iteration; prompts that the method retires are no longer drawn.
 
-        Raises:
-            Abandoned, Diverged, RewardError: on all processes; the samples are lost.
-            Elsewhere: another process failed otherwise.
+        Raises Abandoned, Diverged, RewardError: on all processes; the samples are lost. Elsewhere: another process
+        failed otherwise.
         """
         sampling, group = self.sampling, self.config.rollout.group_size
         numbers = self.source.draw(iteration)

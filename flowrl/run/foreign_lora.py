@@ -88,12 +88,8 @@ def _file(path: Path, word: str) -> Path:
 def attach(pipeline: Any, lora: LoraFile, name: str) -> dict[str, Any]:
     """Load a LoRA into a pipeline next to the adapters that it has, all of them active; returns its plain facts.
 
-    The facts: path, sha256, scale, `modules` of the file, `bound` of them on this model.
-
-    Args:
-        pipeline: a diffusers pipeline; changed in place.
-        lora: file and scale.
-        name: of the adapter in the pipeline; a new one for each file.
+    The facts: path, sha256, scale, `modules` of the file, `bound` of them on this model. The diffusers pipeline is
+    changed in place; `name` is that of the adapter in it, a new one for each file.
 
     Raises ModelError: a damaged file, one without a LoRA, or one that binds to no module of this pipeline.
     """

@@ -15,11 +15,8 @@ _GIB = 2**30
 
 
 class Gauges:
-    """The metrics `perf/cpu_s`, `perf/tflops` and `memory/peak_gib` of each iteration (docs/metrics.md).
-
-    Args:
-        sampling: the parts of the run.
-        counts: whether operations are counted, which takes seconds once; None: on a GPU, where they are few among many.
+    """The metrics `perf/cpu_s`, `perf/tflops` and `memory/peak_gib` of each iteration (docs/metrics.md). `counts`:
+    whether operations are counted, which takes seconds once; None: on a GPU, where they are few among many.
     """
 
     def __init__(self, sampling: Sampling, *, counts: bool | None = None) -> None:
@@ -37,11 +34,8 @@ class Gauges:
         self._before, self._cpu = (counter.rows, counter.trained), time.process_time()
 
     def row(self, seconds: Mapping[str, float], row_flop: Callable[[], RowFlop | None]) -> dict[str, float]:
-        """The metrics of the iteration; called on every process.
-
-        Args:
-            seconds: of its phases.
-            row_flop: counts the operations of a row; called once, where they are counted.
+        """The metrics of the iteration; called on every process. The seconds are those of its phases; `row_flop` counts
+        the operations of a row, and is called once, where they are counted.
         """
         device, counter, world = self.sampling.world.device, self.sampling.counter, self.sampling.world
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident()

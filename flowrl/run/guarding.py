@@ -55,11 +55,7 @@ def _scored(entry: WeightedReward) -> Scored:
 
 
 class Guarding:
-    """The guard of a run; without one every method does nothing.
-
-    Args:
-        session: of the run, with the untrained weights.
-        folder: of the run.
+    """The guard of a run; without one every method does nothing. The session has the untrained weights.
 
     Raises ConfigError: the guard that is asked for has no metric to watch, or too few prompts.
     """

@@ -191,15 +191,9 @@ def note(run: Path, iteration: int, what: Sequence[str]) -> None:
 
 
 def made_with(resolved: Resolved, prompts: Sequence[Prompt], outputs: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Fingerprints of all that an evaluation's numbers depend on, except its steps, guidance and seeds.
-
-    Args:
-        resolved: the run.
-        prompts: of its evaluations.
-        outputs: names of the outputs of each reward that is evaluated, those of `eval.rewards` last.
-
-    Returns:
-        `model`, `prompts`, and `score NAME` for each output. The folders of files do not matter.
+    """Fingerprints of all that an evaluation's numbers depend on, except its steps, guidance and seeds. They are
+    `model`, `prompts`, and `score NAME` for each output; `outputs` names those of each reward that is evaluated, those
+    of `eval.rewards` last. The folders of files do not matter.
     """
     model = {k: v for k, v in asdict(resolved.model.config).items() if k not in _ROUNDED}
     model.pop("fps", None)  # decides no pixel

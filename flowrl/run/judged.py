@@ -64,9 +64,8 @@ def load(
             with the weights that the file does not hold; None: that which diffusers knows for the file's keys.
         revision: of a hub id; None: its main branch.
 
-    Raises:
-        ConfigError: options that do not belong together, or a run without trained weights.
-        ModelError: a model or LoRA that cannot be loaded, or does not fit; the message has the remedy.
+    Raises ConfigError: options that do not belong together, or a run without trained weights. ModelError: a model or
+    LoRA that cannot be loaded, or does not fit; the message has the remedy.
     """
     without_bars()
     added = [LoraFile.parse(word) for word in loras]

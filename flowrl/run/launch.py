@@ -56,13 +56,9 @@ def launch(
     """Run `python -m flowrl ARGUMENTS` in N processes and return the exit code of the first that failed.
 
     Signals are forwarded. After a failure of one process the others get SIGTERM, so that they save, and are killed
-    after a grace period, which a process that is saving may extend.
-
-    Args:
-        arguments: of the command line.
-        processes: number of workers.
-        lock: descriptor of a locked file, which they inherit (`LOCKED`); None: there is none.
-        warn: called with a warning before anything starts, if they will be slow.
+    after a grace period, which a process that is saving may extend. `lock`: descriptor of a locked file, which they
+    inherit (`LOCKED`); None: there is none. `warn` is called with a warning before anything starts, if they will be
+    slow.
     """
     port, cores = free_port(), os.cpu_count() or processes
     # Such as those of this process's container.

@@ -15,13 +15,9 @@ def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | No
     """Plain data of a call: model and weights, steps, guidance and the other arguments that were set.
 
     `model` is the path (of a run its `model.path`), `run` the run folder or null, `model_files` a hash of the model
-    folder's file names, sizes and times (null for a hub id), `adapter` a hash of a run's trained weights.
-
-    Args:
-        model: run folder, model folder, hub id or embedded asset.
-        pipeline: the loaded pipeline.
-        call: arguments of the pipeline's call.
-        guidance: guidance scale of the command line; None: the call's, else the pipeline's default.
+    folder's file names, sizes and times (null for a hub id), `adapter` a hash of a run's trained weights. `call` has
+    the arguments of the pipeline's call. `guidance`: that of the command line; None: the call's, else the pipeline's
+    default.
     """
     folder = Path(model)
     is_run = (folder / "config.yaml").is_file()

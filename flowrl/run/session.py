@@ -171,9 +171,8 @@ class Session(AbstractContextManager["Session"]):
         Args:
             iteration: counted from 1; keys prompts, noise and the order of the updates.
 
-        Raises:
-            Abandoned, Diverged, RewardError: on all processes; what was drawn is lost.
-            Elsewhere: another process failed otherwise.
+        Raises Abandoned, Diverged, RewardError: on all processes; what was drawn is lost. Elsewhere: another process
+        failed otherwise.
         """
         self._under_way, self._timer, self._sums = iteration, Timer(), Sums()
         self._gauges.begin()
@@ -294,9 +293,8 @@ class Session(AbstractContextManager["Session"]):
             pairs: compare the network with held-out pairs, for a method that prefers images.
             tree: draw the preview prompts and, for a method on trees, a tree.
 
-        Raises:
-            Abandoned, Diverged, RewardError: on all processes; no scores are written.
-            Elsewhere: another process failed otherwise.
+        Raises Abandoned, Diverged, RewardError: on all processes; no scores are written. Elsewhere: another process
+        failed otherwise.
         """
         iteration = self.iteration if iteration is None else iteration
         scale = self.eval_guidance if guidance_scale is None else guidance_scale

@@ -32,10 +32,8 @@ _REMEDY = (
 def load(file: Path, config: str | None, dtype: torch.dtype) -> Any:
     """The pipeline of a checkpoint.
 
-    Args:
-        file: the checkpoint, in the layout of its authors or with diffusers' keys of one denoiser.
-        config: folder, asset or hub id of its family; None: what diffusers knows for its keys.
-        dtype: of all networks.
+    The file has the layout of its authors, or diffusers' keys of one denoiser. `config`: folder, asset or hub id of its
+    family; None: what diffusers knows for its keys. `dtype`: of all networks.
 
     Raises ModelError: a damaged file, a LoRA, an unknown family, or parts that are found nowhere.
     """

@@ -58,9 +58,8 @@ class Saver:
     def save(self, *, alone: bool = False, wait: bool = True) -> None:
         """Save the end of the last finished iteration: a checkpoint, and the weights for a plain pipeline.
 
-        Args:
-            alone: without the other processes, which may be gone.
-            wait: False returns as soon as a large state is copied to host memory; `settle` waits until it is written.
+        `alone`: without the other processes, which may be gone. `wait` False returns as soon as a large state is copied
+        to host memory; `settle` waits until it is written.
 
         Raises UnwritableCheckpoint: on every process, if it could not be written on one; WriteError: the checkpoint is
         written, and its adapter could not be.
@@ -133,13 +132,9 @@ class Saver:
         return self._pending is not None
 
     def settle(self, *, alone: bool = False, only_done: bool = False) -> None:
-        """Wait until the checkpoint that a thread writes is in place, if there is one.
-
-        Args:
-            alone: without the other processes.
-            only_done: do not wait for a thread that is still at work.
-
-        Raises UnwritableCheckpoint, WriteError: as `save` would have.
+        """Wait until the checkpoint that a thread writes is in place, if there is one. `alone`: without the other
+        processes; `only_done`: do not wait for a thread that is still at work. Raises UnwritableCheckpoint, WriteError:
+        as `save` would have.
         """
         thread, world = self._thread, self.session.world
         if self._pending is None or (only_done and not world.any(thread is not None and thread.ended.is_set())):

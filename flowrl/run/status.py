@@ -44,12 +44,8 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def now(summary: dict[str, Any], folder: Path, alive: bool | None = None) -> dict[str, Any]:
-    """A summary with its present status: "running" without a lock is a run that died, a lock one that runs again.
-
-    Args:
-        summary: the contents of `summary.json`.
-        folder: its run folder.
-        alive: whether a process writes to the folder; None: whether it is locked.
+    """A summary with its present status: "running" without a lock is a run that died, a lock one that runs again. The
+    summary is that of `summary.json`. `alive`: whether a process writes to the folder; None: whether it is locked.
     """
     status = summary.get("status")
     if status == "running" and not (is_locked(folder) if alive is None else alive):

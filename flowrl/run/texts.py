@@ -26,10 +26,8 @@ _ENDLESS = 10**6
 def text_lengths(adapter: ModelAdapter, config: ModelConfig, prompts: RunPrompts) -> dict[str, dict[str, float]]:
     """Facts for `provenance.json`: how much of the prompts each text encoder reads. Nothing is encoded.
 
-    Args:
-        adapter: its tokenizers count; its text encoders may have left the device.
-        config: the model's options.
-        prompts: those of the run; the first of each list are counted.
+    The tokenizers of the adapter count; its text encoders may have left the device. Of the prompts the first of each
+    list are counted.
 
     Returns:
         Name of a tokenizer -> `limit` in tokens, `longest` prompt, `cut`, the share of the prompts beyond the limit,

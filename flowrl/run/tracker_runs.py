@@ -49,11 +49,8 @@ class Mark:
 def make(entry: Entry, folder: Path, mark: Mark, configuration: Options) -> "GeneralTracker":
     """accelerate's tracker of an entry, not started yet; the entry's options take precedence over flowrl's.
 
-    Args:
-        entry: the tracker with its options.
-        folder: folder for files of trackers.
-        mark: what is known of the tracker's run.
-        configuration: of the training, flat; trackio replaces what it has stored with that of a resumed run's start.
+    `mark`: what is known of the tracker's run; `configuration`: of the training, flat; trackio replaces what it has
+    stored with that of a resumed run's start.
     """
     name, title, run, options = entry.name, mark.title, mark.run, dict(entry.options)
     # TensorBoard's is a folder in that folder.

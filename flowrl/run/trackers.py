@@ -186,15 +186,9 @@ class Trackers:
     """The trackers of a run, on its first process. Without trackers nothing is done, and no file is written."""
 
     def __init__(self, config: RunConfig, tree: Options, folder: RunFolder, *, main: bool = True) -> None:
-        """Refuse what cannot be tracked.
-
-        Args:
-            config: the run.
-            tree: its configuration with all defaults, which the trackers are told.
-            folder: its folder.
-            main: False on all processes but the first, which send nothing.
-
-        Raises ConfigError: a tracker that is not installed, or an option that it does not have.
+        """Refuse what cannot be tracked. `tree` is the run's configuration with all defaults, which the trackers are
+        told. `main`: False on all processes but the first, which send nothing. Raises ConfigError: a tracker that is
+        not installed, or an option that it does not have.
         """
         self.folder, self.planned = folder, config.iterations
         self.lines: list[Line] = []

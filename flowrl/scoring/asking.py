@@ -15,11 +15,8 @@ class Asking(AbstractContextManager[Any], Protocol):
     """
 
     def begin(self, ids: Sequence[SampleId], fps: float) -> None:
-        """From now on rewards may ask about these samples, those of this process that are finite.
-
-        Args:
-            ids: their identities, in the order in which rewards are given them.
-            fps: frames a second at which videos are shown.
+        """From now on rewards may ask about these samples, those of this process that are finite, in the order in which
+        rewards are given them; videos are shown at `fps` frames a second.
         """
         ...
 

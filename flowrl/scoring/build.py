@@ -52,16 +52,11 @@ def build_scorers(
 ) -> tuple[Scorer | None, Scorer | None]:
     """The scorer of the training rewards, and that of these and the ones that are only looked at; None without any.
 
-    A reward that people judge is in the first alone.
+    A reward that people judge is in the first alone. `eval_rewards` are only looked at: they ask nothing of the
+    training prompts, which are `listed`; `evaluated` has the key and prompts of the evaluations.
 
-    Args:
-        rewards: trained on.
-        eval_rewards: only looked at: they ask nothing of the training prompts.
-        listed: training prompts.
-        evaluated: key and prompts of the evaluations.
-
-    Raises:
-        ConfigError: a prompt that a reward cannot judge, before a reward's weights are loaded where its card says so.
+    Raises ConfigError: a prompt that a reward cannot judge, before a reward's weights are loaded where its card says
+    so.
     """
     both, count = (*rewards, *eval_rewards), len(rewards)
 
@@ -81,11 +76,8 @@ def require_metadata(
 ) -> None:
     """Refuse a prompt that a reward cannot judge: its record lacks a key, or the reward's `check_prompt` refuses it.
 
-    Args:
-        key: the option that the prompts come from.
-        prompts: all of them are looked at.
-        plans: the rewards that judge them.
-        cards: one for each reward, where it is known.
+    `key` is the option that the prompts come from, all of which are looked at; of the rewards, `plans`, `cards` has one
+    for each, where it is known.
 
     Raises ConfigError: naming the reward, the prompt and what is wrong with it.
     """

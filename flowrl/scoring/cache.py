@@ -75,14 +75,10 @@ Store = Memory | Folder
 
 
 class ScoreCache:
-    """Scores of one scorer.
-
-    Args:
-        store: keeps them; several scorers may share one.
-        fingerprint: whatever tells this scorer from every other, its version and options included.
-        place: of the store, as the configuration names it.
-        images: whether the files under metadata["images"] are part of what is scored, as an edit's source is.
-        prefix: what the run puts before the names of the outputs; the store knows them without.
+    """Scores of one scorer. `store` keeps them; several scorers may share one, which the configuration names `place`.
+    `fingerprint`: whatever tells this scorer from every other, its version and options included. `images`: whether the
+    files under metadata["images"] are part of what is scored, as an edit's source is. `prefix`: what the run puts
+    before the names of the outputs; the store knows them without.
     """
 
     def __init__(

@@ -48,14 +48,9 @@ Reading = tuple[float, Sequence[Prompt], Condition, Tensor]
 class RewardGradient:
     """The trained rewards of a run through the model's decoder.
 
-    Rewards of weight 0 take no part; one that only opens a gate is scored without a gradient.
-
-    Args:
-        scorer: of the trained rewards.
-        adapter: decodes.
-        at_once: images whose graph is kept at a time.
-        hinge: above this sum a sample has no gradient; None: there is no bound.
-        frames: of a video, drawn for each sample, whose mean score as images it is; None: whole videos are scored.
+    Rewards of weight 0 take no part; one that only opens a gate is scored without a gradient. `at_once`: images whose
+    graph is kept at a time. `hinge`: above this sum a sample has no gradient; None: there is no bound. `frames`: of a
+    video, drawn for each sample, whose mean score as images it is; None: whole videos are scored.
     """
 
     def __init__(

@@ -17,12 +17,8 @@ from flowrl.scoring.weighted import WeightedReward
 
 
 def called(entry: WeightedReward, batch: Batch, conduct: Conduct | None = None) -> dict[str, Any]:
-    """Outputs of a reward by name, unchecked; it gets a copy of its batch, and what it changes is put back.
-
-    Args:
-        entry: the reward.
-        batch: its samples.
-        conduct: takes what the call did to its surroundings; None: it is dropped, and reasons for NaN are logged.
+    """Outputs of a reward by name, unchecked; it gets a copy of its batch, and what it changes is put back. `conduct`
+    takes what the call did to its surroundings; None: it is dropped, and reasons for NaN are logged.
     """
     given, noted = Handed(batch, entry.reward), Conduct() if conduct is None else conduct
     token = REASONS.set(noted.reasons)

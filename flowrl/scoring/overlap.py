@@ -62,12 +62,9 @@ def overlaps(card: Card, device: torch.device) -> bool:
 
 
 class Lanes:
-    """A thread for each of some rewards, in the surroundings of the one that makes this.
-
-    Args:
-        scorer: of the run.
-        device: samples are drawn there; on a GPU the rewards that may score there have a stream each.
-        parts: batches are parts of one whole, so that rewards of whole groups take no part.
+    """A thread for each of some rewards, in the surroundings of the one that makes this. Samples are drawn on the
+    device; on a GPU the rewards that may score there have a stream each. `parts`: batches are parts of one whole, so
+    that rewards of whole groups take no part.
     """
 
     def __init__(self, scorer: Scorer, device: torch.device, *, parts: bool) -> None:
@@ -146,12 +143,8 @@ class Lanes:
 
 
 class Ahead:
-    """Scores of B samples whose images come batch by batch. Rewards of whole groups wait for the groups.
-
-    Args:
-        scorer: of the run.
-        prompts, metadata: of all B samples, in the order in which the images will come.
-        device: samples are drawn there.
+    """Scores of B samples whose images come batch by batch. Rewards of whole groups wait for the groups. Prompts and
+    metadata are of all B samples, in the order in which the images will come; they are drawn on the device.
     """
 
     def __init__(
@@ -175,13 +168,8 @@ class Ahead:
         self.lanes.quiet()
 
     def add(self, images: EightBitImages, *, early: bool = True) -> None:
-        """The next b images.
-
-        Args:
-            images: of the samples that come next.
-            early: False keeps what a reward raised for `scores`: this process must go on with the others.
-
-        Raises RewardError: a reward has broken its contract on earlier ones.
+        """The next b images. `early` False keeps what a reward raised for `scores`: this process must go on with the
+        others. Raises RewardError: a reward has broken its contract on earlier ones.
         """
         part = slice(self.done, self.done + len(images))
         self.done = part.stop

@@ -61,12 +61,8 @@ def probe(
 
     People are not asked about noise. Scores are those of the reward itself, whatever its cache holds.
 
-    Args:
-        scorer: whose rewards are tried; None: nothing is.
-        prompts: of the noise; without any nothing is tried.
-        adapter: makes images of such a size.
-        known: a scorer whose rewards were tried and warned of; None: none were.
-        texts: with them the rewards on latents are tried; None: those on images.
+    `adapter` makes images of such a size; without prompts nothing is tried. `known`: a scorer whose rewards were tried
+    and warned of; None: none were. `texts`: with them the rewards on latents are tried; None: those on images.
 
     Raises RewardError: a reward raises, breaks its contract, leaves a setting of the process changed, or has other
     scores for the same image alone or in a second call than its card says.

@@ -96,13 +96,9 @@ class Scorer:
     """Runs several rewards on a batch: retry, then mask, then abort.
 
     Entries that hold the same `Reward` object share its one pass over a batch; each makes its own training value.
-
-    Args:
-        entries: the rewards with their weights.
-        batch_size: samples handed to a reward at once.
-        retries: further tries after an exception, where an entry does not say.
-        max_failed_share: above this share of masked samples in one call the run stops, where an entry does not say.
-        on_error: called with the text of every exception, and of every sample that one masks.
+    `batch_size` samples are handed to a reward at once. Where an entry does not say: `retries`: further tries after an
+    exception; `max_failed_share`: above this share of masked samples in one call the run stops. `on_error` is called
+    with the text of every exception, and of every sample that one masks.
     """
 
     def __init__(

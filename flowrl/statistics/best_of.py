@@ -6,12 +6,8 @@ import numpy as np
 
 
 def best_of(values: np.ndarray, judged: np.ndarray, count: int) -> float:
-    """Expected judgement of the best by value among `count` of N images at random, without replacement.
-
-    Args:
-        values: what is chosen by, [N]; the highest is the best.
-        judged: the judge's score, [N].
-        count: 1 to N.
+    """Expected judgement of the best by value among `count` of N images at random, without replacement. `values` [N]:
+    what is chosen by; the highest is the best. `judged`: the judge's scores, [N]. `count`: 1 to N.
 
     Equal values are chosen among at random. With N - a images left to choose `count` from, none of the a best is
     among them with probability C(N - a, count) / C(N, count).

@@ -15,9 +15,8 @@ _STEPS, _HALVINGS = 100, 60
 def strengths(wins: np.ndarray, prior: float = 0.5) -> np.ndarray:
     """Strengths of G samples, [G] float64 with mean 0; NaN for a sample without a comparison.
 
-    Args:
-        wins: [G, G]; [i, j] is how often i beat j, a tie counted as half for both. The diagonal is not looked at.
-        prior: virtual comparisons of each sample, above 0.
+    `wins` [G, G]: how often i beat j, a tie counted as half for both; the diagonal is not looked at. `prior`: virtual
+    comparisons of each sample, above 0.
 
     Raises ValueError: a table that is not square, finite and from 0, or a prior that is not above 0.
 

@@ -58,12 +58,8 @@ def margin(before: np.ndarray, after: np.ndarray, share: float) -> float:
     """Largest difference of a tie, in units of the scores: `share` times the standard deviation of the first model's.
 
     The deviation is that of all finite samples of `before` (divided by their number), whatever their prompts. Scores
-    that are all 0 or 1, in both, are ties where they are equal: there it is `TIE`, which it is never below.
-
-    Args:
-        before: scores of the first model, any shape, NaN where there is none.
-        after: of the second, any shape.
-        share: from 0; 0: scores must be equal.
+    that are all 0 or 1, in both, are ties where they are equal: there it is `TIE`, which it is never below. Both have
+    any shape, NaN where there is no score; `share` is from 0; 0: scores must be equal.
 
     >>> margin(np.asarray([[0.0, 2.0], [np.nan, 4.0]]), np.asarray([[0.5]]), 0.5) == 0.5 * (8 / 3) ** 0.5
     True
@@ -84,13 +80,8 @@ def outcomes(
 ) -> np.ndarray:
     """1 where the second model wins, 0 where it loses, 1/2 for a tie, NaN without both scores; shaped like the scores.
 
-    Args:
-        before: scores of the first model, any shape.
-        after: of the second, the same shape.
-        higher_is_better: direction of the score.
-        tie_eps: largest difference of a tie (`margin`).
-        same: whether the two samples are the same, so that they tie whatever their scores, bool of the same shape;
-            None: not known.
+    `tie_eps`: largest difference of a tie (`margin`). `same`: whether the two samples are the same, so that they tie
+    whatever their scores, bool of the same shape; None: not known.
 
     >>> outcomes(np.asarray([1.0, 1.0, 1.0, 1.0]), np.asarray([2.0, 0.0, 1.2, np.nan]), tie_eps=0.5).tolist()
     [1.0, 0.0, 0.5, nan]
@@ -112,14 +103,8 @@ def win_rate(
 ) -> dict[str, float]:
     """Win rate of the second image over the first of the same prompt and seed; ties are kept apart.
 
-    Args:
-        before: scores of the first model, [P, S].
-        after: of the second, [P, S].
-        groups: [P] int64 from 0, equal for prompts that are the same.
-        higher_is_better: as in `outcomes`.
-        tie_eps: as there; for a judge with steps, half a step.
-        same: as there.
-        seed: of the bootstrap.
+    Scores are [P, S], `groups` [P] int64 from 0, equal for prompts that are the same; the rest as in `outcomes`: the
+    `tie_eps` of a judge with steps is half a step. `seed`: of the bootstrap.
 
     Returns:
         `rate` = wins / (wins + losses) with its 95 % `low`, `high` over distinct prompts, `n` images that are not tied,

@@ -69,14 +69,8 @@ def _odd(values: Tensor) -> Tensor:
 def remedy(
     model: ModelConfig, optim: OptimConfig, grad_norm: float | None, *, trained: bool, in_decoder: bool
 ) -> tuple[type[Diverged], str]:
-    """The failure that it is, and the state of the training with what to change.
-
-    Args:
-        model: the run's `model`.
-        optim: the run's `optim`.
-        grad_norm: of the last update; None: there was none.
-        trained: the weights have moved.
-        in_decoder: the latents are finite, the images are not.
+    """The failure that it is, and the state of the training with what to change. `grad_norm`: of the last update; None:
+    there was none. `trained`: the weights have moved. `in_decoder`: the latents are finite, the images are not.
     """
     if in_decoder and (model.vae_precision == "float16" or not trained):
         return DecoderOverflow if trained else Diverged, (

@@ -23,13 +23,9 @@ def group_image_std(
     """Mean over prompts of the std of pixels over the group's samples, in [0, 0.5]; near 0 means collapse.
 
     Samples that are not finite are left out; NaN where none is left. A group that several processes share counts with
-    the stds of its parts, weighted by their samples.
-
-    Args:
-        images: of B samples.
-        groups: numbers of their groups, [B], in all processes the same for the same group.
-        device: where the sums are made: whole numbers, so the same everywhere.
-        world: the processes whose samples count; None: this one.
+    the stds of its parts, weighted by their samples. `groups`: numbers of their groups, [B], in all processes the same
+    for the same group. The sums are made on the device: whole numbers, so the same everywhere. `world`: the processes
+    whose samples count; None: this one.
     """
     places = {group: ints(((groups == group) & images.finite).nonzero().flatten()) for group in ints(groups.unique())}
     places = {group: own for group, own in places.items() if own}

@@ -41,12 +41,9 @@ class Learner:
     ) -> None:
         """Optimizer steps on disjoint shares of the trained samples, once per pass of the method.
 
-        Args:
-            iteration: keys the shares and the order inside them.
-            rollout: this rank's samples and edges.
-            credit: advantages of all samples of the iteration.
-            sums: receives the metrics.
-            gate: dtype of the network if the parity gate is to be passed first, else None.
+        `iteration` keys the shares and the order inside them; the rollout is this rank's, the credit that of all
+        samples; `sums` receives the metrics. `gate`: dtype of the network if the parity gate is to be passed first,
+        else None.
 
         Raises ConfigError: in deterministic mode, naming an operation that is not; Diverged, ParityError: as their
         messages say.

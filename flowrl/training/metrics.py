@@ -128,13 +128,8 @@ class Timer:
 def sample_metrics(
     rollout: Rollout, credit: Advantages, entries: Sequence[WeightedReward], counted: Sequence[Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Metrics of an iteration's samples.
-
-    Args:
-        rollout: with the scores of all processes.
-        credit: of all samples.
-        entries: the trained rewards, in the order of the rollout's.
-        counted: counts of the scorer of each process, by name.
+    """Metrics of an iteration's samples. The rollout has the scores of all processes; `entries` are the trained
+    rewards, in its order; `counted`: counts of the scorer of each process, by name.
     """
     weights = torch.tensor([entry.weight for entry in entries])
     total = rollout.rewards.nan_to_num().mul(weights[:, None, None]).sum(0)

@@ -19,14 +19,8 @@ def update_chunks(numbers: Tensor, updates: int, seed: int, iteration: int, *, s
 
     Each stratum of the numbers (0 .. stratum - 1, and so on) is dealt evenly, in the order of the strata. So any run of
     whole strata, such as the samples of the prompts that a process holds, is in each set with the same count or one
-    more. The same on every rank and for every number of ranks; every number is equally likely in every set.
-
-    Args:
-        numbers: of samples, trees or slots that are trained.
-        updates: number of sets.
-        seed: of the run.
-        iteration: keys the draw.
-        stratum: numbers of a prompt; for slots, all of them.
+    more. The same on every rank and for every number of ranks; every number is equally likely in every set. The
+    numbers are those of samples, trees or slots that are trained, `stratum` those of a prompt; for slots, all of them.
     """
     numbers = numbers.sort().values
     count, of = len(numbers), numbers // stratum
@@ -90,13 +84,8 @@ def microbatches(
 ) -> Iterator[Microbatch]:
     """The data of `forwards`, one at a time.
 
-    Args:
-        drawn: samples with E edges; their plan gives each edge its step.
-        advantage: [E, R, *pos].
-        adapter: decides which edges may share a forward.
-        batch_size: latents per forward.
-        order: numbers of the edges, [n]; None: all of them.
-        device: of the forward.
+    The plan of the drawn samples gives each of E edges its step; `advantage` is [E, R, *pos]; the adapter decides which
+    edges may share a forward, of `batch_size` latents. `order`: numbers of the edges, [n]; None: all of them.
     """
     plan = drawn.plan
     order = torch.arange(len(drawn.edges)) if order is None else order

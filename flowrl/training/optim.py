@@ -59,14 +59,10 @@ class Spikes:
 
 
 class Optimizer:
-    """The optimizer over the trainable weights.
-
-    Args:
-        weights: the trained weights; the optimizer keeps their "ema" role if `config.ema` is set.
-        config: the run's `optim`.
-        total_updates: of the whole run, for the learning-rate schedule.
-        loss_scaling: float16 training; the scale starts at 2^16, is halved on overflow and doubled after 2000 updates.
-        world: the processes that split weights are spread over; each moves its own rows.
+    """The optimizer over the trainable weights. It keeps their "ema" role if `config.ema` is set. `total_updates`: of
+    the whole run, for the learning-rate schedule. `loss_scaling`: float16 training; the scale starts at 2^16, is halved
+    on overflow and doubled after 2000 updates. `world`: the processes that split weights are spread over; each moves
+    its own rows.
     """
 
     def __init__(

@@ -43,14 +43,9 @@ class Change:
 
 
 class Seen:
-    """What a check found: the number that shows it, and the words of its texts in checks.yaml.
-
-    Args:
-        severity: in (0, 1], how much of the run it touches.
-        value: the number.
-        limit: its value from which on it is a finding.
-        cases: the cases of the table that this is.
-        words: values of the texts.
+    """What a check found: the number that shows it, and the words of its texts in checks.yaml. `severity`, in (0, 1],
+    is how much of the run it touches; `limit` is the value from which on it is a finding; `cases` are those of the
+    table that this is.
     """
 
     def __init__(self, severity: float, value: float, limit: float, *cases: str, **words: Any) -> None:

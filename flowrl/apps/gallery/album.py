@@ -87,12 +87,8 @@ class Album:
 def fill(main: Sequence[Files], further: Sequence[Files], room: int, prefix: str, place: Place) -> Album:
     """The best of `SIZES` with which all images fit into `room`, and the images at that size.
 
-    Args:
-        main: pairs to be shown first, without repeats, the most important first.
-        further: pairs of other seeds, none of `main`.
-        room: bytes of the page for them.
-        prefix: start of the anchors of images.
-        place: place of the page.
+    `main` are pairs to be shown first, without repeats, the most important first, `further` those of other seeds, none
+    of `main`. `room`: bytes of the page for them; `prefix`: start of the anchors of images.
 
     Raises ConfigError: a file is not an image.
     """

@@ -33,10 +33,9 @@ def build(run_folders: Sequence[Path], out: Path | None = None, accept_changes: 
     Returns:
         `out / "index.html"`, a page without references to a network.
 
-    Raises:
-        ConfigError: a folder that is not a run, a damaged file, runs with different contents of a file, runs that share
-            no prompt or metric, or a page that would replace a run's own report; with the file and the remedy.
-        WriteError: the disk is full or not writable.
+    Raises ConfigError: a folder that is not a run, a damaged file, runs with different contents of a file, runs that
+    share no prompt or metric, or a page that would replace a run's own report; with the file and the remedy.
+    WriteError: the disk is full or not writable.
     """
     if not run_folders:
         raise ConfigError("run_folders is empty; name at least one run folder, such as runs/quickstart")
@@ -50,13 +49,9 @@ def build(run_folders: Sequence[Path], out: Path | None = None, accept_changes: 
 
 
 def render(runs: Sequence[Run], place: Place, *, alike: bool, live: Mapping[str, Any] | None = None) -> str:
-    """The page about some runs.
-
-    Args:
-        runs: contents of the run folders; none: the frame of a live page that cannot be built yet.
-        place: where the page is.
-        alike: whether the runs had equal contents of their files; others are only listed.
-        live: values of `live.html.j2`, for a page that a server refreshes; None: a page that is complete in itself.
+    """The page about some runs. `runs` are contents of the run folders; none: the frame of a live page that cannot be
+    built yet. `alike`: whether they had equal contents of their files; others are only listed. `live`: values of
+    `live.html.j2`, for a page that a server refreshes; None: a page that is complete in itself.
 
     Raises ConfigError: an image that cannot be read, or runs that share no prompt, seed or metric.
     """

@@ -165,11 +165,8 @@ def thin(y: np.ndarray, limit: int) -> np.ndarray:
 
     The curve is cut into pieces of equal length; of each the first and last place, its lowest and its highest value
     stay, and a place without a value where it has one, so that a gap stays a gap. So the drawn line covers in every
-    piece what the whole one covers.
-
-    Args:
-        y: values [N]; NaN: none.
-        limit: most points, at least 10; a curve with gaps may have a quarter more.
+    piece what the whole one covers. The values are [N], NaN: none; `limit` is at least 10, and a curve with gaps may
+    have a quarter more.
     """
     if len(y) <= limit:
         return np.arange(len(y))
@@ -195,12 +192,9 @@ def line_chart(
 ) -> Markup:
     """A chart of one or more curves over one quantity, or an empty string without any finite value.
 
-    Args:
-        series: the curves; two or more without a style get a legend.
-        axis: the quantity.
-        x_range: first and last value of the axis; None: those of the curves.
-        baseline: level of the base model, a dashed line.
-        percent: whether values are shares in [0, 1], labelled in per cent.
+    Two or more curves without a style get a legend. `x_range`: first and last value of the axis; None: those of the
+    curves. `baseline`: level of the base model, a dashed line. `percent`: values are shares in [0, 1], labelled in per
+    cent.
     """
     series = [s for s in series if np.isfinite(s.y).any()]
     if not series:
@@ -263,10 +257,8 @@ def interval_plot(
 ) -> Markup:
     """Means with their intervals on one axis, one row each, for a table cell.
 
-    Args:
-        rows: (class, mean, low, high); with a NaN bound the mean alone is drawn.
-        domain: ends of the axis; None: those of the rows.
-        zero: whether 0 is on the axis, with a line.
+    Rows are (class, mean, low, high); with a NaN bound the mean alone is drawn. `domain`: ends of the axis; None: those
+    of the rows. `zero`: whether 0 is on the axis, with a line.
     """
     rows = [row for row in rows if math.isfinite(row[1])]
     if not rows:

@@ -72,9 +72,8 @@ class Served:
 def _shape(path: Path, mark: int) -> tuple[tuple[int, int], images.Reel | None]:
     """((width, height), frames of a video) of a file as it was at the time `mark`.
 
-    Raises:
-        UNREADABLE of media/media.py.
-        ConfigError (a ValueError): a file that needs the extra `video`, which is not installed.
+    Raises UNREADABLE of media/media.py; ConfigError (a ValueError): a file that needs the extra `video`, which is not
+    installed.
     """
     (frames, fps), size = media.facts(path), media.size(path)
     return size, None if fps is None else images.Reel.of(frames, fps, size)

@@ -30,11 +30,7 @@ class LocalServer(ThreadingHTTPServer):
     allow_reuse_port = False
 
     def __init__(self, port: int | None, handler: type[BaseHTTPRequestHandler]) -> None:
-        """Bind the port.
-
-        Args:
-            port: port; 0: one that the system gives, None: `PORT` or one of the next free ones.
-            handler: its answers.
+        """Bind the port; 0: one that the system gives; None: `PORT` or one of the next free ones.
 
         Raises ConfigError: a port in use.
         """

@@ -79,16 +79,9 @@ class Cards:
 def collect(
     run: Run, metrics: Sequence[Metric], drawn: Sequence[Pair], available: np.ndarray, room: int, index: int, page: Page
 ) -> Cards:
-    """Embed the images of a run's pairs, as large as the page has room for.
-
-    Args:
-        run: the run.
-        metrics: its metrics.
-        drawn: pairs of the other sections, which may repeat.
-        available: [P, K] bool, whether both images were saved.
-        room: bytes for the run's texts and pairs.
-        index: place of the run on the page.
-        page: the page.
+    """Embed the images of a run's pairs, as large as the page has room for. `drawn` are pairs of the other sections,
+    which may repeat; `available` [P, K] bool: whether both images were saved; `room`: bytes for the run's texts and
+    pairs; `index`: place of the run on the page.
 
     Raises ConfigError: a file is not an image.
     """

@@ -12,11 +12,8 @@ _LONGEST = 80
 
 
 def page_folder(runs: Sequence[Path], out: Path | None) -> Path:
-    """Folder of the page about some runs.
-
-    Args:
-        runs: run folders, at least one.
-        out: folder as the user gave it; None: `<run>/gallery`, or `comparison_folder` for several runs.
+    """Folder of the page about some runs. `out`: folder as the user gave it; None: `<run>/gallery`, or
+    `comparison_folder` for several runs.
 
     Raises ConfigError: `out` is the folder of another run's own report.
     """

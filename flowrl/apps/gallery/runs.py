@@ -197,12 +197,8 @@ RowReader = Callable[[Path], tuple[list[dict[str, Any]], bool]]
 def load_run(folder: Path, read: RowReader = read_rows, *, tolerant: bool = False, alive: bool | None = None) -> Run:
     """The contents of a run folder.
 
-    Args:
-        folder: the folder.
-        read: reader of the rows.
-        tolerant: whether an evaluation that cannot be read is left out with a sentence, instead of the error: one that
-            is just being copied is half written.
-        alive: whether a process writes to the folder; None: whether it is locked.
+    `tolerant`: an evaluation that cannot be read is left out with a sentence, instead of the error: one that is just
+    being copied is half written. `alive`: whether a process writes to the folder; None: whether it is locked.
 
     Raises ConfigError: it is not a run folder, or a file is damaged; with the file and the remedy.
     """

@@ -23,12 +23,9 @@ class Server(LocalServer):
     """A server for some runs: their comparison or the only one at the root, each one at `run/N/`."""
 
     def __init__(self, folders: Sequence[Path], port: int | None = None, *, accept_changes: bool = False) -> None:
-        """Bind the port and build the first page.
-
-        Args:
-            folders: run folders.
-            port: port; 0: one that the system gives, None: 8420 or one of the next free ones.
-            accept_changes: show runs that had different contents of a file side by side, without a common chart.
+        """Bind the port and build the first page. `port` 0: one that the system gives; None: 8420 or one of the next
+        free ones. `accept_changes`: show runs that had different contents of a file side by side, without a common
+        chart.
 
         Raises ConfigError: a folder that is not a run, runs that cannot be compared, or a port in use.
         """

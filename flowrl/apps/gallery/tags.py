@@ -41,12 +41,9 @@ def during(entries: Mapping[str, Entry]) -> list[Entry]:
 
 
 def in_order(entries: Mapping[str, Entry], *, finished: bool, latest: int | None = None) -> list[Entry]:
-    """Base, those during training, tuned.
-
-    Args:
-        entries: tag -> entry.
-        finished: whether the run is; else it may go on after a first end, whose evaluation is older than others then.
-        latest: the most during training; None: all but one that has the weights of the tuned model.
+    """Base, those during training, tuned. `finished`: whether the run is; else it may go on after a first end, whose
+    evaluation is older than others then. `latest`: the most during training; None: all but one that has the weights of
+    the tuned model.
     """
     tuned, between = entries.get("tuned"), during(entries)
     if latest is None:

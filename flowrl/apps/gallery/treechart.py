@@ -115,13 +115,8 @@ def _places(tree: Tree, right: float) -> tuple[float, ...]:
 
 
 def draw(tree: Tree, ranges: Ranges, sheet: dict[str, Any] | None, anchor: str) -> Markup:
-    """The drawing of a tree.
-
-    Args:
-        tree: the tree.
-        ranges: ranges of the colours.
-        sheet: contact sheet of its leaves, of `images.image_values`; None: empty frames.
-        anchor: prefix of the ids inside, unique on the page.
+    """The drawing of a tree. `sheet`: contact sheet of its leaves, of `images.image_values`; None: empty frames.
+    `anchor`: prefix of the ids inside, unique on the page.
     """
     layout = Layout.of(tree)
     # Stochastic edges with the largest advantages on top.

@@ -20,12 +20,8 @@ _TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
 
 
 def read_command(file: Path, keys: Mapping[str, Key], *, bare_flags: bool) -> Source:
-    """The configuration that the one training command of a launcher states.
-
-    Args:
-        file: a shell script.
-        keys: the flags that the tool knows; others are kept as text.
-        bare_flags: whether a switch takes no value, as with argparse; else it may take true or false.
+    """The configuration that the one training command of a launcher states. `keys` are the flags that the tool knows;
+    others are kept as text. `bare_flags`: a switch takes no value, as with argparse; else it may take true or false.
 
     Raises ConfigError: no such command or several, a variable that the file does not set, or something to be executed.
     """

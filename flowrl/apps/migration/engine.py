@@ -245,13 +245,8 @@ class Draft:
 
 
 def convert(tool: Tool, file: str, gpus: int | None, folder: Path) -> Draft:
-    """The recipe of another tool's configuration.
-
-    Args:
-        tool: its table.
-        file: FILE of the command line.
-        gpus: number of GPUs of the command line.
-        folder: folder of the recipe.
+    """The recipe of another tool's configuration. `file` and `gpus` are those of the command line; `folder` is that of
+    the recipe.
 
     Raises ConfigError: a file that cannot be read as that tool's, or a value that no recipe can have; with the key.
     """

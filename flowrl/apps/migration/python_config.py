@@ -25,12 +25,7 @@ _End = tuple[Any] | ast.Break | ast.Continue | None
 
 
 class Reader:
-    """The functions of one file.
-
-    Args:
-        file: a Python file.
-        calls: dotted name -> what a call of it gives, such as `base.get_config`.
-    """
+    """The functions of one Python file. `calls`: dotted name -> what a call of it gives, such as `base.get_config`."""
 
     def __init__(self, file: Path, calls: dict[str, Callable[[], Any]] | None = None) -> None:
         self.file, self._calls = file, calls or {}

@@ -130,9 +130,8 @@ class Pairing:
     def fill(self, folder: PairFolder) -> None:
         """Draw until there are enough pairs.
 
-        Raises:
-            Stopped: a signal came; the folder holds everything but the unfinished prompts.
-            RewardError: too many samples could not be scored; the folder holds everything before.
+        Raises Stopped: a signal came; the folder holds everything but the unfinished prompts. RewardError: too many
+        samples could not be scored; the folder holds everything before.
         """
         with self.signals.listening():
             while not enough(folder.done, len(self.prompts), self.wanted):

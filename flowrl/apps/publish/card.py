@@ -29,11 +29,6 @@ _TEMPLATE = Path(__file__).with_name("card.md.j2")
 def write_card(run: Path, folder: Path, layout: Layout) -> Path:
     """Write `README.md` for the weights of a run that are in `folder`.
 
-    Args:
-        run: the run folder.
-        folder: of the weights.
-        layout: of the weights.
-
     Raises ConfigError: the run folder is damaged; WriteError: the disk is full or not writable.
     """
     file = folder / FILE

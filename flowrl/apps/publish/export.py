@@ -37,13 +37,8 @@ def renamed(tensors: dict[str, Tensor], scale: float, family: Family, layout: La
 
     Slots of one matrix are fused: n updates of rank r become one of rank n * r, A stacked and B block-diagonal, with n
     times the alpha: the same function. A slot that was not trained has zero rows and columns, since readers divide the
-    rank by n.
-
-    Args:
-        tensors: by module, without the component's prefix.
-        scale: alpha / r; each written alpha is scale times the written rank.
-        family: whose table is used.
-        layout: kohya: `lora_unet_` and underscores; comfyui: `diffusion_model.` and dots.
+    rank by n. The tensors are by module, without the component's prefix; `scale` is alpha / r: each written alpha is
+    scale times the written rank. Layouts: kohya: `lora_unet_` and underscores; comfyui: `diffusion_model.` and dots.
 
     Raises ModelError: a module without a place in the table, a convolution, or tensors that are no plain LoRA.
     """
@@ -100,10 +95,8 @@ Format = Literal["diffusers", "kohya", "comfyui", "merged"]
 def export(run: Path, layout: Format, out: Path) -> Path:
     """Write a run's weights to the folder `out`; returns the file or folder to load.
 
-    Raises:
-        ConfigError: not a run, no trained weights yet, weights that cannot be read, full weights as a LoRA, or
-            original names of a family that has no table; nothing is written.
-        WriteError: the disk is full or not writable.
+    Raises ConfigError: not a run, no trained weights yet, weights that cannot be read, full weights as a LoRA, or
+    original names of a family that has no table; nothing is written. WriteError: the disk is full or not writable.
     """
     if learned_noise(run) is not None:
         raise ConfigError(

@@ -67,19 +67,12 @@ def listing(found: Sequence[tuple[str, int]]) -> str:
 
 
 def push(folder: Path, repository: str, message: str, *, private: bool, api: Hub) -> str:
-    """Upload the files of a folder to a model repository, which is made if it is missing; returns its address.
+    """Upload the files of a folder to a model repository, which is made if it is missing; returns its address. All
+    files of the folder are uploaded, and no others; the repository is OWNER/NAME, `message` that of the commit.
+    `private` is a new repository; one that is there must be private then.
 
-    Args:
-        folder: files to upload, all of them and no others.
-        repository: OWNER/NAME.
-        message: of the commit.
-        private: of a new repository; one that is there must be private then.
-        api: the hub.
-
-    Raises:
-        ConfigError: offline, without a token, or a public repository where a private one is asked for; nothing was
-            sent.
-        UploadError: the hub cannot be reached or refuses.
+    Raises ConfigError: offline, without a token, or a public repository where a private one is asked for; nothing was
+    sent. UploadError: the hub cannot be reached or refuses.
     """
     from huggingface_hub import constants, get_token
 

@@ -25,11 +25,7 @@ _RETRY_AFTER_S = "1"
 
 
 class Service:
-    """The work of the endpoints.
-
-    Args:
-        token: that clients must show; None lets everybody in.
-    """
+    """The work of the endpoints; clients must show `token`, None lets everybody in."""
 
     def __init__(
         self, batchers: Mapping[str, Batcher], limits: Limits, counters: Counters, token: str | None = None

@@ -50,13 +50,8 @@ class _Waiting:
 
 
 class Batcher:
-    """The queue of one reward with the workers that serve it.
-
-    Args:
-        name: of the reward.
-        runners: its workers.
-        max_batch: samples handed to the reward at once.
-        max_wait_s: how long a batch that is not full waits for more.
+    """The queue of the reward `name` with `runners`, the workers that serve it: at most `max_batch` samples are handed
+    to it at once, and a batch that is not full waits `max_wait_s` for more.
     """
 
     def __init__(

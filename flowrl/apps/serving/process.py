@@ -79,11 +79,7 @@ class Runner(Protocol):
 
 
 class Worker:
-    """A `Runner` in a process of its own.
-
-    Args:
-        options: the entry of the reward, as in a configuration.
-    """
+    """A `Runner` in a process of its own; `options` are the entry of the reward, as in a configuration."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options

@@ -41,11 +41,7 @@ def by_kind(
 ) -> dict[str, list[Row]]:
     """Kind -> rows whose answers are those of its points alone; a row without a point of the kind is left out.
 
-    Args:
-        rows: of samples.
-        items: their prompts.
-        kinds: the kind of each point of a prompt.
-        values: the answer to each point of a sample.
+    `kinds`: the kind of each point of a prompt; `values`: the answer to each point of a sample.
     """
     known_items = {item.id: item for item in items}
     groups: dict[str, list[Row]] = {}

@@ -41,11 +41,7 @@ class Asked:
 
 
 class Ballot:
-    """The pairs of a run and the votes on them; its methods may be called from several threads.
-
-    Args:
-        paper: the pairs.
-        book: the votes.
+    """The pairs (`paper`) of a run and the votes (`book`) on them; its methods may be called from several threads.
 
     A vote counts for the images that were on the screen: they are copied next to the votes before they are shown, by
     their contents, so that a later evaluation changes neither the votes nor the pairs made of them. A voter who has
@@ -74,17 +70,12 @@ class Ballot:
             return self._state(self._voter(voter))
 
     def vote(self, voter: str, token: str, choice: str) -> dict[str, Any]:
-        """Keep the answer to the pair on the screen; what the page shows then.
+        """Keep the answer (left, right, tie or skip) to the pair on the screen, that of `token`; what the page shows
+        then.
 
-        Args:
-            voter: name of the voter.
-            token: token of the pair.
-            choice: left, right, tie or skip.
-
-        Raises:
-            Refusal: another pair is open, there is no such choice, the votes on it were counted, or voting has ended.
-            WriteError: the vote could not be written, and does not count; or it counts, and the preference pairs could
-                not be written, which the next vote does.
+        Raises Refusal: another pair is open, there is no such choice, the votes on it were counted, or voting has
+        ended. WriteError: the vote could not be written, and does not count; or it counts, and the preference pairs
+        could not be written, which the next vote does.
         """
         with self._lock:
             name = self._voter(voter)

@@ -35,13 +35,8 @@ class VoteServer(LocalServer):
     def __init__(
         self, ballot: Callable[[str], Ballot], voter: str, port: int | None, told: Callable[[str], None] | None = None
     ) -> None:
-        """Bind the port, then open the votes.
-
-        Args:
-            ballot: makes the ballot, given the address.
-            voter: name that the page begins with.
-            port: as for `LocalServer`.
-            told: called with the name of a voter who has answered every pair.
+        """Bind the port (as for `LocalServer`), then open the votes: `ballot` makes the ballot, given the address.
+        `voter`: name that the page begins with; `told` is called with the name of a voter who has answered every pair.
 
         Raises ConfigError: a port in use, or what `ballot` raises.
         """

@@ -21,11 +21,8 @@ PROBE_STEPS = 4  # Mochi's grid needs an even number; nothing else depends on it
 
 
 class Entrance:
-    """A pipeline with the facts that are read from it, and the way into its call.
-
-    Args:
-        pipeline: any diffusers pipeline; its scheduler is replaced by a plain one, its parts are frozen.
-        config: the adapter's Config.
+    """A pipeline with the facts that are read from it, and the way into its call. The pipeline is any of diffusers; its
+    scheduler is replaced by a plain one, its parts are frozen.
 
     Raises ModelError: the pipeline cannot be entered, or not as configured.
     """

@@ -198,11 +198,7 @@ class ReferenceImages:
 
     def find_free(self, latents: Tensor, stepped: Callable[[Tensor], Tensor]) -> tuple[int, ...]:
         """Shape of the latents that the scheduler steps; their places in latents [1, ...] are kept in `free`.
-
-        Args:
-            latents: of the whole sample.
-            stepped: latents -> those that reach the scheduler; called with the places themselves.
-
+        `stepped`: latents of the whole sample -> those that reach the scheduler; called with the places themselves.
         Raises ModelError: these are not a selection of the others in some order.
         """
         places = torch.arange(latents.numel(), dtype=torch.float32, device=latents.device)

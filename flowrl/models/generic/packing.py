@@ -77,11 +77,8 @@ class Packing:
 def read(pipeline: Any, decode: Callable[[Tensor], Tensor], zero: Tensor, size: tuple[int, int]) -> Packing:
     """The packing of a pipeline, not checked yet.
 
-    Args:
-        pipeline: whose VAE is listened to.
-        decode: latents [1, ...] float32 -> image [1, 3, H, W] in [0, 1], by the pipeline's own code.
-        zero: zeros like the latents of a sample, [1, ...].
-        size: (H, W).
+    `decode`: latents [1, ...] float32 -> image [1, 3, H, W] in [0, 1], by the pipeline's own code; `zero`: zeros like
+    the latents of a sample, [1, ...]; `size`: (H, W).
     """
     drawn = torch.Generator().manual_seed(0)
     listener = _Listener(pipeline.vae, torch.rand(1, 3, *size, generator=drawn).to(zero.device))

@@ -171,11 +171,8 @@ def _watched(scheduler: Any, calls: list[StepCall]) -> Any:
 class Reentry:
     """A pipeline and its denoising networks by component name.
 
-    Args:
-        pipeline: any diffusers pipeline.
-        networks: its denoisers.
-        answered: methods that encode images; those that the pipeline lacks are left out.
-        holds: tokens of timestep 0 keep it, whatever the timestep of their sample.
+    `answered`: methods that encode images; those that the pipeline lacks are left out. With `holds` tokens of timestep
+    0 keep it, whatever the timestep of their sample.
 
     Raises ModelError: the pipeline's class lacks a part that a re-entry replaces.
     """
@@ -228,15 +225,11 @@ class Reentry:
     ) -> Visit:
         """One call of the pipeline.
 
-        Args:
-            options: arguments of the call.
-            answers: method -> its results, call by call; the others run themselves.
-            latents: result of `prepare_latents`, [B, ...]; None: it draws.
-            timesteps: the grid, [k]; None: the pipeline's own.
-            times: the network's own timesteps of the samples, [B], instead of the pinned one.
-            stop_at_network: end at the first call of a network.
-            keep_dtype: do not cast `latents` to the dtype of the loop.
-            prepared: further results of `prepare_latents`, for pipelines with images.
+        `options` are its arguments; `answers`: method -> its results, call by call, the others run themselves.
+        `latents`: result of `prepare_latents`, [B, ...], None: it draws; `prepared`: its further results, for pipelines
+        with images. `timesteps`: the grid, [k]; None: the pipeline's own. `times`: the network's own timesteps of the
+        samples, [B], instead of the pinned one. `stop_at_network` ends at the first call of a network; `keep_dtype`
+        does not cast `latents` to the dtype of the loop.
         """
         visit = Visit()
         scheduler = hooked(self.pipeline.scheduler, timesteps, visit)
@@ -270,12 +263,8 @@ class Reentry:
 
     @torch.no_grad()
     def own_call(self, options: dict[str, Any], latents: Tensor, free: Tensor | None = None) -> OwnCall:
-        """The pipeline's own call with nothing replaced but the noise, [B, ...]; schedulers are copies.
-
-        Args:
-            options: arguments of the call.
-            latents: in place of the noise of `prepare_latents`.
-            free: their places in a sample, as in `Prepared`.
+        """The pipeline's own call with `options` and nothing replaced but the noise of `prepare_latents`, by `latents`
+        [B, ...]; schedulers are copies. `free`: places of the latents in a sample, as in `Prepared`.
         """
         calls: list[StepCall] = []
 

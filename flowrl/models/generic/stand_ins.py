@@ -46,12 +46,8 @@ class Answer(dict):
 
 
 class StandIn(nn.Module):
-    """A text encoder's outputs by shape, from its configuration; equal tokens give equal rows.
-
-    Args:
-        encoder: on the meta device.
-        name: of the component.
-        seen: component -> the most tokens of one prompt; filled in.
+    """A text encoder's outputs by shape, from its configuration; equal tokens give equal rows. The encoder is on the
+    meta device. `seen`: component -> the most tokens of one prompt; filled in.
     """
 
     def __init__(self, encoder: PreTrainedModel, name: str, seen: dict[str, int]) -> None:

@@ -107,12 +107,9 @@ class _Told:
 
 
 def read_contents(file: Path, label: str, component: str) -> LoraContents:
-    """Read a file of any layout.
-
-    Args:
-        file: .safetensors; PEFT's `adapter_config.json` is read from its folder.
-        label: option and value, which begin a message.
-        component: name of the denoiser in diffusers' layout, for settings and names that do not say it.
+    """Read a .safetensors file of any layout; PEFT's `adapter_config.json` is read from its folder. `label`: option and
+    value, which begin a message; `component`: name of the denoiser in diffusers' layout, for settings and names that do
+    not say it.
 
     Raises ModelError: a damaged file, NaN, half of a pair, ranks that do not fit together, settings that are not read,
     or two places that disagree, with both numbers.

@@ -173,12 +173,9 @@ def probe(
 ) -> None:
     """One forward and backward of the network, which compiles the blocks: before anything is trained.
 
-    Args:
-        adapter: on its device, with compiled blocks.
-        cond: of B samples.
-        timesteps: one forward each, for a network with an expert for each range, [T].
-        guidance_scale: as in training.
-        trained: parameters that train; left without gradients. Empty: the forward alone is tried.
+    The adapter is on its device, with compiled blocks; `cond` is of B samples. `timesteps`, [T], have one forward each,
+    for a network with an expert for each range. `trained` parameters are left without gradients; empty: the forward
+    alone is tried.
 
     Raises ModelError: the compiler is missing, fails, or would leave a block uncompiled.
     """

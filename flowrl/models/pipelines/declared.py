@@ -15,13 +15,8 @@ _NAMES = re.compile("turbo|schnell|lightning|distill", re.IGNORECASE)
 
 def of_pipeline(pipeline: Any, said: Said | None = None, revision: str | None = None) -> Distilled | None:
     """How a loaded pipeline was distilled; None: it was not, as far as it says. Its name alone is told as a warning.
-
-    Args:
-        pipeline: of diffusers, with the scheduler that it was loaded with.
-        said: the option `model.distilled`.
-        revision: of a hub id.
-
-    Raises ModelError: its index has a kind or noise levels that cannot be.
+    `said` is the option `model.distilled`, `revision` that of a hub id. Raises ModelError: its index has a kind or
+    noise levels that cannot be.
     """
     place, parts = str(pipeline.config.get("_name_or_path") or ""), pipeline.components
     network = next((parts[name].config for name in ("transformer", "unet") if parts.get(name) is not None), {})

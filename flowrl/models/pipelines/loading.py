@@ -90,12 +90,10 @@ def meta_pipeline(
 ) -> Any:
     """A folder's pipeline on the meta device: every network by its configuration, no weights, no tokenizers.
 
-    Args:
-        folder: with model_index.json and the components' JSON files.
-        config: gives the types of the VAE and of all other networks; its path is not read.
-        kind: name of the pipeline's class; empty: the one that the folder names.
-        absent: components to leave out.
-        device: of the denoisers and the VAE; on any but meta they have the values that their classes begin with.
+    The folder has model_index.json and the components' JSON files; `config` gives the types of the VAE and of all other
+    networks, and its path is not read. `kind`: name of the pipeline's class; empty: the one that the folder names.
+    `absent` components are left out. `device`: of the denoisers and the VAE; on any but meta they have the values that
+    their classes begin with.
 
     Raises ModelError: a class of neither diffusers nor transformers.
     """

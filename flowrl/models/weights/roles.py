@@ -51,13 +51,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 class Weights:
-    """The trainable parameters of a denoiser.
-
-    Args:
-        network: the denoiser; its parameters are frozen or made trainable here.
-        lora: adapter settings, or None for full fine-tuning.
-        targets: module suffixes the adapter binds to, unless `lora` names its own.
-        seed: seed of the adapter's initial values.
+    """The trainable parameters of a denoiser. They are frozen or made trainable here. `lora`: adapter settings; None:
+    full fine-tuning. `targets`: module suffixes that the adapter binds to, unless `lora` names its own. `seed`: of the
+    adapter's initial values.
     """
 
     sparse = False

@@ -55,11 +55,8 @@ class Parts:
 def assemble(resolved: Resolved, world: World, folder: Path | None, *, training: bool = True) -> Parts:
     """Load what the configuration names, cheapest first, and try the rewards before anything is trained.
 
-    Args:
-        resolved: the configuration.
-        world: the processes.
-        folder: evaluations are written below it; None: nothing is written.
-        training: False leaves out what no evaluation needs: the backbone of saliency maps.
+    Evaluations are written below `folder`; None: nothing is written. `training` False leaves out what no evaluation
+    needs: the backbone of saliency maps.
 
     Raises ConfigError, ModelError, RewardError: something the user can mend.
     """

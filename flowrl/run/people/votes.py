@@ -103,11 +103,8 @@ def strength_records(votes: Sequence[Vote]) -> list[dict[str, Any]]:
 
 
 class VoteBook(AbstractContextManager["VoteBook"]):
-    """The votes of a folder, written by this process alone; a context that frees the folder.
-
-    Args:
-        folder: made if it is missing.
-        place: where this process is found, for the message to a second one.
+    """The votes of a folder, written by this process alone; a context that frees the folder, which is made
+    if it is missing; `place` says where this process is found, in the message to a second one.
 
     Raises ConfigError: another process writes there, or the log is damaged.
     """

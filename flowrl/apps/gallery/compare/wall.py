@@ -17,16 +17,9 @@ BUDGET = 6 << 20
 
 
 def wall(shared: Shared, of: SharedMetric, order: list[int], place: Place) -> dict[str, Any]:
-    """Columns and rows of the table of images.
-
-    Args:
-        shared: what the runs share.
-        of: the metric under each image.
-        order: numbers of the runs, from left to right.
-        place: place of the page.
-
-    Returns:
-        `columns` (names), `rows`, `wanted` (rows without the budget), `bases` (whether the bases' images are the same).
+    """The table of images of what the runs share, with the metric `of` under each and the runs in this order from left
+    to right: `columns` (names), `rows`, `wanted` (rows without the budget), `bases` (whether the bases' images are the
+    same).
     """
     rows: list[dict[str, Any]] = []
     spent, same_base, wanted = 0, True, 0

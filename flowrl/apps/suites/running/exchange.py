@@ -116,9 +116,7 @@ def require_each_once(
 def of_models(names: Sequence[str], files: Sequence[Path]) -> dict[str, Path]:
     """Results of each model, in the order in which both were given, unless the paths say another one.
 
-    Args:
-        names: of the models' folders, such as "model" and "base".
-        files: as many, of --results.
+    `names` are those of the models' folders, such as "model" and "base"; `files`, as many, those of --results.
 
     Raises ConfigError: a path holds the name of another model than its own.
     """

@@ -51,10 +51,8 @@ class ResultsFolder:
     def begin(self, made_with: Mapping[str, Any], judged_by: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Write the header, or compare it with that of earlier calls.
 
-        Args:
-            made_with: all that decides the images.
-            judged_by: all that decides the scores; {}: nobody judges now, and an earlier judge stays.
-            facts: what is only recorded.
+        `made_with` decides the images, `judged_by` the scores; {}: nobody judges now, and an earlier judge stays.
+        `facts` are only recorded.
 
         Raises ConfigError: the folder holds images made, or lines judged, in another way.
         """

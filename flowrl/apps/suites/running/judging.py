@@ -26,11 +26,8 @@ _TRIES = 3
 class RewardJudge:
     """Reward entries that judge the images of a suite; their weights are loaded here.
 
-    Args:
-        plans: the entries; their weights and transforms play no part: raw values are kept.
-        suite: whose prompts they judge.
-        items: all of them are checked before anything is loaded.
-        batch_size: images handed to a reward at once.
+    The weights and transforms of `plans` play no part: raw values are kept. All items are checked before anything is
+    loaded; `batch_size` images are handed to a reward at once.
 
     Raises ConfigError: a prompt that a reward cannot judge, or rewards that do not go together; RewardError: a reward
     that cannot be built.

@@ -69,14 +69,8 @@ class Preferences:
 def judge_pairs(
     compare: CompareFunction, base: Images, tuned: Images, prompts: Sequence[str], metadata: Sequence[dict]
 ) -> Preferences:
-    """Both orders of B pairs.
-
-    Args:
-        compare: P(the first is preferred), [B], NaN where the question failed; called once for each order.
-        base: images [3, H, W] in [0, 1], B of them.
-        tuned: likewise, of the same prompts and noise.
-        prompts: B texts.
-        metadata: B records of the prompts.
+    """Both orders of B pairs of images [3, H, W] in [0, 1] of the same prompts and noise. `compare`: P(the first is
+    preferred), [B], NaN where the question failed; called once for each order.
 
     Raises RewardError: not one answer for each pair, or one outside 0 to 1.
     """
@@ -152,16 +146,11 @@ def compare_folders(
 ) -> list[PairRow]:
     """Judge the pairs of two folders of images; one row for each sample of the task.
 
-    Args:
-        task: the samples.
-        folders: of "base" and "model", with all their images.
-        judge: of the pairs.
-        out: folder of pairs.jsonl; pairs that are there are not judged again.
-        rejudge: set the lines of another judge aside.
+    `folders` are those of "base" and "model", with all their images; `out` is that of pairs.jsonl: pairs that are there
+    are not judged again. `rejudge`: set the lines of another judge aside.
 
-    Raises:
-        ConfigError: lines of another judge or other models.
-        RewardFailure: the judge is away; what was judged is kept, and the same call goes on.
+    Raises ConfigError: lines of another judge or other models. RewardFailure: the judge is away; what was judged is
+    kept, and the same call goes on.
     """
     made = {name: folder.header.get("made_with") for name, folder in folders.items()}
     mark = hashlib.sha256(json.dumps([judge.facts, made], sort_keys=True).encode()).hexdigest()[:16]

@@ -31,9 +31,8 @@ from flowrl.training.world import World, join
 def evaluate(options: Options) -> None:
     """Make, judge and tabulate.
 
-    Raises:
-        ConfigError, ModelError, RewardError: something the user can mend.
-        RewardFailure: the judge is away; what was judged is kept.
+    Raises ConfigError, ModelError, RewardError: something the user can mend. RewardFailure: the judge is away; what was
+    judged is kept.
     """
     suite = load_suite(options.suite)
     if options.judging.compat and suite.compat is None:

@@ -46,12 +46,8 @@ class Change:
 
 
 def compare(base: Table, tuned: Table, lower_is_better: Collection[str] = ()) -> list[Change]:
-    """The changes of the lines that are means of the same parts in both tables, in the tuned table's order.
-
-    Args:
-        base: before training.
-        tuned: after it, of the same suite, prompts and noise.
-        lower_is_better: scores of which less is better, for the win rates.
+    """The changes of the lines that are means of the same parts in both tables, in the tuned table's order. Both are of
+    the same suite, prompts and noise; `lower_is_better`: scores of which less is better, for the win rates.
     """
     known = {line.name: line for line in base.lines}
     pairs = [

@@ -90,12 +90,8 @@ def fingerprint(items: Sequence[Item]) -> str:
 def fill(task: Task, folder: ResultsFolder, draw: Draw, judge: Judge | None, world: World = ALONE) -> None:
     """Make and judge what is not yet done; at the end the folder holds a line for every judged sample.
 
-    Args:
-        task: the samples.
-        folder: begun by the first process.
-        draw: images [B, 3, H, W] of samples.
-        judge: None: images alone are made.
-        world: this process and the others.
+    The folder is begun by the first process; `draw` makes images [B, 3, H, W] of samples; `judge` None: images alone
+    are made.
 
     Raises RewardFailure: the judge is away; what was judged before is kept, and the same call goes on.
     """
