@@ -46,7 +46,7 @@ NEAR = {
     "statistics": ("tests/statistics",),
     "core": ("tests/core/test_questions.py",),
     "data": ("tests/data/test_priority.py",),
-    "evaluation": ("tests/apps/suites",),
+    "evaluation": ("tests/evaluation/test_copying.py", "tests/apps/suites"),
     "apps/suites": ("tests/apps/suites",),
 }
 """Room -> the tests that run first; the doctests of the room come with them."""
