@@ -36,7 +36,7 @@ VAE = Path(__file__).resolve().parents[2] / "assets" / "tiny-sd3"
 
 @cache
 def vae() -> Any:
-    from diffusers import AutoencoderKL
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     return AutoencoderKL.from_pretrained(VAE, subfolder="vae").eval()
 

@@ -3,6 +3,7 @@
 import math
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -413,4 +414,4 @@ def test_flowrl_score_reads_the_next_files_while_a_reward_scores(tmp_path, monke
     beside = list(scored(Scorer([entry(waits, overlap=True)]), [samples[:2], samples[2:]]))
     assert waits.came == [True]
     assert beside == plain
-    assert [file.name for (file, _, _), _ in beside] == ["0.png", "1.png", "2.png", "3.png"]
+    assert [Path(str(file)).name for (file, _, _), _ in beside] == ["0.png", "1.png", "2.png", "3.png"]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from flowrl.evaluation.suite import Item
 from tests.tiny_rewards.edit_score import save_source
@@ -23,7 +24,7 @@ OFFICIAL = (
 
 
 def prompts(folder: Path) -> Path:
-    records = [dict(zip(COLUMNS, edit, strict=True)) for edit in EDITS]
+    records: list[dict[str, Any]] = [dict(zip(COLUMNS, edit, strict=True)) for edit in EDITS]
     for number, record in enumerate(records):
         save_source(folder, 70 + number, f"{number}.png", size=(32, 32))
         record["input_image_raw"] = f"{number}.png"

@@ -5,11 +5,13 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from flowrl.apps.suites import gedit, imgedit
+from flowrl.apps.suites._reading import Scores
 from flowrl.apps.suites.running.drawing import Drawing
 from flowrl.apps.suites.running.exchange import export
 from flowrl.apps.suites.running.folder import ResultsFolder
@@ -58,7 +60,8 @@ def test_each_edit_of_gedit_is_drawn_from_its_own_source_and_exported_beside_it(
     for number, (key, group, _, language, _) in enumerate(tiny_gedit.EDITS):
         place = out / "fullset" / group / language
         with Image.open(place / f"{key}.png") as edited, Image.open(place / f"{key}_SRCIMG.png") as source:
-            assert (edited.getpixel((0, 0))[0], source.getpixel((0, 0))[0]) == (71 + number, 70 + number)
+            seen = [np.asarray(image)[0, 0, 0] for image in (edited, source)]
+            assert seen == [71 + number, 70 + number]
             assert edited.width == 8 + number, "sizes may differ"
             assert source.format == "PNG"
 
@@ -67,12 +70,10 @@ def test_the_means_of_gedit_are_over_groups_for_both_sets_and_each_language(tmp_
     items = gedit.items(tiny_gedit.prompts(tmp_path))
     grades = {"a1-en": (4, 9), "a1-cn": (1, 4), "b2-en": (9, 4), "c3-en": (0, 9), "d4-en": (8, 2)}
     names = ("sc", "pq")
-    rows = [
-        Row(item.id, item.text, 0, scores={f"gedit_{n}": float(v) for n, v in zip(names, grades[item.id], strict=True)})
-        for item in items
-    ]
-    for row in rows:
-        row.scores["gedit"] = math.sqrt(row.scores["gedit_sc"] * row.scores["gedit_pq"])
+    rows = []
+    for item in items:
+        scores: Scores = {f"gedit_{n}": float(v) for n, v in zip(names, grades[item.id], strict=True)}
+        rows.append(Row(item.id, item.text, 0, scores=scores | {"gedit": math.sqrt(math.prod(grades[item.id]))}))
     table = gedit.aggregate(rows, items)
     found = means(table)
     # Two edits with one instruction are two: (6 + 6) / 2, and not one of them.
@@ -88,7 +89,7 @@ def test_the_means_of_gedit_are_over_groups_for_both_sets_and_each_language(tmp_
 
 def test_the_judge_of_edits_gives_gedit_the_same_table(tmp_path):
     items = gedit.items(tiny_gedit.prompts(tmp_path))
-    scores = {"edit_score": 6.0, "edit_score_sc": 4.0, "edit_score_pq": 9.0, "edit_score_kept": 4.0}
+    scores: Scores = {"edit_score": 6.0, "edit_score_sc": 4.0, "edit_score_pq": 9.0, "edit_score_kept": 4.0}
     found = means(gedit.aggregate([Row(item.id, item.text, 0, scores=scores) for item in items], items))
     assert (found["en overall of 3 groups"], found["en semantics of 3 groups"], found["en color_alter"]) == (6, 4, 6)
 
