@@ -1,5 +1,6 @@
 """Rankings of several images under one prompt, read as their pairs (ImageReward, HPDv2)."""
 
+import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ class Rankings(Records):
         if not isinstance(images, list) or len(images) < 2:
             return [rest | {options.chosen: images, options.rejected: None}]
         values = list(range(len(images))) if given is None else given
-        numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+        numbers = isinstance(values, list) and all(type(v) in (int, float) and math.isfinite(v) for v in values)
         if (given is None and self.values) or not numbers or len(values) != len(images):
             return [rest | {options.chosen: images[0], options.rejected: images[1], "margin": f"of {given!r}"}]
         sign, result = -1 if options.scores else 1, list[dict[str, Any] | None]()

@@ -317,6 +317,7 @@ def test_every_two_images_of_a_ranking_are_a_pair(put, more, columns, pairs):
         (LIST | {"images": "a.png", "rank": [1]}, "no rejected image: line 2, pair 1"),
         (LIST | {"rank": [1, 2]}, "margin not a number from 0: line 2, pair 1 (margin=of [1, 2])"),
         (LIST | {"rank": [1, "2", 3]}, "margin not a number from 0: line 2, pair 1"),
+        (LIST | {"rank": [1, math.nan, 3]}, "margin not a number from 0: line 2, pair 1"),
         (LIST, "margin not a number from 0: line 2, pair 1 (margin=of None)"),
         ("words", "not a record: line 2, pair 1"),
     ],

@@ -63,7 +63,8 @@ def items(path: Path | None) -> list[Item]:
         where = f"{given}, {number!r}"
         if not isinstance(record, dict) or not {"id", "prompt", "edit_type"} <= set(record):
             raise ConfigError(f"{where}: needs id, prompt and edit_type, got {str(record)[:80]}")
-        kind = _SAME.get(record["edit_type"], record["edit_type"])
+        kind = str(record["edit_type"])
+        kind = _SAME.get(kind, kind)
         if kind not in TYPES:
             raise ConfigError(f"{where}: edit_type={kind!r} is none of {', '.join(TYPES)}")
         own = {"images": [source_of(record["id"], given.parent, where)], "record": record}
@@ -116,4 +117,4 @@ def _value(said: str | float | Mapping[str, str]) -> float | None:
     """A mean grade by an answer, or by itself; None: the judge failed, or gave none."""
     if isinstance(said, str):
         return graded(said)
-    return float(said) if isinstance(said, int | float) and 1 <= said <= 5 else None
+    return float(said) if type(said) in (int, float) and 1 <= said <= 5 else None
