@@ -192,7 +192,7 @@ def test_an_answer_of_the_judge_of_imgedit_counts_with_its_three_grades(tmp_path
     [
         ('{"1": {"id": "a.png", "prompt": "x"}}', "needs id, prompt and edit_type"),
         ('{"1": {"id": "a.png", "prompt": "x", "edit_type": "mine"}}', "edit_type='mine' is none of add, adjust"),
-        ('{"1": {"id": "a.png", "prompt": "x", "edit_type": ["add"]}}', "edit_type=\"['add']\" is none of add, adjust"),
+        ('{"1": {"id": "a.png", "prompt": "x", "edit_type": ["add"]}}', "is none of add, adjust"),
         ('{"1": {"id": "gone.png", "prompt": "x", "edit_type": "add"}}', "there is no image 'gone.png'"),
         ('{"1": {"id": "basic_edit.json", "prompt": "x", "edit_type": "add"}}', "cannot be read as an image"),
         ('{"1": {}, "1": {}}', "'1' occurs twice"),
