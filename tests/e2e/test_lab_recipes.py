@@ -1,5 +1,6 @@
 """Every recipe of configs/lab trains on the embedded model: small, but through the real loop, and resumes bitwise."""
 
+import argparse
 import json
 import math
 from collections.abc import Iterator
@@ -8,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowrl.edited_shapes import OPERATIONS
 from flowrl.media import media
+from scripts.pretraining.edit_prompts import write_pairs
 from tests import ranks
 from tests.e2e.conftest import ROOT, assert_same_gradient, digest, inside
 from tests.e2e.test_preferences import make_pairs
@@ -36,14 +39,18 @@ def small(recipe: Path) -> list[str]:
     if "tiny-sd3-student" in text:  # it takes its own four steps
         return [*SMALL, "rollout.prompts_per_iteration=2", "eval.num_inference_steps=4"]
     if "pairs:" in text:
-        folder = "videos" if "num_frames" in text else "pairs"
+        folder = "videos" if "num_frames" in text else "edits" if "records: {source" in text else "pairs"
         return [*SMALL, f"data.pairs.path={folder}", "data.pairs.per_iteration=2"]
     return [*SMALL, "rollout.prompts_per_iteration=2"]
 
 
 def make_all_pairs(folder: Path) -> None:
-    """Sets of four pairs below a folder: `pairs` of images, `videos` of videos, bright ones preferred to dark ones."""
+    """Sets of four pairs below a folder: `pairs` of images, `videos` of videos, bright ones preferred to dark ones.
+
+    And `edits`, the right result preferred to the source.
+    """
     make_pairs(folder / "pairs", 4)
+    write_pairs(argparse.Namespace(out=folder / "edits", seed=0, operations=OPERATIONS, count=4))
     videos, lines, draws = folder / "videos", [], torch.Generator().manual_seed(0)
     videos.mkdir()
     for k in range(4):
