@@ -58,7 +58,8 @@ class Look:
             self.wrong.skip("records of an image and a video", pair.key)
             return
         kind = next(iter(kinds), KINDS[0])
-        self.firsts.setdefault(kind, pair.key)
+        if kinds:
+            self.firsts.setdefault(kind, pair.key)
         self.winners[kind] += not isinstance(opened[0], Unreadable)
         if len(readable) < len(opened):
             self.wrong.skip(UNREADABLE, next(str(one) for one in opened if isinstance(one, Unreadable)))

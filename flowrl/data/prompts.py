@@ -5,7 +5,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from PIL import ImageOps
 from PIL.Image import Image
 from torch import Tensor
 
@@ -79,7 +78,8 @@ def require_reached(named: Iterable[tuple[str, Prompt]], adapter: ModelAdapter, 
             log.warning("%s edits images, and no prompt has one: it makes images of the prompts alone", adapter.kind)
         return
     own, encode = [open_named(file) for file in prompt.images], adapter.encode
-    conds = [encode([prompt.text], [each]) for each in (own, own, [ImageOps.invert(image) for image in own])]
+    others = [image.point(lambda level: (level + 128) % 256) for image in own]  # a negative of grey would be grey
+    conds = [encode([prompt.text], [each]) for each in (own, own, others)]
     x = normal(adapter.latent_shape(), 0, "source probe", [()]).to(conds[0].device)
     first = adapter.schedule(4).timesteps[:1].to(x.device)
     one, again, other = (adapter.predict(x, first, cond, guidance_scale).float() for cond in conds)

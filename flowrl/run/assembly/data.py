@@ -61,7 +61,8 @@ class Data:
         The adapter is on its device, with its text encoders. Raises ConfigError.
         """
         own = (("data.prompts", prompt) for prompt in self.prompts.train)
-        given = ((each.key, Prompt(text, {}, of)) for each in self.images for text, of in each.pairs.captions())
+        sets = [each for each in self.images if each.pairs.options.source is not None]  # others are not read through
+        given = ((each.key, Prompt(text, {}, of)) for each in sets for text, of in each.pairs.captions())
         require_reached(chain(own, given), adapter, resolved.run.rollout.guidance_scale)
 
     def embed(self, resolved: Resolved, adapter: ModelAdapter, world: World) -> tuple[Texts | None, Texts]:
