@@ -333,6 +333,11 @@ def test_a_check_names_a_set_that_mixes_images_and_videos(put, capsys):
     put(GOOD | videos)
     assert look("pairs.jsonl", [])
     assert "in one set" not in capsys.readouterr().out
+    for name in ("cut.png", "short.png"):
+        Path(name).write_bytes(Path("a.png").read_bytes()[:40])
+    put(GOOD | {"chosen": "cut.png", "rejected": "short.png"}, GOOD, GOOD | videos)
+    assert not look("pairs.jsonl", [])
+    assert "1 of images, the first line 2; 1 of videos, the first line 3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
