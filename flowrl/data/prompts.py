@@ -78,7 +78,8 @@ def require_reached(named: Iterable[tuple[str, Prompt]], adapter: ModelAdapter, 
             log.warning("%s edits images, and no prompt has one: it makes images of the prompts alone", adapter.kind)
         return
     own, encode = [open_named(file) for file in prompt.images], adapter.encode
-    others = [image.point(lambda level: (level + 128) % 256) for image in own]  # a negative of grey would be grey
+    shifted = [(level + 128) % 256 for level in range(256)]  # a negative of grey would be grey
+    others = [image.point(shifted * len(image.getbands())) for image in own]
     conds = [encode([prompt.text], [each]) for each in (own, own, others)]
     x = normal(adapter.latent_shape(), 0, "source probe", [()]).to(conds[0].device)
     first = adapter.schedule(4).timesteps[:1].to(x.device)

@@ -117,4 +117,6 @@ def _value(said: str | float | Mapping[str, str]) -> float | None:
     """A mean grade by an answer, or by itself; None: the judge failed, or gave none."""
     if isinstance(said, str):
         return graded(said)
-    return float(said) if type(said) in (int, float) and 1 <= said <= 5 else None
+    if isinstance(said, bool) or not isinstance(said, int | float):
+        return None
+    return float(said) if 1 <= said <= 5 else None
