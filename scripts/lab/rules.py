@@ -38,6 +38,8 @@ PAIRS = "runs/pairs-shapes"
 PAIRED = ("matching/error_chosen", "policy/implicit_accuracy", "policy/gradient_factor")
 KEPT = ("reward/group_std", "advantage/dead_group_share", "policy/clip_fraction", *PAIRED)
 """Metrics of which a cell keeps the means over the first and the last fifth of the iterations."""
+FIRST = 8
+"""Iterations whose mean is where the error on the preferred images starts: 512 pairs of diffusion_dpo."""
 SUMMARY = ("seconds", "cpu_seconds", "load", "parts", "iterations", "difference", "diversity", "best_of")
 MANY = 4
 """Images of which the best counts."""
@@ -126,7 +128,10 @@ def kept(folder: Path) -> Cell:
     summary = runs.measured(folder) | runs.costs(folder)
     summary = {key: summary[key] for key in SUMMARY if key in summary}
     told |= {"summary": summary, "curve": runs.curve(folder, SETS)}
-    return runs.origin(folder) | told | {"metrics": fifths(runs.all_rows(folder))}
+    rows = runs.all_rows(folder)
+    if PAIRED[0] in rows[0]:
+        told |= {"start": round(float(np.mean([each[PAIRED[0]] for each in rows[:FIRST]])), 6)}
+    return runs.origin(folder) | told | {"metrics": fifths(rows)}
 
 
 def along(folder: Path) -> list[dict[str, float]]:
@@ -214,11 +219,17 @@ def metric(name: str, cell: Cell, other: Cell) -> str:
     return " to ".join(f"{value:.3f}" for value in cell["metrics"][name])
 
 
+def winner(cell: Cell, other: Cell) -> str:
+    """Error on the preferred images where it starts and over the last fifth, and their ratio."""
+    start, end = cell["start"], cell["metrics"][PAIRED[0]][-1]
+    return f"{start:.3f} to {end:.3f}, x {end / start:.2f}"
+
+
 COLUMNS: dict[str, tuple[str, Callable[[Cell, Cell], str]]] = {
     "share": ("share of that gain", lambda cell, other: f"{100 * gain(cell) / gain(other):.0f} %"),
     "best": (f"best of {MANY}, base to tuned; less the row", best),
     "fall": ("best on the way to end", fall),
-    "winner": ("winner's error", partial(metric, PAIRED[0])),
+    "winner": ("winner's error", winner),
     "accuracy": ("agreement", partial(metric, PAIRED[1])),
     "factor": ("gradient factor", partial(metric, PAIRED[2])),
     "chosen": (f"base, best of {MANY} by the proxy; tuned, one image, less that", chosen),

@@ -22,7 +22,8 @@ def cell(base: str, tuned: str, images: int = 4) -> dict[str, Any]:
     summary = {"cpu_seconds": 12.4, "seconds": 9.0}
     right = {"base": base, "tuned": tuned}
     metrics = {name: [0.25, 0.5] for name in rules.KEPT}
-    return {"commit": "0123456789", "summary": summary, "images": images, "right": right, "metrics": metrics}
+    told = {"commit": "0123456789", "summary": summary, "images": images, "right": right, "metrics": metrics}
+    return told | {"start": 0.4}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -58,6 +59,11 @@ def test_the_best_of_n_is_the_mean_over_all_draws():
     assert_allclose(rules.best_of(own, "base", 2), [0, 3 / 6, 5 / 6, 1])
     assert rules.best_of(own, "base", 4).tolist() == [0, 1, 1, 1]
     assert rules.rival(own, own).startswith("75.0 of 4; -25.0 [")
+
+
+def test_the_winners_error_is_compared_with_its_start():
+    own = cell("0124", "4400")
+    assert rules.winner(own, own) == "0.400 to 0.500, x 1.25"
 
 
 def test_fifths_leave_out_iterations_without_a_metric():
