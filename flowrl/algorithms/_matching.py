@@ -7,14 +7,17 @@
 5. after the iteration the lagging roles follow the policy
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
 
 from flowrl.algorithms._options import Options
+from flowrl.core.errors import OptionError
+from flowrl.core.strict import require_positive
+from flowrl.credit.advantages import Advantages
 from flowrl.losses.matching import elbo_weight
-from flowrl.rollout.outputs import Outputs
+from flowrl.rollout.outputs import Outputs, Quantity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +83,33 @@ class PullOptions(Options):
     """Pull to the untouched network."""
 
 
-def pull(anchor: AnchorConfig, outputs: Outputs, role: str) -> Tensor | float:
+@dataclass(frozen=True, kw_only=True)
+class BoundOptions(Options):
+    """Signed weights of samples, by their bound."""
+
+    advantage_max: float = 1.0
+    """The clipped advantages are rescaled to this bound."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(vars(self), "advantage_max")
+        rule = self.credit_rule()
+        if rule is not None and rule.clip is None:
+            raise OptionError(
+                "advantages.clip=null: the clipped advantages are rescaled to advantage_max", {"advantages.clip": 5.0}
+            )
+
+    def rescaled(self, credit: Advantages) -> Advantages:
+        """The same credit, the advantages within +-clip brought within +-advantage_max."""
+        rule = self.credit_rule()
+        assert rule is not None
+        assert rule.clip is not None
+        return replace(credit, values=credit.values * (self.advantage_max / rule.clip))
+
+
+def pull(anchor: AnchorConfig, outputs: Outputs, role: str, space: Quantity = "output") -> Tensor | float:
     """coef * weight(sigma) * mean over dims of (policy - role)^2, [M] float64; 0 without a coefficient."""
-    return anchor.of(outputs.apart(role), outputs.batch.sigma) if anchor.coef else 0.0
+    return anchor.of(outputs.apart(role, space=space), outputs.batch.sigma) if anchor.coef else 0.0
 
 
 def pulling(**anchors: AnchorConfig) -> tuple[str, ...]:

@@ -72,6 +72,11 @@ class Options:
         """Whether every latent position has its own ratio."""
         return False
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """Warnings about these options, said before a run."""
+        return ()
+
     def credit_rule(self) -> RuleConfig | None:
         """Rule that makes advantages of rewards; None: the method credits by itself."""
         return None

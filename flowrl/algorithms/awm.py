@@ -13,16 +13,14 @@ Source: arXiv 2509.25050; scxue/advantage_weighted_matching:advantage_weighted_m
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, LagConfig, pull, pulling
+from flowrl.algorithms._matching import AnchorConfig, BoundOptions, LagConfig, pull, pulling
 from flowrl.algorithms._options import ClipRange, CreditOptions, SolverOptions, TimesOptions, clip_bounds
 from flowrl.algorithms.base import Networks, SampleMethod
-from flowrl.core.errors import OptionError
-from flowrl.core.strict import require_positive
 from flowrl.core.types import Identity
 from flowrl.credit.advantages import Advantages
 from flowrl.diffusion.training_times import TimesConfig
@@ -35,7 +33,7 @@ LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CreditOptions, SolverOptions, TimesOptions):
+class Config(BoundOptions, CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete_wo_init"))
     weighting: ErrorWeighting = "ghuber"
     """Weight of the error in the log-prob; see `flowrl/losses/matching.py`."""
@@ -45,8 +43,6 @@ class Config(CreditOptions, SolverOptions, TimesOptions):
     """One ratio for each time, or one per sample, of the mean log-prob over its times."""
     clip_range: ClipRange = 1.0
     """Bound on |ratio - 1|, in units of a mean over dims; two numbers: its largest fall and rise."""
-    advantage_max: float = 1.0
-    """The clipped advantages are rescaled to this bound."""
     kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1e-3))
     """Pull to the untouched network."""
     ema_kl: AnchorConfig = field(default_factory=lambda: AnchorConfig(coef=1.0))
@@ -61,11 +57,6 @@ class Config(CreditOptions, SolverOptions, TimesOptions):
         if not 0 < self.power <= 1:
             raise ValueError(f"power={self.power} must be in (0, 1]")
         clip_bounds(self.clip_range)
-        require_positive(vars(self), "advantage_max")
-        if self.advantages.clip is None:
-            raise OptionError(
-                "advantages.clip=null: AWM rescales clipped advantages to advantage_max", {"advantages.clip": 5.0}
-            )
 
 
 class Awm(SampleMethod[Config]):
@@ -80,9 +71,7 @@ class Awm(SampleMethod[Config]):
         self.unit = "sample" if config.ratio == "sample" else "term"
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
-        credit, config = self.rule(rewards, weights, prompts), self.config
-        assert config.advantages.clip is not None
-        return replace(credit, values=credit.values * (config.advantage_max / config.advantages.clip))
+        return self.config.rescaled(self.rule(rewards, weights, prompts))
 
     def log_prob(self, outputs: Outputs) -> Tensor:
         """The stand-in for the log-prob of each term, [M] float64."""

@@ -57,14 +57,15 @@ def check_model(resolved: Resolved, adapter: ModelAdapter | None) -> list[str]:
     """Check the options against a model's adapter; None: it is not known yet.
 
     Returns:
-        Notes about a method that nothing watches, about an average or a learning rate that the run never gets to, about
-        rewards that play videos at another rate than the model, and about a checkpoint distilled to few steps.
+        Notes of the method's options, about a method that nothing watches, about an average or a learning rate that the
+        run never gets to, about rewards that play videos at another rate than the model, and about a checkpoint
+        distilled to few steps.
 
     Raises ConfigError: videos that cannot be saved as asked, a KL divisor that does not fit the process, a guidance
     scale without an effect, one that a distilled checkpoint does not take, or a branch of guidance without gradient
     where updates have none.
     """
-    notes = unwatched(resolved)
+    notes = [*resolved.algorithm.config.notes, *unwatched(resolved)]
     if adapter is None:
         return notes
     _check_videos(resolved, adapter)

@@ -153,11 +153,13 @@ def _normalised(total: Tensor, config: RuleConfig) -> tuple[Tensor, Tensor]:
 
 
 def _pooled(filled: Tensor, counted: Tensor, config: RuleConfig) -> Tensor:
-    """The std of all samples of the iteration, or 1, [1, 1]."""
+    """The std of all samples of the iteration, of their distances from the mean of their group, or 1, [1, 1]."""
     if config.std == "none":
         return torch.ones(1, 1, dtype=torch.float64)
-    if config.std != "global":
-        raise ValueError(f"std={config.std!r}; use 'global', 'group' or 'none'")
+    if config.std == "within":
+        filled = filled - masked_mean(filled, counted)
+    elif config.std != "global":
+        raise ValueError(f"std={config.std!r}; use 'global', 'within', 'group' or 'none'")
     pooled, mask = filled.reshape(1, -1), counted.reshape(1, -1)
     squares = (pooled - masked_mean(pooled, mask)).square()
     return masked_mean(squares, mask, config.ddof).sqrt() + config.eps

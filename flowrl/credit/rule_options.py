@@ -9,7 +9,7 @@ from flowrl.credit.best_of import BestOfConfig
 from flowrl.credit.history import HistoryConfig
 from flowrl.credit.selection import SelectConfig
 
-Std = Literal["global", "group", "none"]
+Std = Literal["global", "within", "group", "none"]
 _OWN = {"best_of": "best_of", "history": "batch", "nonzero_factor": "median", "virtual_best": "group or per_reward"}
 """Options of one rule alone, or of two."""
 
@@ -21,7 +21,8 @@ class RuleConfig:
     name: Literal["group", "per_reward", "gdpo", "median", "batch", "best_of", "smooth", "leave_one_out"] = "group"
     """The rule; see `flowrl/credit/advantages.py`."""
     std: Std = "global"
-    """Divide by the std of all samples of the iteration, of the prompt's group, or not at all (Dr. GRPO).
+    """Divide by the std of all samples of the iteration (`within`: of their distances from their prompt's mean), of the
+    prompt's group, or not at all (Dr. GRPO).
 
     `per_reward`, `gdpo` (`group` only) and `separate` do so reward by reward; `median` has its own scale; `batch` has
     the std of what it compares with, or none; `best_of` the global one, or none; `smooth` that of the group.
@@ -66,15 +67,15 @@ class RuleConfig:
         if self.name in ("median", "batch", "best_of", "smooth", "leave_one_out") and self.trimmed_ratio:
             words = f"trimmed_ratio={self.trimmed_ratio}: the rule {self.name!r} leaves no reward out"
             raise OptionError(words, {"trimmed_ratio": 0.0})
-        if self.name == "batch" and self.std == "group":
-            raise OptionError("std='group': of a batch there is one std", {"std": "global"})
+        if self.name == "batch" and self.std in ("group", "within"):
+            raise OptionError(f"std={self.std!r}: of a batch there is one std", {"std": "global"})
         if self.name == "best_of" and self.std == "group":
             words = "std='group': a group's best of k rises with its spread, which this would divide out"
             raise OptionError(words, [{"std": "global"}, {"std": "none"}])
         for key, rules in _OWN.items():
             value = vars(self).get(key)  # a rule without the option has a class variable
             if value and self.name not in rules.split():
-                std = {"std": "global"} if self.std == "group" and rules in ("batch", "best_of") else {}
+                std = {"std": "global"} if self.std in ("group", "within") and rules in ("batch", "best_of") else {}
                 off = type(value)() if isinstance(value, int) else None
                 words = f"{key} belongs to the rule {rules}, and the rule is {self.name!r}"
                 raise OptionError(words, [{"name": rules.split()[0]} | std, {key: off}])

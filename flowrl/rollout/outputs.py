@@ -7,15 +7,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.core.types import Prediction
 from flowrl.losses.batches import NoisedBatch
-from flowrl.losses.matching import mean_square
+from flowrl.losses.matching import mean_distance, mean_square
 from flowrl.models.base import ModelAdapter
 from flowrl.models.weights.roles import Weights
 from flowrl.rollout.policy import Policy
 
 Space = Literal["output", "eps"]
 """Quantity of an error: the network's output, or the noise that it implies."""
+Quantity = Space | Literal["clean"]
+"""The same, or the clean latents that it implies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +34,37 @@ class Outputs:
     """The output of a perfect network at x."""
     by_role: dict[str, Tensor]
 
-    def error(self, role: str = "policy", space: Space = "output") -> Tensor:
-        """Mean over dims of (output - target)^2, [M] float64; in the space `eps` of the noise that the output implies.
+    def error(self, role: str = "policy", space: Quantity = "output") -> Tensor:
+        """Mean over dims of (output - target)^2, [M] float64, or of what the output implies in another space.
 
-        On a flow eps_hat - eps = (1 - sigma) (v - v*), so `eps` is `output` times (1 - sigma)^2.
+        On a flow eps_hat - eps = (1 - sigma) (v - v*) and x0_hat - x0 = -sigma (v - v*), so `eps` is `output` times
+        (1 - sigma)^2 and `clean` times sigma^2.
         """
-        if space == "output":
-            return mean_square(self.by_role[role], self.target)
-        return mean_square(self._implied(role).eps_hat, self.batch.eps)
+        return mean_square(self.of(role, space), self.truth(space))
 
-    def apart(self, role: str, other: str = "policy") -> Tensor:
+    def distance(self, role: str = "policy", space: Quantity = "output") -> Tensor:
+        """Mean over dims of |output - target| in a space, [M] float64, at least 1e-5, without gradient."""
+        return mean_distance(self.of(role, space), self.truth(space))
+
+    def apart(self, role: str, other: str = "policy", space: Quantity = "output") -> Tensor:
         """Mean over dims of the squared difference of two networks, [M] float64."""
-        return mean_square(self.by_role[other], self.by_role[role])
+        return mean_square(self.of(other, space), self.of(role, space))
 
     def clean(self, role: str) -> Tensor:
         """x0 as predicted by this network, [M, ...]."""
-        return self._implied(role).x0_hat
+        return self.of(role, "clean")
 
-    def _implied(self, role: str) -> Prediction:
+    def of(self, role: str, space: Quantity) -> Tensor:
+        """What a network says in a space, [M, ...]."""
+        if space == "output":
+            return self.by_role[role]
         process, kind = self.adapter.process, self.adapter.prediction_type
-        return process.predict(self.by_role[role], self.noised, self.batch.sigma, kind)
+        implied = process.predict(self.by_role[role], self.noised, self.batch.sigma, kind)
+        return implied.eps_hat if space == "eps" else implied.x0_hat
+
+    def truth(self, space: Quantity) -> Tensor:
+        """What a perfect network would say there, [M, ...]."""
+        return {"output": self.target, "eps": self.batch.eps, "clean": self.batch.clean}[space]
 
     def norm_ratio(self, role: str) -> Tensor:
         """Norm of the policy's output over that of another network's, [M]; growth is a sign of over-optimisation."""

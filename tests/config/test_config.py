@@ -472,6 +472,12 @@ def test_what_a_run_of_too_few_updates_never_gets_to_is_noted_with_their_number(
     assert not noted or "4 updates" in notes[0]
 
 
+@pytest.mark.parametrize(("gamma", "noted"), [(0.5, True), (1.1, False)])
+def test_notes_of_a_method_are_those_of_its_options(read, gamma, noted):
+    notes = check_model(resolve(read(f"algorithm={{name: advantage_flow, gamma: {gamma}}}")), None)
+    assert [note.partition(" ")[0] for note in notes] == ["algorithm.gamma=0.5"] * noted
+
+
 def test_a_reward_that_takes_videos_for_another_frame_rate_is_noted():
     entries = "rewards=[{name: shapes_motion}, {name: motion}, {name: motion, prefix: slow, fps: 4}]"
     resolved = resolve(load_config(ROOT / "configs" / "lab" / "video-flow_grpo.yaml", [entries]))
