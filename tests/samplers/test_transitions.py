@@ -33,7 +33,7 @@ FLOW, VP = FlowProcess(), VPProcess()
 SDE = ("flow_sde", "dance_sde", "wan_sde", "memoryless", "sage")
 
 
-def build(name: str, **options: float) -> Sampler:
+def build(name: str, **options: float | str) -> Sampler:
     module = registry.load("samplers", name)
     return module.build(module.Config(**options))
 
