@@ -13,7 +13,7 @@ from tests.toys import ToyAdapter, draw_advantages, nudge, roll_out
 
 OFFICIAL = {"flow_sde": "flow_grpo", "cps": "variance", "wan_sde": "variance", "sage": "variance"}
 """Flow-GRPO divides by 2 g^2 with the Flow-SDE and by 2 g^2 |dt| in its Wan script, FlowCPS and SAGE by 2 std^2."""
-WITHOUT = {"dance_sde": "flow_grpo", "memoryless": "flow_grpo", "ddim": "flow_grpo"}
+WITHOUT = {"dance_sde": "flow_grpo", "memoryless": "flow_grpo", "ddim": "flow_grpo", "precise": "flow_grpo"}
 """Samplers whose official code has no KL."""
 EVERY = OFFICIAL | WITHOUT
 METHODS = [
