@@ -26,6 +26,7 @@ ALLOWED = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": "torch: an operator that is counted",
     "_attention_backend": "diffusers: a processor that has it may take another kernel",
     "_disable_adapters": "peft: the switch of a LoRA layer; its public form also says which weights are trained",
+    "_active_adapter": "peft: the adapter of a LoRA layer that adds to it; as _disable_adapters",
     "_keep_in_fp32_modules": "diffusers: parts that a network wants at full precision",
     "_no_split_modules": "diffusers: blocks that a network wants to stay whole",
     "_repeated_blocks": "diffusers: blocks that a network wants to be compiled one by one",

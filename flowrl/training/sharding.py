@@ -1,9 +1,10 @@
 """FSDP2: the denoiser's weights split over the processes by rows, gathered block by block where a forward needs them.
 
-A frozen base is split and its LoRA stays whole on every process, trained by the loop's own reduction. Weights that are
-all trained are split with their gradients, moments and roles: the backward pass sums the gradients and leaves each
-process its rows. Every forward and backward is then a step that all processes take together, so the loops that make
-them (rollout, evaluation, parity gate, update) repeat a sample, uncounted, while another process still has work.
+A frozen base is split and its LoRA stays whole on every process, trained by the loop's own reduction; so do those of
+teachers. Weights that are all trained are split with their gradients, moments and roles: the backward pass sums the
+gradients and leaves each process its rows. Every forward and backward is then a step that all processes take together,
+so the loops that make them (rollout, evaluation, parity gate, update) repeat a sample, uncounted, while another process
+still has work.
 """
 
 import warnings
@@ -36,7 +37,7 @@ def split(adapter: ModelAdapter, weights: Weights, world: World, dtype: torch.dt
         "reshard_after_forward": True,
     }
     if weights.lora is not None:
-        options["ignored_params"] = set(weights.parameters.values())
+        options["ignored_params"] = set(weights.adapters())
     elif dtype != torch.float32:
         # Gathered in half precision: autocast would keep a copy of every cast weight until the backward pass. Inputs
         # stay as they are: timesteps have more digits than bfloat16.

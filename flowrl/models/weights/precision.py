@@ -20,7 +20,7 @@ from flowrl.core.errors import ModelError
 from flowrl.models.base import ModelAdapter, ModelConfig
 
 ADAPTER = "default"
-"""peft's name of the trained LoRA."""
+"""peft's name of the trained LoRA; others are frozen."""
 _ATTENTION_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 """diffusers' names of the norms of queries and keys."""
 
@@ -90,17 +90,19 @@ class _Joined:
     lora_B: Any
     scaling: Any
     disable_adapters: Any
+    active_adapters: Any
     adds_in_place: bool
 
     def forward(self, x: Tensor) -> Tensor:
         """Output [..., out] of inputs [..., in] in half precision or float32."""
         rows = x.reshape(-1, x.shape[-1])
         result: Tensor = self.base_layer(rows)
-        if not self.disable_adapters:
-            dtype, down, up = result.dtype, self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
+        name = self.active_adapters[0]
+        if not self.disable_adapters and name in self.lora_A:
+            dtype, down, up = result.dtype, self.lora_A[name].weight, self.lora_B[name].weight
             inner = F.linear(rows.to(dtype), down.to(dtype))
             add = result.addmm_ if self.adds_in_place else result.addmm
-            result = add(inner, up.to(dtype).t(), alpha=self.scaling[ADAPTER])
+            result = add(inner, up.to(dtype).t(), alpha=self.scaling[name])
         return result.view(*x.shape[:-1], result.shape[-1])
 
 

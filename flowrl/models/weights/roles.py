@@ -1,7 +1,8 @@
 """Trainable weights and their roles: LoRA or full, with policy, reference, EMA and other snapshots.
 
 The policy lives in the network. Every other role is a named set of tensors that `using(role)` swaps in;
-for LoRA the reference is the network with the adapter disabled, and costs nothing.
+for LoRA the reference is the network with the adapter disabled, and costs nothing. Teachers are roles that come from
+files and stay as they are: further adapters of the network, or frozen copies of its weights (teachers.py).
 """
 
 import json
@@ -66,6 +67,9 @@ class Weights:
         self._classes: dict[str, Any] = {name: type(part) for name, part in self.components.items()}
         self.layers: list[Any] = []
         self.copies: dict[str, dict[str, Tensor]] = {}
+        self.teachers: dict[str, dict[str, Tensor]] = {}
+        """Frozen roles from files -> their values by the names of the network's parameters; {}: an adapter of the
+        role's name. No checkpoint has them."""
         if lora is None:
             network.requires_grad_(True).float()
         else:
@@ -80,11 +84,28 @@ class Weights:
             measure_norms(self.layers)
 
     def bind(self) -> None:
-        """Collect the trainable parameters of the network; again after it was split, which replaces them."""
-        self.parameters = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+        """Collect the trained parameters of the network; again after it was split, which replaces them."""
+        self.parameters = {name: p for name, p in self.network.named_parameters() if self._trains(name, p)}
         # This process's part of each: the parameter itself, or its rows where the trained weights are split.
         self.values = {name: full_tensor(p) for name, p in self.parameters.items()}
         self.split = any(self.values[name] is not p for name, p in self.parameters.items())
+
+    def _trains(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is trained: of a LoRA by the name of its adapter, whatever other adapters there are."""
+        return parameter.requires_grad if self.lora is None else f".{ADAPTER}." in f"{name}."
+
+    def adapters(self) -> list[nn.Parameter]:
+        """The parameters of every adapter, trained or not."""
+        return [p for name, p in self.network.named_parameters() if adapted_modules([name])]
+
+    def adopt(self) -> None:
+        """Leave the network as it was, once a frozen adapter was added: the policy is trained and active, alone."""
+        named = dict(self.network.named_parameters())
+        for name, parameter in named.items():
+            parameter.requires_grad_(self._trains(name, parameter))
+        self.layers = [self.network.get_submodule(each) for each in adapted_modules(named)]
+        self._switch(on=True)
+        self._activate(ADAPTER)
 
     def _attach(self, lora: LoraSettings, targets: list[str], seed: int) -> Any:
         from diffusers.loaders.peft import PeftAdapterMixin
@@ -143,8 +164,8 @@ class Weights:
         return "full weights" if self.lora is None else f"{LABELS[self.lora.kind]} rank {self.lora.rank}"
 
     def snapshot(self, role: str) -> None:
-        """Copy the present values to `role`; for LoRA, 'reference' needs no copy."""
-        if role == "reference" and self.lora is not None:
+        """Copy the present values to `role`; a teacher needs no copy, and for LoRA 'reference' neither."""
+        if role in self.teachers or (role == "reference" and self.lora is not None):
             return
         self.copies[role] = {name: value.detach().clone() for name, value in self.values.items()}
 
@@ -170,8 +191,28 @@ class Weights:
                 yield
             finally:
                 self._exchange(kept)
+        elif role in self.teachers:
+            kept = self._taught(role, self.teachers[role])
+            try:
+                yield
+            finally:
+                self._taught(ADAPTER, kept)
         else:
-            raise ValueError(f"role={role!r} is unknown; there are: policy, {', '.join(sorted(self.copies)) or 'none'}")
+            known = ", ".join(sorted([*self.copies, *self.teachers]))
+            raise ValueError(f"role={role!r} is unknown; there are: policy, {known or 'none'}")
+
+    def _taught(self, adapter: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Put an adapter, or values in place of weights and adapters, into the network; returns the previous values."""
+        self._activate(adapter)  # there is none of a copy's name: its layers then add nothing
+        had = {name: p.data for name, p in self.network.named_parameters() if name in values}
+        for name in had:
+            self.network.get_parameter(name).data = values[name] = values[name].to(had[name].device)
+        return had
+
+    def _activate(self, adapter: str) -> None:
+        """Let this adapter alone add to the layers that have it; which weights are trained stays as it is."""
+        for layer in self.layers:
+            layer._active_adapter = [adapter]
 
     def _switch(self, *, on: bool) -> None:
         """Put the LoRA into the network, or leave it out; which weights are trained stays as it is."""
