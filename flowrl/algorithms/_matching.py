@@ -10,12 +10,14 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from flowrl.algorithms._options import Options
 from flowrl.core.errors import OptionError
-from flowrl.core.strict import require_positive
+from flowrl.core.strict import require_not_negative, require_positive
 from flowrl.credit.advantages import Advantages
+from flowrl.losses.batches import LossOutput
 from flowrl.losses.matching import elbo_weight
 from flowrl.rollout.outputs import Outputs, Quantity
 
@@ -84,6 +86,46 @@ class PullOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NormGuardConfig:
+    """A penalty on outputs that outgrow the untouched network's, q being the ratio of their norms (NormGuard).
+
+    coef relu(q - 1 - margin)^power. Coefficient, power and margin of arXiv 2606.27771 are not known to us: these are
+    ours, with the norm over all dims of a sample.
+    """
+
+    coef: float = 1.0
+    """Its weight in the loss."""
+    power: Literal[1, 2] = 2
+    """Power of what q is too large by; 2 has a gradient that begins at 0."""
+    margin: float = 0.0
+    """Growth that is free."""
+
+    def __post_init__(self) -> None:
+        require_positive(vars(self), "coef")
+        require_not_negative(vars(self), "margin")
+
+    def of(self, outputs: Outputs) -> Tensor:
+        """The penalty of each term, [M] float64."""
+        above = (outputs.norm_ratio("reference", torch.float64) - 1 - self.margin).relu()
+        return self.coef * above**self.power
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormOptions(Options):
+    """A bound on the size of the network's outputs."""
+
+    norm_guard: NormGuardConfig | None = None
+    """Penalty on outputs of a larger norm than the untouched network's (NormGuard); null: none."""
+
+    def guarded(self, loss: LossOutput, outputs: Outputs) -> LossOutput:
+        """The loss of an update with the penalty, if there is one."""
+        if self.norm_guard is None:
+            return loss
+        penalty = self.norm_guard.of(outputs).sum()
+        return replace(loss, loss=loss.loss + penalty, metrics=loss.metrics | {"policy/norm_guard": penalty.detach()})
+
+
+@dataclass(frozen=True, kw_only=True)
 class BoundOptions(Options):
     """Signed weights of samples, by their bound."""
 
@@ -112,6 +154,7 @@ def pull(anchor: AnchorConfig, outputs: Outputs, role: str, space: Quantity = "o
     return anchor.of(outputs.apart(role, space=space), outputs.batch.sigma) if anchor.coef else 0.0
 
 
-def pulling(**anchors: AnchorConfig) -> tuple[str, ...]:
-    """The roles, named by keyword, whose pull has a coefficient."""
-    return tuple(role for role, anchor in anchors.items() if anchor.coef > 0)
+def pulling(guard: NormGuardConfig | None = None, **anchors: AnchorConfig) -> tuple[str, ...]:
+    """The roles, named by keyword, whose pull has a coefficient, and the untouched network for a `guard`."""
+    pulls = (role for role, anchor in anchors.items() if anchor.coef > 0)
+    return tuple(dict.fromkeys((*pulls, *(() if guard is None else ("reference",)))))

@@ -22,7 +22,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, BoundOptions, LagConfig, pull, pulling
+from flowrl.algorithms._matching import AnchorConfig, BoundOptions, LagConfig, NormOptions, pull, pulling
 from flowrl.algorithms._options import CreditOptions, SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.types import Identity
@@ -34,7 +34,7 @@ LEVEL = "experimental"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(BoundOptions, CreditOptions, SolverOptions, TimesOptions):
+class Config(NormOptions, BoundOptions, CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="permutation", count=None, fraction=0.99))
     advantages: AdvantageConfig = field(default_factory=lambda: AdvantageConfig(std="within", clip=1.0))
     space: Literal["clean", "velocity"] = "clean"
@@ -68,7 +68,7 @@ class Config(BoundOptions, CreditOptions, SolverOptions, TimesOptions):
 class AdvantageFlow(SampleMethod[Config]):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.compared = pulling(reference=config.kl)
+        self.compared = pulling(config.norm_guard, reference=config.kl)
         if config.gamma:
             self.compared, self.lags, self.behaviour = (*self.compared, "old"), {"old": config.old}, "old"
 
@@ -84,7 +84,7 @@ class AdvantageFlow(SampleMethod[Config]):
             policy = policy + gamma * outputs.apart("old", space=space)
         if config.adaptive:
             policy = policy / outputs.distance(space=space)
-        return summed(policy, {"policy/loss": policy} | outputs.metrics())
+        return config.guarded(summed(policy, {"policy/loss": policy} | outputs.metrics()), outputs)
 
 
 build = AdvantageFlow

@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, BoundOptions, LagConfig, pull, pulling
+from flowrl.algorithms._matching import AnchorConfig, BoundOptions, LagConfig, NormOptions, pull, pulling
 from flowrl.algorithms._options import ClipRange, CreditOptions, SolverOptions, TimesOptions, clip_bounds
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.types import Identity
@@ -33,7 +33,7 @@ LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(BoundOptions, CreditOptions, SolverOptions, TimesOptions):
+class Config(NormOptions, BoundOptions, CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="discrete_wo_init"))
     weighting: ErrorWeighting = "ghuber"
     """Weight of the error in the log-prob; see `flowrl/losses/matching.py`."""
@@ -64,7 +64,7 @@ class Awm(SampleMethod[Config]):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.compared = pulling(reference=config.kl, anchor=config.ema_kl)
+        self.compared = pulling(config.norm_guard, reference=config.kl, anchor=config.ema_kl)
         if config.ema_kl.coef > 0 or config.off_policy:
             self.lags = {"anchor": config.ema}
         self.behaviour = "anchor" if config.off_policy else "policy"
@@ -93,7 +93,8 @@ class Awm(SampleMethod[Config]):
             "policy/clip_fraction": clipped.double(),
             "policy/ratio_mean": log_ratio.exp(),
         }
-        return summed(policy + pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
+        loss = summed(policy + pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
+        return config.guarded(loss, outputs)
 
 
 build = Awm

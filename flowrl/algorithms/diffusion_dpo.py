@@ -16,7 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms._matching import PullOptions
+from flowrl.algorithms._matching import NormOptions, PullOptions
 from flowrl.algorithms._options import TimesOptions
 from flowrl.algorithms._pairs import SIZE, PairOptions, PreferenceOptions, agreement, pair_loss, require_anchor
 from flowrl.algorithms.base import Networks, SampleMethod
@@ -27,7 +27,7 @@ LEVEL = "tested"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(PairOptions, PreferenceOptions, PullOptions, TimesOptions):
+class Config(NormOptions, PairOptions, PreferenceOptions, PullOptions, TimesOptions):
     """The times, and what every method on pairs has."""
 
     noise: Literal["fresh", "own"] = "fresh"
@@ -59,7 +59,8 @@ class DiffusionDpo(SampleMethod[Config]):
 
     def loss(self, batch: NoisedBatch, networks: Networks) -> LossOutput:
         config, outputs = self.config, self.outputs(batch, networks)
-        return pair_loss(config, config.kl, outputs, "reference", preference=config, size=self.size)
+        loss = pair_loss(config, config.kl, outputs, "reference", preference=config, size=self.size)
+        return config.guarded(loss, outputs)
 
     def after_update(self, updates: int, weights: Weights, means: dict[str, float]) -> None:
         self.size = self.config.size_after(self.size, means)

@@ -16,7 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from flowrl.algorithms._matching import AnchorConfig, LagConfig, pull, pulling
+from flowrl.algorithms._matching import AnchorConfig, LagConfig, NormOptions, pull, pulling
 from flowrl.algorithms._options import CreditOptions, SolverOptions, TimesOptions
 from flowrl.algorithms.base import Networks, SampleMethod
 from flowrl.core.errors import OptionError
@@ -40,7 +40,7 @@ OLD_SCHEDULES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CreditOptions, SolverOptions, TimesOptions):
+class Config(NormOptions, CreditOptions, SolverOptions, TimesOptions):
     times: TimesConfig = field(default_factory=lambda: TimesConfig(name="permutation", count=None, fraction=0.99))
     mix: float = 1.0
     """beta: distance of the implicit policies from `old`, in units of the policy's own distance."""
@@ -71,7 +71,8 @@ class DiffusionNft(SampleMethod[Config]):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.compared, self.lags = (*pulling(reference=config.kl), "old"), {"old": config.lag}
+        self.compared = (*pulling(config.norm_guard, reference=config.kl), "old")
+        self.lags = {"old": config.lag}
 
     def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
         credit = self.rule(rewards, weights, prompts)
@@ -85,7 +86,8 @@ class DiffusionNft(SampleMethod[Config]):
         policy, old = outputs.clean("policy"), outputs.clean("old")
         loss = bound * negative_aware_loss(policy, old, batch.clean, good, config.mix, adaptive=config.adaptive)
         metrics = {"policy/loss": loss, "policy/optimality": good}
-        return summed(loss + pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
+        total = summed(loss + pull(config.kl, outputs, "reference"), metrics | outputs.metrics())
+        return config.guarded(total, outputs)
 
 
 def by_mode(values: Tensor, mode: AdvantageMode) -> Tensor:

@@ -66,10 +66,12 @@ class Outputs:
         """What a perfect network would say there, [M, ...]."""
         return {"output": self.target, "eps": self.batch.eps, "clean": self.batch.clean}[space]
 
-    def norm_ratio(self, role: str) -> Tensor:
+    def norm_ratio(self, role: str, dtype: torch.dtype | None = None) -> Tensor:
         """Norm of the policy's output over that of another network's, [M]; growth is a sign of over-optimisation."""
-        own, other = self.by_role["policy"].detach().flatten(1), self.by_role[role].flatten(1)
-        return own.norm(dim=1) / other.norm(dim=1).clamp(min=1e-12)
+        own, other = (
+            torch.linalg.vector_norm(self.by_role[name].flatten(1), dim=1, dtype=dtype) for name in ("policy", role)
+        )
+        return own / other.clamp(min=1e-12)
 
     def metrics(self) -> dict[str, Tensor]:
         """The metrics of every method on samples: errors of the networks and their distances, name -> [M]."""

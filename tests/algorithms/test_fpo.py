@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.algorithms import awm
+from flowrl.algorithms import awm, diffusion_nft
 from flowrl.algorithms._matching import AnchorConfig
 from flowrl.algorithms.fpo import Config, build
-from tests.toys import loss_of, outputs_of
+from flowrl.credit.advantages import AdvantageConfig
+from flowrl.diffusion.training_times import TimesConfig
+from tests.toys import ToyAdapter, loss_of, noising_of, outputs_of, roll_out
 
 M = 6
 SIGMA = torch.tensor([0.9, 0.5, 0.2, 0.7, 0.4, 0.1])
@@ -92,3 +94,109 @@ def test_the_clip_takes_the_gradient_of_what_has_moved_far_enough():
     (gradient,) = torch.autograd.grad(output.loss, v)
     assert (gradient.abs().amax(dim=1) == 0).tolist() == [True, False, False, True, False, False]
     assert float(output.metrics["policy/clip_fraction"]) == 2
+
+
+# ---- a pull for bad samples
+
+
+def test_on_policy_the_quadratic_form_has_the_gradient_of_the_clip():
+    found = []
+    for negative in ("clip", "quadratic"):
+        v = draw(3).requires_grad_(True)
+        found.append(torch.autograd.grad(loss_of(build(Config(negative=negative)), outputs(v)).loss, v)[0])
+    assert_close(found[0], found[1], rtol=1e-6, atol=1e-9)
+
+
+def test_the_quadratic_form_pulls_back_bad_samples_that_have_left_and_good_ones_are_clipped_as_before():
+    """Its factor of grad l is A - d / c, d the log ratio; at d = -50 too, beyond the bound of exponents."""
+    advantage = torch.tensor([0.8, 0.8, 0.8, -0.3, -0.3, -0.3])
+    shift = torch.tensor([2e-4, 0.0, -2e-4, -2e-4, -50.0, 1e-5], dtype=torch.float64)
+    scene: dict[str, Any] = SCENE | {"advantage": advantage, "sample": torch.arange(M)}
+    plain, pulled = (Config(ratio="term", negative=negative, clip_range=1e-4) for negative in ("clip", "quadratic"))
+    now = build(plain).error(outputs(draw(3)))
+    found = []
+    for config in (plain, pulled):
+        v = draw(3).requires_grad_(True)
+        output = loss_of(build(config), outputs_of({"policy": v}, **scene, old=now + shift))
+        found.append((output, torch.autograd.grad(output.loss, v)[0]))
+    assert torch.equal(found[0][1][:3], found[1][1][:3])
+    v = draw(3).requires_grad_(True)
+    error = build(plain).error(outputs_of({"policy": v}, **scene))
+    factor = advantage.double() - shift / 1e-4
+    (expected,) = torch.autograd.grad((factor * error).sum(), v)
+    assert_close(found[1][1][3:], expected[3:], rtol=1e-4, atol=1e-7)
+    assert found[0][1][3:5].abs().max() == 0  # PPO has let them go
+    assert float(found[1][0].metrics["policy/clip_fraction"]) == 3
+
+
+# ---- V-GRPO
+
+
+V_GRPO = Config(
+    supervise="clean",
+    shared=True,
+    soft_clip=3.0,
+    passes=1,
+    times=TimesConfig(name="discrete", count=4, fraction=1.0),
+    advantages=AdvantageConfig(clip=None),
+)
+
+
+def test_on_policy_v_grpo_has_the_gradient_of_diffusion_nft_at_its_old():
+    """A grad [sigma^2 l / w], for pairs of their own or shared."""
+    found = []
+    off = AnchorConfig(coef=0.0)
+    alone: dict[str, Any] = SCENE | {"sample": torch.arange(M)}
+    nft = diffusion_nft.build(diffusion_nft.Config(mix=0.7, kl=off))
+    for method in (build(V_GRPO), nft):
+        v = draw(3).requires_grad_(True)
+        roles = {"policy": v} | ({"old": draw(3)} if method is nft else {})
+        found.append(torch.autograd.grad(loss_of(method, outputs_of(roles, **alone)).loss, v)[0])
+    assert_close(found[0], found[1], rtol=1e-5, atol=1e-7)
+
+
+def test_at_ratio_1_the_loss_is_odd_in_the_advantage_and_equal_samples_of_a_group_cancel():
+    method, v = build(V_GRPO), draw(3)
+    up, down = (
+        loss_of(method, outputs_of({"policy": v}, **(SCENE | {"advantage": sign * ADVANTAGE}))).loss for sign in (1, -1)
+    )
+    assert float(up) == -float(down) != 0
+    # Two samples of one x0 with one pair, and advantages that sum to 0.
+    same = {name: SCENE[name][:1].expand(2, *SCENE[name].shape[1:]) for name in ("clean", "eps", "sigma")}
+    w = v[:1].expand(2, -1).clone().requires_grad_(True)
+    scene: dict[str, Any] = same | {"advantage": torch.tensor([0.7, -0.7]), "sample": torch.arange(2)}
+    (gradient,) = torch.autograd.grad(loss_of(method, outputs_of({"policy": w}, **scene)).loss, w)
+    assert_close(gradient.sum(dim=0), torch.zeros(8), rtol=0, atol=1e-7)
+
+
+def test_the_soft_clip_has_slope_1_at_0_and_a_bound():
+    rewards = torch.tensor([[[0.0] * 15 + [1.0], [0.0] * 8 + [1e-3] * 8]])
+    soft, plain = (
+        build(Config(soft_clip=bound, advantages=AdvantageConfig(clip=None))).advantages(rewards, torch.ones(1)).values
+        for bound in (3.0, None)
+    )
+    assert_close(soft, 3 * (plain / 3).tanh())
+    assert float(plain.max()) > 3 > float(soft.max())
+    assert_close(soft[1], plain[1], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_samples_of_a_prompt_share_their_pairs_where_that_is_asked_for(shared):
+    session = roll_out(ToyAdapter(), algorithm=build(Config(shared=shared)), num_steps=10, group=3)
+    rewards = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])
+    ((batch, _),) = noising_of(session, rewards, batch_size=64).plain_batches(0)
+    for values in (batch.sigma[:, None], batch.eps.flatten(1)):
+        groups = [values[batch.sample // 3 == slot] for slot in (0, 1)]
+        assert [len(group.unique(dim=0)) for group in groups] == ([8, 8] if shared else [24, 24])
+        assert not torch.equal(*groups)
+
+
+def test_kappa_pulls_to_the_clean_predictions_of_the_network_that_drew_the_samples():
+    method = build(Config(old_kl=AnchorConfig(coef=2.0)))
+    assert (method.roles, method.behaviour) == (("old",), "policy")
+    assert method.lags["old"].decay(1000) == 0
+    v, w = draw(3), draw(3) + 0.1
+    roles = {"policy": v, "old": w}
+    plain, pulled = (loss_of(build(config), outputs_of(roles, **SCENE)).loss for config in (Config(), method.config))
+    assert float(pulled - plain) == pytest.approx(2 * 0.01 * float(SIGMA.square().sum()), rel=1e-4)
+    assert build(Config()).roles == ()
