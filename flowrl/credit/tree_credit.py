@@ -171,8 +171,11 @@ def by_grain(total: Tensor, tree: Branching, grains: int, scale: Scale) -> Tenso
     return torch.where(credit.isnan().any(dim=0), torch.nan, credit.sum(dim=0))
 
 
-def increments(total: Tensor, tree: Branching, *, gain: Gain, turning: float, scale: Scale) -> Tensor:
-    """Gain of each noisy step of a trunk (`tree_shapes.completions`), compared over a prompt's trees, [P, G, K].
+def increments(
+    total: Tensor, tree: Branching, *, gain: Gain, turning: float, scale: Scale, joint: bool = False
+) -> Tensor:
+    """Gain of each noisy step of a trunk (`tree_shapes.completions`), compared over a prompt's trees, [P, G, K]: with
+    those of the same step, or with all (`joint`).
 
     With R_t the reward of leaf t, d_t = R_t - R_{t-1} and D = R_n - R_0, a turning point is where the sign of d_t
     begins to agree with that of D. Step t is credited, by `gain`:
@@ -190,7 +193,9 @@ def increments(total: Tensor, tree: Branching, *, gain: Gain, turning: float, sc
     steps = [k for k in range(tree.num_steps) if tree.noisy[k].any()]
     for t, k in enumerate(steps):
         own = gains[..., t : t + 1]
-        result[..., k] = torch.where(tree.noisy[k], _normalised(own, own, leaf_std, scale), torch.nan)
+        result[..., k] = torch.where(
+            tree.noisy[k], _normalised(own, gains if joint else own, leaf_std, scale), torch.nan
+        )
     return result.flatten(1, 2)
 
 

@@ -192,8 +192,10 @@ def steps_to_differ(strides: Sequence[int]) -> int:
     return sorted(strides)[-2] + 1 if len(strides) > 1 else 0
 
 
-def completions(num_steps: int, steps: Sequence[int]) -> Branching:
+def completions(num_steps: int, steps: Sequence[int], finish: int | None = None) -> Branching:
     """A trunk that is noisy at neighbouring `steps`, and after t of them the deterministic path to the end: leaf t.
+
+    `finish` is the number of steps of that path, as even as the places allow; None, or more: all that there are.
 
     Raises ValueError: steps that are not neighbours of the grid.
     """
@@ -208,8 +210,12 @@ def completions(num_steps: int, steps: Sequence[int]) -> Branching:
     leaf, places = torch.arange(count), torch.arange(num_steps + 1)[:, None]
     on_trunk = places <= start + leaf
     noisy = (places >= start) & (places < start + leaf)
-    return Branching(
-        node=torch.where(on_trunk, (places - start).clamp(min=0), leaf),
-        ends=(1 + torch.arange(num_steps))[:, None].repeat(1, count),
-        noisy=noisy[:-1],
-    )
+    node = torch.where(on_trunk, (places - start).clamp(min=0), leaf)
+    ends = (1 + torch.arange(num_steps))[:, None].repeat(1, count)
+    for t in range(count) if finish is not None else ():
+        here = start + t
+        evenly = torch.linspace(here, num_steps, min(finish, num_steps - here) + 1, dtype=torch.float64)
+        stops = evenly.round().long()
+        node[here + 1 :, t], ends[here:, t] = -1, -1
+        node[stops[1:], t], ends[stops[:-1], t] = t, stops[1:]
+    return Branching(node, ends, noisy[:-1])

@@ -157,9 +157,8 @@ def test_on_policy_v_grpo_has_the_gradient_of_diffusion_nft_at_its_old():
 
 def test_at_ratio_1_the_loss_is_odd_in_the_advantage_and_equal_samples_of_a_group_cancel():
     method, v = build(V_GRPO), draw(3)
-    up, down = (
-        loss_of(method, outputs_of({"policy": v}, **(SCENE | {"advantage": sign * ADVANTAGE}))).loss for sign in (1, -1)
-    )
+    scenes: list[dict[str, Any]] = [SCENE | {"advantage": sign * ADVANTAGE} for sign in (1, -1)]
+    up, down = (loss_of(method, outputs_of({"policy": v}, **scene)).loss for scene in scenes)
     assert float(up) == -float(down) != 0
     # Two samples of one x0 with one pair, and advantages that sum to 0.
     same = {name: SCENE[name][:1].expand(2, *SCENE[name].shape[1:]) for name in ("clean", "eps", "sigma")}

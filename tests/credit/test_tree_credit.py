@@ -266,6 +266,30 @@ def test_tp_grpo_credits_a_chain_of_one_step_with_its_whole_gain():
         assert_close(credit.steps[0, 1::2, 0], (gain - 1) / (gain.std(correction=0) + 1e-4), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_gains_are_compared_step_by_step_or_over_all_steps_of_a_prompt(joint):
+    """DenseGRPO's credit, and that of Stepwise-Flow-GRPO; the gains of a chain add up to D."""
+    tree, total = completions(6, [0, 1, 2, 3]), torch.rand(2, 15, generator=torch.Generator().manual_seed(3)).double()
+    gains = total.reshape(2, 3, 5).diff(dim=2)  # [P, T, n]
+    assert_close(gains.sum(dim=2), total.reshape(2, 3, 5)[..., -1] - total.reshape(2, 3, 5)[..., 0])
+    dims = (1, 2) if joint else (1,)
+    expected = (gains - gains.mean(dims, keepdim=True)) / (gains.std(dims, correction=0, keepdim=True) + 1e-4)
+    scale = Scale(pool="prompt", eps=1e-4, ddof=0)
+    credit = increments(total, tree, gain="step", turning=1.0, scale=scale, joint=joint)
+    assert_close(credit[:, 4::5, :4], expected)
+    equal = increments(torch.ones(2, 15), tree, gain="step", turning=1.0, scale=scale, joint=joint)
+    assert not equal[:, 4::5, :4].any()
+
+
+def test_of_chains_of_one_step_both_comparisons_are_one():
+    rewards = torch.tensor([[[0.0, 1.0, 0.0, 3.0, 0.0, -1.0]]])
+    one, other = (
+        on_tree(tp_grpo.Config(window=1, gain="step", joint=joint, clip_range=1e-3), tp_grpo, rewards).steps
+        for joint in (False, True)
+    )
+    assert_close(one, other, equal_nan=True)
+
+
 def test_a_floor_keeps_a_small_gain_small():
     tree = completions(5, [0])
     rewards = torch.tensor([[0.0, 0.01, 8.0, 8.02]], dtype=torch.float64)

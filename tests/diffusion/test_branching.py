@@ -98,6 +98,36 @@ def test_completions_by_hand():
     assert not any(tree.splits), "no node has two noisy children"
 
 
+def test_images_are_finished_in_as_many_steps_as_asked_for_or_all_that_are_left():
+    """From places 0, 1 and 2 of 8 in three steps: 0 3 5 8, 1 3 6 8, 2 4 6 8."""
+    tree = completions(8, [0, 1], 3)
+    for leaf, stops in enumerate(([0, 3, 5, 8], [0, 1, 3, 6, 8], [0, 1, 2, 4, 6, 8])):
+        assert (tree.node[:, leaf] >= 0).nonzero().flatten().tolist() == stops
+        assert tree.ends[stops[:-1], leaf].tolist() == stops[1:]
+        assert (tree.ends[:, leaf] >= 0).nonzero().flatten().tolist() == stops[:-1]
+    assert torch.equal(tree.noisy, completions(8, [0, 1]).noisy)
+    assert tree.forwards == 3 + 3 + 3
+    for finish in (8, 100):
+        whole = completions(8, [0, 1], finish)
+        assert torch.equal(whole.node, completions(8, [0, 1]).node)
+        assert torch.equal(whole.ends, completions(8, [0, 1]).ends)
+
+
+def test_a_rollout_finishes_its_images_in_the_steps_asked_for():
+    """The chain itself, and what is trained of it, are those of a rollout that finishes by all."""
+    short, whole = (
+        roll_out(ToyAdapter(), algorithm=tp_grpo.build(tp_grpo.Config(window=2, finish=finish)), num_steps=8, group=6)
+        for finish in (2, None)
+    )
+    # Forwards hold other rows, so they round otherwise.
+    assert_close(short.edges.nodes, whole.edges.nodes, rtol=1e-5, atol=1e-6)
+    assert_close(short.edges.old_log_prob, whole.edges.old_log_prob, rtol=1e-5, atol=1e-6)
+    assert short.plan.tree is not None
+    assert whole.plan.tree is not None
+    assert (short.plan.tree.forwards, whole.plan.tree.forwards) == (6, 21)
+    assert not torch.equal(short.samples.x0, whole.samples.x0)
+
+
 def changed(**change: object) -> StepPlan:
     return replace(window(flow_schedule(6), 0.5), **change)
 
