@@ -211,7 +211,7 @@ def geometry(
         rollout = work.rollout_forwards(samples, run.rollout.batch_size)
         return Geometry(processes, samples, rollout, forwards, extra * forwards)
     drawn, updates = samples * resolved.drawn // resolved.group_size, run.optim.updates_per_iteration
-    edges = math.ceil(samples * (len(plan.train) if terms is None else terms) * share / updates)
+    edges = math.ceil(samples * (plan.trained if terms is None else terms) * share / updates)
     forwards = passes * updates * math.ceil(edges / run.optim.batch_size)
     rollout = len(plan) * math.ceil(drawn / run.rollout.batch_size)
     return Geometry(processes, samples, rollout, forwards, extra * forwards)

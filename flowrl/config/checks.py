@@ -192,7 +192,7 @@ def check_trained(resolved: Resolved, plan: StepPlan, adapter: ModelAdapter) -> 
     """
     few_steps.check_plan(resolved, plan, adapter)
     with checking(resolved.algorithm.name):
-        resolved.algorithm.config.check_trained(resolved.run.samples_per_iteration, len(plan.train))
+        resolved.algorithm.config.check_trained(resolved.run.samples_per_iteration, plan.trained)
     if resolved.fitting is not None:
         with checking("sft", "data.anchor"):
             resolved.fitting.check_grid(plan.schedule, resolved.run.seed)

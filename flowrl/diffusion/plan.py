@@ -35,6 +35,9 @@ class StepPlan:
     """Factor on the std where a tree splits, in draw and density alike; other than 1 it changes the marginals."""
     keep: tuple[int, ...] = ()
     """Further steps, with noise or without, whose latents and predictions are kept of every sample."""
+    own: tuple[int, ...] = ()
+    """Of chains with one stochastic step each, one of `train`: that of slot p is own[p % len(own)]; empty: every chain
+    takes all of them."""
     tilt: tuple[float, ...] = ()
     """For each step: a transition is drawn from tilt std^2 times a judge's slope beside its mean; empty: none is."""
     _tables: "dict[int, _Table]" = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -82,6 +85,11 @@ class StepPlan:
                 raise ValueError(f"the plan {word} step {outside[0]}, but there are only steps 0..{num_steps - 1}")
         if self.keep and self.tree is not None:
             raise ValueError("a tree keeps the nodes of its trained steps alone")
+        if self.own and (self.tree is not None or set(self.solver) != {"ode"} or {*self.own} != {*self.train}):
+            raise ValueError(
+                f"the plan has steps of its own for each slot, {self.own}: they are those of a chain that it trains, "
+                f"{self.train}, and all others are taken by `ode`"
+            )
         for k in self.train:
             if not self.stochastic[k]:
                 raise ValueError(
@@ -103,6 +111,15 @@ class StepPlan:
         """Steps that are transitions of the sampler, which have a density."""
         pairs = zip(self.noise_level, self.solver, strict=True)
         return tuple(level > 0 and not SOLVERS[how].stochastic for level, how in pairs)
+
+    @property
+    def trained(self) -> int:
+        """Trained steps of a chain."""
+        return 1 if self.own else len(self.train)
+
+    def firsts(self) -> tuple[int, ...]:
+        """First stochastic step of each kind of chain, all equally many; empty: there is none."""
+        return self.own or tuple(k for k, noisy in enumerate(self.stochastic) if noisy)[:1]
 
     @property
     def leaves(self) -> int:

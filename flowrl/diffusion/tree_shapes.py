@@ -212,9 +212,9 @@ def completions(num_steps: int, steps: Sequence[int], finish: int | None = None)
     noisy = (places >= start) & (places < start + leaf)
     node = torch.where(on_trunk, (places - start).clamp(min=0), leaf)
     ends = (1 + torch.arange(num_steps))[:, None].repeat(1, count)
-    for t in range(count) if finish is not None else ():
-        here = start + t
-        evenly = torch.linspace(here, num_steps, min(finish, num_steps - here) + 1, dtype=torch.float64)
+    most = num_steps if finish is None else finish
+    for t, here in enumerate(range(start, start + count)):
+        evenly = torch.linspace(here, num_steps, min(most, num_steps - here) + 1, dtype=torch.float64)
         stops = evenly.round().long()
         node[here + 1 :, t], ends[here:, t] = -1, -1
         node[stops[1:], t], ends[stops[:-1], t] = t, stops[1:]

@@ -54,6 +54,15 @@ def subset(
     return tuple(sorted(pool[j] for j in ints(chosen)))
 
 
+def spread(steps: Sequence[int], seed: int, iteration: int) -> tuple[int, ...]:
+    """The steps in an order of the iteration's own: slot p has the p-th, and from the last one on again (Flash-GRPO).
+
+    >>> sorted(spread([0, 2, 5], seed=0, iteration=1))
+    [0, 2, 5]
+    """
+    return tuple(steps[j] for j in ints(permutation(len(steps), seed, "step_spread", iteration)))
+
+
 def step_subsets(ids: Sequence[SampleId], trained: Sequence[int], fraction: float, seed: int, iteration: int) -> Tensor:
     """Steps that each of B samples keeps of K trained ones: bool [B, K], int(K * fraction) per sample (DanceGRPO).
 

@@ -150,13 +150,14 @@ def forward_rows(
     iteration, `slots` its prompts, `share` the part of the edges or terms that is trained. `terms`: training times of
     each sample; None: the plan's trained steps.
     """
-    steps, trained = len(plan), len(plan.train) if terms is None else terms
-    if not run.rollout.shared_noise or not any(plan.stochastic):
+    steps, trained, firsts = len(plan), plan.trained if terms is None else terms, plan.firsts()
+    if not run.rollout.shared_noise or not firsts:
         return samples * steps, round(samples * trained * share)
-    first, updates = plan.stochastic.index(True), run.optim.updates_per_iteration
-    at_start = updates * min(slots, math.ceil(samples / updates)) if first in plan.train else 0
-    later = round(samples * (trained - (first in plan.train)) * share)
-    return slots * (first + 1) + samples * (steps - first - 1), at_start + later
+    together, updates = sum(firsts) / len(firsts) + 1, run.optim.updates_per_iteration
+    starts = firsts[0] in plan.train
+    at_start = updates * min(slots, math.ceil(samples / updates)) if starts else 0
+    later = round(samples * (trained - starts) * share)
+    return round(slots * together + samples * (steps - together)), at_start + later
 
 
 def anchor_rows(resolved: Resolved, plan: StepPlan, processes: int = 1) -> int:

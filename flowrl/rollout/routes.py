@@ -38,17 +38,14 @@ class Routes:
         """The routes of a batch; raises ValueError unless it holds whole trees."""
         if plan.tree is not None:
             return cls._of_trees(plan, ids)
-        steps, each = len(plan), torch.arange(len(ids))
-        node = each.repeat(steps + 1, 1)
+        steps, each, slots = len(plan), torch.arange(len(ids)), [i.slot for i in ids]
+        node, noisy = each.repeat(steps + 1, 1), torch.tensor(plan.stochastic)[:, None].repeat(1, len(ids))
+        if plan.own:
+            noisy &= torch.arange(steps)[:, None] == torch.tensor([plan.own[slot % len(plan.own)] for slot in slots])
         if shared_start:
-            slots = [i.slot for i in ids]
-            parted = plan.stochastic.index(True) if any(plan.stochastic) else steps
-            node[: parted + 1] = torch.tensor([slots.index(slot) for slot in slots])
-        return Routes(
-            node=node,
-            ends=(1 + torch.arange(steps))[:, None].repeat(1, len(ids)),
-            noisy=torch.tensor(plan.stochastic)[:, None].repeat(1, len(ids)),
-        )
+            together = torch.cat([torch.zeros(1, len(ids)), noisy.cumsum(0)]) == 0
+            node = torch.where(together, torch.tensor([slots.index(slot) for slot in slots]), node)
+        return Routes(node=node, ends=(1 + torch.arange(steps))[:, None].repeat(1, len(ids)), noisy=noisy)
 
     @staticmethod
     def _of_trees(plan: StepPlan, ids: Sequence[SampleId]) -> "Routes":

@@ -31,7 +31,7 @@ def nodes_per_sample(plan: StepPlan) -> int:
     >>> nodes_per_sample(window(grid, 0.7, [0, 1, 2])), nodes_per_sample(window(grid, 0.7, [0, 3]))
     (4, 4)
     """
-    return len(plan.train) + sum(k - 1 not in plan.train for k in plan.train)
+    return 2 if plan.own else len(plan.train) + sum(k - 1 not in plan.train for k in plan.train)
 
 
 class EdgeTraining(Training[EdgeMethod]):
@@ -103,7 +103,7 @@ class EdgeTraining(Training[EdgeMethod]):
         share, size = self.method.taken(setting.group_size) / setting.group_size, setting.group_size
         kept = self.method.kept_edges([SampleId(0, k) for k in range(size)], plan, 1, setting.seed)
         share = share if kept is None else share * float(kept.float().mean())
-        return Demand(rows=len(plan.train), share=share, latents=nodes_per_sample(plan))
+        return Demand(rows=plan.trained, share=share, latents=nodes_per_sample(plan))
 
     def recording(self, sampler: Sampler) -> Recording:
         return Recording(self.method.log_prob_form(sampler), self.method.columns)

@@ -93,10 +93,10 @@ def full_and_partial(work: Replayed) -> tuple[Tensor, Tensor]:
 
 def first_drawn(work: Replayed) -> Tensor:
     """Edges of the first rollout batch at its first trained step, in the rollout's order, [n]."""
-    rollout, edges, context = work.rollout, work.rollout.edges, work.context
-    size, first = context.rollout_batch_size, min(rollout.plan.train)
-    drawn = batches(context.networks.policy.adapter, rollout.plan, rollout.cond, rollout.rows, size)
-    return ((edges.step == first) & (edges.sample < drawn[0].stop)).nonzero().squeeze(1)
+    rollout, edges, size = work.rollout, work.rollout.edges, work.context.rollout_batch_size
+    drawn = batches(work.context.networks.policy.adapter, rollout.plan, rollout.cond, rollout.rows, size)
+    inside = edges.sample < drawn[0].stop
+    return (inside & (edges.step == edges.step[inside].min())).nonzero().squeeze(1)
 
 
 # ---- the measurement

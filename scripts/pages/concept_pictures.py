@@ -131,7 +131,7 @@ def noise() -> Picture:
     panel.axes(range(STEPS - 1), (0, 0.4, 0.8, 1.2, 1.6))
     picture.text(14, 22, "std of the step's noise", "soft small")
     picture.text(464, 250, "step, from noise to image", "soft small", "end")
-    colors = ("a", "b", "c", "d", "e", "f", "plain")
+    colors = ("a", "b", "c", "d", "e", "f", "plain", "a dash")
     for color, name in zip(colors, names, strict=True):
         panel.draw(range(STEPS - 1), stds[name], color)
     shown = [(color, name) for color, name in zip(colors, names, strict=True)]

@@ -61,6 +61,7 @@ OWN_SAMPLER = {
     "ddpo": "ddim",
     "dpok": "ddim",
     "euphonium": "dance_sde",
+    "flash_grpo": "wan_sde",
     "rocm": "cps",
     "sage_grpo": "sage",
 }
