@@ -25,9 +25,10 @@ POOL = [0, 1, 3]
 SDE, WAN = flow_sde.build(flow_sde.Config(noise_level=0.7)), wan_sde.build(wan_sde.Config())
 
 
-def rolled(config: Config | None = None, **options):
+def rolled(config: Config | None = None, **options: Any):
     algorithm = build(config or Config(sde_steps=POOL, clip_range=1e-3))
-    return roll_out(ToyAdapter(), algorithm=algorithm, **({"prompts": 3} | options))
+    given: dict[str, Any] = {"prompts": 3} | options
+    return roll_out(ToyAdapter(), algorithm=algorithm, **given)
 
 
 # ---- the steps
