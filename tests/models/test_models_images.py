@@ -15,6 +15,7 @@ from flowrl.data.text_cache import Texts
 from flowrl.diffusion.plan import solver_plan
 from flowrl.media.first_frame import fitted_frame
 from flowrl.models.base import decoded
+from flowrl.models.generic import images
 from flowrl.models.generic.adapter import Config, Generic
 from flowrl.models.generic.images import content
 from flowrl.planning import parity
@@ -146,6 +147,29 @@ def test_pictures_of_one_size_share_a_forward_unless_the_pipeline_repeats_one_fo
     for name, groups in expected.items():
         model, own = adapter(name), [images_of(name, seed) for seed in (0, 1, 1)]
         assert model._groups([500.0] * 3, model.encode([tiny.PROMPTS[0]] * 3, own)) == groups
+
+
+def test_sources_of_one_size_are_encoded_together_and_each_as_alone(monkeypatch):
+    sizes = [(20, 12), (12, 20), (20, 12), (20, 12), (12, 20), (20, 12)]
+    own = [images_of("flux_kontext", seed, size) for seed, size in enumerate(sizes)]
+    words = [f"{tiny.PROMPTS[0]} {k}" for k in range(6)]
+    model, alone = adapter("flux_kontext"), adapter("flux_kontext")
+    asked: list[int] = []
+    enter = model.entrance.enter
+    model.latent_shape()  # its probes are over
+    monkeypatch.setattr(
+        model.entrance, "enter", lambda batch, *rest, **more: asked.append(batch) or enter(batch, *rest, **more)
+    )
+    together = model.encode(words, own)
+    assert asked == [1, 1, 2, 1, 3, 1]  # what shows the rows; the first of each size shows how large they are
+    for k in range(6):
+        one = alone.encode(words[k : k + 1], own[k : k + 1])
+        for name in together.tensors.keys() - {"images.layout"}:
+            assert_close(together[name][k], one[name][0], atol=1e-5, rtol=1e-5)
+    monkeypatch.setattr(images, "LARGEST", 2 * model.images.layouts[0].values)
+    asked.clear()
+    model.encode(words, own)
+    assert asked == [2, 2, 2], "no more at once than the values of a large source"
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -98,7 +98,7 @@ class Generic(ModelAdapter):
         with self.entrance.explained(), without_warnings():
             template = learn(one_by_one(self._probe_calls) if self.family.singly else self._probe_calls)
             self._template = template
-            self._probe = self._encode([SHORT], self._probe_images([SHORT]))
+            self._probe = self._encode([SHORT], [self._probe_images(SHORT)])
             visit = self.entrance.enter(1, PROBE_GUIDANCE, **self._answers(self._probe), stop_at_network=True)
         if visit.latents is None or visit.timesteps is None or len(visit.latents) != 1:
             raise ModelError(f"{self.kind}: its loop does not start from the latents of prepare_latents()")
@@ -134,19 +134,14 @@ class Generic(ModelAdapter):
         answers = {"encode_prompt": self._learned().rebuild(cond), **options.pop("answers", {})}
         return {"answers": answers, **options}
 
-    def _probe_images(self, prompts: Sequence[str]) -> list[Image]:
+    def _probe_images(self, prompt: str) -> list[Image]:
         """Images of two colours for the two probing prompts, so that encodings of an image differ between them."""
-        grey = 64 if prompts[0] == SHORT else 192
+        grey = 64 if prompt == SHORT else 192
         return [blank((self.width, self.height), grey)] * self.image_limits[0]
 
     def _probe_calls(self, prompts: list[str]) -> Calls:
-        images: Any = self._probe_images(prompts)
-        options = {}
-        if images and self.family.image_each and len(prompts) > 1:
-            # A batch has both colours, as it has both prompts.
-            options = {self.family.images[0]: [self._probe_images([prompt])[0] for prompt in prompts]}
         arguments = self.call.arguments(len(prompts), PROBE_GUIDANCE, prompts, PROBE_STEPS, "latent")
-        arguments |= options or self.images.arguments(images, len(prompts))
+        arguments |= self.images.arguments([self._probe_images(prompt) for prompt in prompts])
         return tuple(self.reentry.enter(arguments, stop_at_network=True).returned["encode_prompt"])
 
     def dead_lora_modules(self) -> tuple[str, ...]:
@@ -179,33 +174,33 @@ class Generic(ModelAdapter):
         """Conditions of P prompts, each with its own RGB images."""
         if self._freed:
             raise ModelError(NO_ENCODERS)
+        sources: list[Sequence[Image]] = []
         for prompt, own in zip(prompts, images or [()] * len(prompts), strict=True):
             with self.entrance.explained(_with_images(prompt, own)):
                 self.images.require(own)
-        template = self._learned()
-        if images is None and not self.family.singly:
-            with self.entrance.explained():
-                return Condition.collate([self._encode(batch, ()) for batch in template.batches(list(prompts))])
-        # One by one: a pipeline reads the size of the first image of a batch only, or takes one for all.
-        rows = []
-        for prompt, own in zip(prompts, images or [()] * len(prompts), strict=True):
-            with self.entrance.explained(_with_images(prompt, own)):
-                rows.append(self._encode([prompt], self.images.fitted(own)))
-        return Condition.collate(rows)
+                sources.append(self.images.fitted(own))
+        alone = self.family.singly or self._learned().ragged
+        order: list[int] = []
+        parts: list[Condition] = []
+        while len(order) < len(prompts):
+            rows = self.images.together(sources, order)[: 1 if alone else None]
+            order += rows
+            with self.entrance.explained(_with_images(prompts[rows[0]], sources[rows[0]])):
+                parts.append(self._encode([prompts[k] for k in rows], [sources[k] for k in rows]))
+        return Condition.collate(parts).index(torch.tensor(order).argsort())
 
-    def _encode(self, prompts: list[str], images: Sequence[Image]) -> Condition:
-        """Rows of prompts that may be encoded together; one prompt if there are images."""
+    def _encode(self, prompts: list[str], images: Sequence[Sequence[Image]]) -> Condition:
+        """Rows of prompts that may be encoded together, each with its images, if any."""
 
-        def enter(batch: int) -> Visit:
-            texts = prompts if batch == len(prompts) else prompts * batch
-            return self.entrance.enter(batch, PROBE_GUIDANCE, prompts=texts, images=images, stop_at_network=True)
+        def enter(texts: list[str], own: Sequence[Sequence[Image]]) -> Visit:
+            return self.entrance.enter(len(texts), PROBE_GUIDANCE, prompts=texts, images=own, stop_at_network=True)
 
         with arithmetic(self.config.vae_precision):  # of reference images
-            visit = enter(len(prompts))
+            visit = enter(prompts, images)
         cond = self._learned().condition(visit.returned["encode_prompt"], len(prompts))
-        if not images:
+        if not images[0]:
             return cond
-        self.images.learn(enter)
+        self.images.learn(lambda batch: enter(prompts[:1] * batch, images[:1] * batch))
         return Condition(cond.tensors | self.images.entries(visit, images))
 
     def require_frame(self, size: tuple[int, int]) -> None:
@@ -381,7 +376,7 @@ class Generic(ModelAdapter):
     def source_of(self, image: Image) -> Tensor | None:
         options = {"answers": {"encode_prompt": self._learned().rebuild(self._probe)}, "stop_at_network": True}
         with self.entrance.explained("for an image that is edited"), arithmetic(self.config.vae_precision):
-            enter = partial(self.entrance.enter, 1, PROBE_GUIDANCE, images=[image], **options)
+            enter = partial(self.entrance.enter, 1, PROBE_GUIDANCE, images=[[image]], **options)
             return self.images.source(enter, self.config.vae_precision)
 
     def to(self, device: torch.device) -> None:

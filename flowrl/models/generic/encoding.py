@@ -72,10 +72,6 @@ class Template:
     ragged: bool = False
     """Whether rows have different lengths."""
 
-    def batches(self, prompts: Sequence[str]) -> list[list[str]]:
-        """Prompts that may be encoded together: one by one where lengths differ, so that none sees another."""
-        return [[prompt] for prompt in prompts] if self.ragged else [list(prompts)]
-
     def condition(self, calls: Calls, batch: int) -> Condition:
         """Rows of encoded prompts."""
         parts = dict(leaves(calls, batch))

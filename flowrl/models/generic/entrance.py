@@ -95,6 +95,6 @@ class Entrance:
         """
         output_type = options.pop("output_type", "latent")
         arguments = self.call.arguments(batch, guidance_scale, options.pop("prompts", None), steps, output_type)
-        arguments |= self.images.arguments(options.pop("images", ()), batch)
+        arguments |= self.images.arguments(options.pop("images", ()))
         with self.explained(f"at {self.size.width} x {self.size.height} px") if first else nullcontext():
             return self.reentry.enter(arguments, **options)

@@ -17,7 +17,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -43,6 +43,8 @@ Place = tuple[str, int, int]
 LAYOUT, CONTENT, HELD = "images.layout", "images.content", "images.held"
 PREPARE, EMBED = "prepare_latents", "encode_image"
 ANY = 1000  # a list of images has no limit of its own
+LARGEST = 2**18
+"""Numbers in the encoded sources of one call, at most: those of FLUX's VAE for 1024 x 1024 px."""
 _ASPECT = 0.03
 """Largest difference between aspect ratios of source and sample: both are rounded to multiples of 16 pixels."""
 
@@ -74,7 +76,7 @@ def image_arguments(pipeline: Any, images: Sequence[Image], call: Mapping[str, A
         size = Size.of(pipeline, (call.get("height"), call.get("width")), family, parameters, network)
     taken = ReferenceImages(family, pipeline, network_config(network), size)
     taken.require(images)
-    return taken.arguments(taken.fitted(images), 1)
+    return taken.arguments([taken.fitted(images)])
 
 
 def image_methods(family: Family) -> tuple[str, ...]:
@@ -92,6 +94,8 @@ class Layout:
     shapes: dict[tuple[str, int], bool]
     """(method, number of its call) -> whether it returns a single value."""
     constants: dict[Place, Any]
+    values: int
+    """Numbers in the rows of one prompt."""
 
 
 @dataclass
@@ -161,13 +165,26 @@ class ReferenceImages:
         if self.family.frames and self.size is not None:
             require_frame(size, self.size.height, self.size.width, crop=self.crop)
 
-    def arguments(self, images: Sequence[Image], batch: int) -> dict[str, Any]:
-        """Arguments of the call: the images for all prompts, or the same one for each."""
+    def arguments(self, images: Sequence[Sequence[Image]]) -> dict[str, Any]:
+        """Arguments of the call for the images of all its prompts, or of each; the first's, if it takes one for all."""
         if self.family.image_list:
-            return {self.family.images[0]: list(images)} if images else {}
-        each = self.family.image_each and batch > 1
-        named = zip(self.family.images, images, strict=False)
-        return {name: [image] * batch if each else image for name, image in named}
+            return {self.family.images[0]: list(images[0])} if any(images) else {}
+        each = self.family.image_each and len(images) > 1
+        named = zip(self.family.images, zip(*images, strict=True), strict=False)
+        return {name: list(column) if each else column[0] for name, column in named}
+
+    def together(self, images: Sequence[Sequence[Image]], done: Sequence[int]) -> list[int]:
+        """Numbers of prompts whose rows one call gives: of the first that is not `done`, and others of its sizes.
+
+        A VAE encodes no more at once than one large source. One prompt where a pipeline takes one source for all,
+        repeats one embedding or draws its latents; also the first of each sizes, which shows how large they become.
+        """
+        rest = [k for k in range(len(images)) if k not in done]
+        sizes = _sizes(images[rest[0]])
+        values = next((known.values for known in self.layouts if known.sizes == sizes), LARGEST)
+        several = self.family.image_each and not (self.family.frames or self.single)
+        most = max(LARGEST // max(values, 1), 1) if several else 1
+        return [k for k in rest if _sizes(images[k]) == sizes][: most if sizes else None]
 
     def fitted(self, images: Sequence[Image]) -> Sequence[Image]:
         """The images, fitted to the size of the video where they are its frames."""
@@ -261,20 +278,20 @@ class ReferenceImages:
                 result |= {(method, k, i): part for i, part in enumerate(parts)}
         return result
 
-    def entries(self, visit: Visit, images: Sequence[Image]) -> dict[str, Tensor | list[Tensor]]:
-        """Rows of a Condition for one prompt, from a call with its images.
+    def entries(self, visit: Visit, images: Sequence[Sequence[Image]]) -> dict[str, Tensor | list[Tensor]]:
+        """Rows of a Condition for prompts whose images have the same sizes, from a call with them.
 
         Raises ModelError: a part depends on the images without one row per sample.
         """
         assert visit.prepared is not None
         parts, latents = self._parts(visit), visit.prepared.latents
         entries: dict[str, Tensor | list[Tensor]] = {
-            LAYOUT: torch.tensor([self._layout(visit, parts, tuple(image.size for image in images))]),
-            CONTENT: torch.tensor([content(images)]),
+            LAYOUT: torch.tensor([self._layout(visit, parts, _sizes(images[0]))] * len(images)),
+            CONTENT: torch.tensor([content(own) for own in images]),
         }
         for place in sorted(self.rows | self.single):
             part = parts[place]
-            entries[_name(place)] = [(part[0] if place in self.rows else part).clone()]
+            entries[_name(place)] = [row.clone() for row in (part if place in self.rows else [part])]
         if self.family.holds:  # of a mask nothing is left: the call itself puts the image there
             held = latents[0].flatten().clone()
             if self.free is not None:
@@ -300,7 +317,8 @@ class ReferenceImages:
             for method in image_methods(self.family)
             for k, value in enumerate(visit.returned.get(method, ()))
         }
-        self.layouts.append(Layout(sizes, prepared, shapes, constants))
+        values = sum(parts[place][0].numel() for place in self.rows)
+        self.layouts.append(Layout(sizes, prepared, shapes, constants, values))
         return len(self.layouts) - 1
 
     def key(self, cond: Condition, row: int) -> tuple:
@@ -333,13 +351,17 @@ class ReferenceImages:
         elif self.mask is not None:
             own[base.place or 0] = torch.zeros(len(cond), *self.whole, device=cond[CONTENT].device)
         prepared = Prepared(tuple(own), base.place, base.dtype, self.free)
-        return {"prepared": prepared, "answers": answers, "images": [blank(size) for size in kept.sizes]}
+        return {"prepared": prepared, "answers": answers, "images": [[blank(size) for size in kept.sizes]]}
 
     def to(self, device: torch.device) -> None:
         self.free = None if self.free is None else self.free.to(device)
         for number, kept in enumerate(self.layouts):
             moved = {k: part.to(device) if torch.is_tensor(part) else part for k, part in kept.constants.items()}
-            self.layouts[number] = Layout(kept.sizes, kept.prepared, kept.shapes, moved)
+            self.layouts[number] = replace(kept, constants=moved)
+
+
+def _sizes(images: Sequence[Image]) -> Sizes:
+    return tuple(image.size for image in images)
 
 
 def _name(place: Place) -> str:

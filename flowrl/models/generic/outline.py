@@ -91,7 +91,7 @@ class Outline(Generic):
                 with _seeing(pipeline):
                     self._learned()
                     # If prompts have their own lengths, a plan assumes long ones.
-                    self._encoded = self._encode([LONG], self._probe_images([LONG]))
+                    self._encoded = self._encode([LONG], [self._probe_images(LONG)])
                     self._middle = float(Generic.schedule(self, PROBE_STEPS).timesteps[1])
                 kept = self._encoded.tensors
                 self._numbers = {name: int(kept[name][0]) for name in (LAYOUT, CONTENT) if name in kept}

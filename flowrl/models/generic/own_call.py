@@ -88,7 +88,7 @@ def own_call(model: Generic, x: Tensor, guidance_scale: float, steps: int, outpu
     Raises ModelError: it does not step one tensor once in each iteration, or fails.
     """
     options = model.call.arguments(1, guidance_scale, list(PROMPTS[:1]), steps, output_type)
-    options |= model.images.arguments(images_of(model, 0), 1)
+    options |= model.images.arguments([images_of(model, 0)])
     with model.entrance.explained("by its own call"), autocast(model.device, model.dtype, model.autocasts):
         own = model.reentry.own_call(options, x, model.images.free)
     count, iterations = len(own.steps), len(own.timesteps)
