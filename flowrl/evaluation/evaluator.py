@@ -137,11 +137,7 @@ class Evaluator:
             for name, file in (*enumerate(prompt.images), *([(REFERENCE, reference)] if reference else ())):
                 stem = folder / f"{slot:05d}-{name}"
                 if anew or media.find(stem) is None:
-                    try:
-                        image = media.pixels(media.open_image(file))
-                    except media.UNREADABLE:  # the report then goes without
-                        continue
-                    media.write(image, stem)
+                    keep_image(file, stem)
 
     def _drawn(
         self, setting: Setting, kept: Path | None, progress: Callable[[int], None], stop: Stop
@@ -269,3 +265,12 @@ class Evaluator:
         for i, image, finite in zip(ids, images.levels, images.finite.tolist(), strict=True):
             if finite and (count is None or i.slot < count):
                 media.write(image, folder / f"{i.slot:05d}-{i.sample}", fps=rate, form=form)
+
+
+def keep_image(file: str, stem: Path) -> None:
+    """Copy what a prompt edits, or knows as its result, into the run folder; the report goes without a broken file."""
+    try:
+        image = media.pixels(media.open_image(file))
+    except media.UNREADABLE:
+        return
+    media.write(image, stem)

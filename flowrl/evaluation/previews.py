@@ -4,25 +4,28 @@ The noise of an image is keyed by the prompt's text and the seed, so it is the s
 size, number of processes and order of the list. In the run folder:
 
     previews/TAG/PPPPP-0.png     images, or videos (.webp), of an evaluation: number of the prompt, from 0
-    previews/TAG.json            tag, iteration, guidance_scale, num_inference_steps, prompts
+    previews/TAG.json            tag, iteration, guidance_scale, num_inference_steps, prompts, sources of edits
+    previews/sources/SHA.png     those, by their contents
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flowrl.config.schema import RunConfig
 from flowrl.core.errors import ConfigError, Diverged
-from flowrl.core.files import read_object, write_atomically
+from flowrl.core.files import file_sha256, read_object, write_atomically
 from flowrl.core.rng import derive
 from flowrl.data.prompt_sources import Columns, load_prompts
 from flowrl.data.prompts import Prompt, identity, require_images
 from flowrl.data.text_cache import Texts
 from flowrl.display.console import log
 from flowrl.display.display import Progress
-from flowrl.evaluation.evaluator import Evaluator, Setting
+from flowrl.evaluation.evaluator import Evaluator, Setting, keep_image
 from flowrl.evaluation.held_out import key_of
+from flowrl.evaluation.results import SOURCES
 from flowrl.models.base import ModelAdapter, ModelConfig
 from flowrl.rollout.learned_noise import LearnedNoise
 from flowrl.training.signals import NEVER, Stop
@@ -58,13 +61,21 @@ def require_own(prompts: Sequence[Prompt], key: str) -> None:
             raise ConfigError(f"{key}: prompt {number}, {prompt.text[:60]!r}, is prompt {known} again; leave it out")
 
 
-def require_fit(prompts: Sequence[Prompt], adapter: ModelAdapter, options: ModelConfig, key: str = KEY) -> None:
+def require_fit(
+    prompts: Sequence[Prompt], adapter: ModelAdapter, options: ModelConfig, key: str = KEY, *, edits: bool
+) -> None:
     """Refuse prompts that the model, of these options, cannot take: too long, or without the images that it needs.
 
-    Raises ConfigError: with the prompt and the remedy.
+    `edits`: the run edits images. Raises ConfigError: with the prompt and the remedy.
     """
     if not prompts:
         return
+    bare = next((number for number, prompt in enumerate(prompts, 1) if edits and not prompt.images), None)
+    if bare is not None:
+        raise ConfigError(
+            f"{key}: prompt {bare}, {prompts[bare - 1].text[:60]!r}, has no image, and this run edits images; name "
+            f"in {KEY} a .jsonl file whose records have 'image'"
+        )
     require_images(prompts, adapter, key, prompts[0])
     most = asdict(options).get("max_sequence_length")  # of a family whose text encoder reads that many
     for number, prompt in enumerate(prompts, 1):
@@ -133,6 +144,9 @@ class Previews:
             return
         if self.evaluator.world.main:
             record = self._record(setting)
+            for prompt, stems in zip(self.prompts, record.get("sources", ()), strict=False):
+                for file, stem in zip(prompt.images, stems, strict=True):
+                    keep_image(file, run / PLACE / SOURCES / stem)
             write_atomically(run / PLACE / f"{tag}.json", json.dumps(record, indent=1) + "\n")
 
     def has(self, tag: str, guidance_scale: float, num_inference_steps: int) -> bool:
@@ -174,14 +188,15 @@ class Previews:
         with Progress(share, words, show=world.main) as bar:
             drawn(setting, progress=bar.update, stop=stop)
 
-    def _record(self, setting: Setting) -> dict[str, object]:
+    def _record(self, setting: Setting) -> dict[str, Any]:
+        sources = [[file_sha256(Path(file))[:16] for file in prompt.images] for prompt in self.prompts]
         return {
             "tag": setting.tag,
             "iteration": setting.iteration,
             "guidance_scale": setting.guidance_scale,
             "num_inference_steps": setting.num_inference_steps,
             "prompts": [prompt.text for prompt in self.prompts],
-        }
+        } | ({"sources": sources} if any(sources) else {})
 
 
 def forget_after(run: Path, iteration: int) -> None:

@@ -213,7 +213,8 @@ def _embedded(session: Session, given: Sequence[str]) -> tuple[tuple[Prompt, ...
     """
     prompts, parts = tuple(map(Prompt, given)), session.parts
     previews.require_own(prompts, "--prompt")
-    previews.require_fit(prompts, session.model, session.resolved.model.config, "--prompt")
+    edits = parts.data.edits
+    previews.require_fit(prompts, session.model, session.resolved.model.config, "--prompt", edits=edits)
     previews.require_learned(prompts, parts.sampling.learned, "--prompt")
     known = parts.sampling.texts
     if all(known.knows(prompt) for prompt in prompts):

@@ -1,6 +1,7 @@
 """Runs that edit: the copy index beside the base's, and what is named before anything is trained."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
+from flowrl.apps.gallery import build
+from flowrl.core.errors import ConfigError
 from flowrl.evaluation import copying
 from flowrl.evaluation.results import Evaluation
 from scripts.pretraining import kontext
+from tests.apps.folders import Page
 from tests.e2e.conftest import ROOT, train
 from tests.e2e.test_bad_input import command
 
@@ -88,3 +92,23 @@ def test_a_model_of_edits_without_a_source_says_what_it_makes(edits, capsys):
     train(MODEL, DATA, "iterations=1", "eval={num_inference_steps: 1, batch_size: 4, save_images: 0}")
     printed = capsys.readouterr()
     assert "FluxKontextPipeline edits images, and no prompt has one" in printed.out + printed.err
+
+
+def test_a_preview_is_the_edit_of_its_source_which_stands_beside_it(edits):
+    first, second = (json.loads(line) for line in (edits / "edits.jsonl").read_text().splitlines()[:2])
+    listed = []
+    for folder, record in (("a", first), ("b", second), ("c", first)):  # of one name, so of the same noise
+        (edits / folder).mkdir()
+        shutil.copy(record["image"], edits / folder / "x.png")
+        listed.append({"prompt": "make it red", "image": f"{folder}/x.png"})
+    (edits / "own.jsonl").write_text("\n".join(map(json.dumps, listed)))
+    words = (MODEL, DATA, "iterations=1", "eval={num_inference_steps: 2, batch_size: 4, save_images: 0}")
+    train(*words, "eval.rewards=[{name: shapes_edit}]", "eval.preview_prompts=own.jsonl")
+    run = edits / "runs/run"
+    drawn = [(run / f"previews/base/{k:05d}-0.png").read_bytes() for k in range(3)]
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert len(list((run / "previews/sources").iterdir())) == 2
+    page = Page(build([run]))
+    assert [value for name, value in page.attributes if name == "alt"].count("source: make it red") == 2
+    with pytest.raises(ConfigError, match="prompt 1, 'make it red', has no image, and this run edits images"):
+        train(*words, "name=bare", 'eval.preview_prompts=["make it red"]')

@@ -1,12 +1,13 @@
 """Prompt records with pictures through the real loop."""
 
 import json
+from functools import wraps
 from pathlib import Path
 
 import pytest
 
 from tests import tiny_pipelines as tiny
-from tests.e2e.conftest import train, with_images
+from tests.e2e.conftest import digest, train, with_images
 from tests.e2e.test_bad_input import command
 
 REWARD = """
@@ -38,6 +39,47 @@ def test_a_pipeline_with_pictures_is_trained_and_its_rewards_find_them(records: 
     rows = [json.loads(line) for line in Path("runs/run/metrics.jsonl").read_text().splitlines()]
     assert [row["reward/masked"] for row in rows] == [0, 0]
     assert all(row["grad/norm"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["diffusion_nft", "awm"])
+def test_edits_are_learned_from_the_images_tokens_alone_at_the_embedded_guidance_of_the_rollout(
+    records: Path, monkeypatch, name: str
+):
+    """Edit-R1 (arXiv 2510.16888): the source's tokens lengthen the sequence, and no loss sees what becomes of them."""
+    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+
+    tiny.make("flux_kontext").save_pretrained(records / "kontext")
+    forward, scales, graded = FluxTransformer2DModel.forward, set[float](), list[bool]()
+
+    def run(title: str, spoilt: float | None) -> None:
+        @wraps(forward)
+        def watched(self, *args, **kwargs):
+            (made,) = forward(self, *args, **kwargs)
+            of_source = kwargs["img_ids"][:, 0] == 1
+            assert of_source.any()
+            scales.update(kwargs["guidance"].tolist())
+            graded.append(made.requires_grad)
+            return (made if spoilt is None else made.masked_fill(of_source[:, None], spoilt),)
+
+        monkeypatch.setattr(FluxTransformer2DModel, "forward", watched)
+        train(
+            f"name={title}",
+            "iterations=2",
+            "model={name: generic, path: ./kontext, height: 16, width: 16, lora: {rank: 2, alpha: 4}, "
+            f"call: {{max_sequence_length: {tiny.TOKENS}, _auto_resize: false}}}}",
+            "data={prompts: pictures.jsonl, eval_share: 0}",
+            "rollout.guidance_scale=2.5",
+            "rollout.sampler=null",
+            f"algorithm={{name: {name}, guidance_scale: 2.5, kl: {{coef: 0.01}}, advantages: {{std: global}}}}",
+            "eval={num_inference_steps: 2, batch_size: 2}",
+        )
+
+    run("plain", None)
+    assert scales == {2.5}, "policy, old and reference alike"
+    assert {False, True} == set(graded)
+    run("spoilt", 1e4)
+    assert digest("plain", 2) == digest("spoilt", 2)
+    assert digest("plain", 2) != digest("plain", 1)
 
 
 @pytest.mark.slow

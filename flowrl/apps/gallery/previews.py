@@ -9,8 +9,11 @@ from flowrl.apps.gallery.runs import Run
 from flowrl.apps.gallery.tags import Tagged, in_order, spread
 from flowrl.core.errors import ConfigError
 from flowrl.core.files import read_object
+from flowrl.evaluation import results
 from flowrl.media import media
 
+Shown = tuple[str, tuple[str, ...]]
+"""A prompt's text and the names of what it edits."""
 FOLDER = "previews"
 MAX_COLUMNS = 16
 """Largest number of evaluations that are shown, evenly spaced, with both ends."""
@@ -22,10 +25,10 @@ STRIP_BYTES = 4_000_000
 class Drawn(Tagged):
     """The images of an evaluation."""
 
-    prompts: tuple[str, ...] = ()
+    prompts: tuple[Shown, ...] = ()
     """Prompts that were drawn; (): none, as before the option was set."""
 
-    def image(self, run: Path, prompt: str) -> Path | None:
+    def image(self, run: Path, prompt: Shown) -> Path | None:
         """File of the image or video of a prompt; None if it was not drawn."""
         if prompt not in self.prompts:
             return None
@@ -42,24 +45,29 @@ def strip(run: Run, place: Place) -> dict[str, Any] | None:
     for file in sorted((run.folder / FOLDER).glob("*.json")):
         record = read_object(file, remedy)
         try:
-            found[file.stem] = Drawn(file.stem, int(record["iteration"]), tuple(map(str, record["prompts"])))
+            texts, sources = record["prompts"], record.get("sources")
+            named = [tuple(map(str, each)) for each in ([()] * len(texts) if sources is None else sources)]
+            prompts = tuple(zip(map(str, texts), named, strict=True))
+            found[file.stem] = Drawn(file.stem, int(record["iteration"]), prompts)
         except (KeyError, TypeError, ValueError) as error:
             what = f"{file} is not a record of previews ({type(error).__name__}: {error})"
             raise ConfigError(f"{what}; {remedy}") from error
     columns = in_order(found, finished=run.finished)
     # Today's list first, then what earlier evaluations had.
-    prompts = list(dict.fromkeys(text for each in reversed(columns) for text in each.prompts))
+    prompts = list(dict.fromkeys(prompt for each in reversed(columns) for prompt in each.prompts))
     if not prompts:
         return None
     shown, spent = spread(columns, MAX_COLUMNS), 0
     rows: list[dict[str, Any]] = []
-    for text in prompts:
+    for text, names in prompts:
         if spent > STRIP_BYTES:
             break
-        found = [place.image(each.image(run.folder, text), FRAME_PX) for each in shown]
-        spent += sum(len(image["src"]) for image in found if image)
+        stems = [run.folder / FOLDER / results.SOURCES / Path(name).name for name in names]
+        given = [image for stem in stems if (image := place.image(media.find(stem), FRAME_PX)) is not None]
+        found = [place.image(each.image(run.folder, (text, names)), FRAME_PX) for each in shown]
+        spent += sum(len(image["src"]) for image in (*given, *found) if image)
         cells = [{"label": each.column, "image": one} for each, one in zip(shown, found, strict=True)]
-        rows.append({"text": text, "cells": cells})
+        rows.append({"text": text, "given": given, "cells": cells})
     return {
         "frames": [each.column for each in shown],
         "rows": rows,

@@ -45,6 +45,12 @@ class Data:
         """Name in a checkpoint -> source."""
         return {"source": self.source} | ({} if self.anchor is None else {"anchor": self.anchor.source})
 
+    @property
+    def edits(self) -> bool:
+        """Whether what is learned from has images that are edited."""
+        given = any(each.options.records.source is not None for each in self.images)
+        return given or any(prompt.images for prompt in self.prompts.listed[:1])
+
     def require_fit(self, adapter: ModelAdapter, resolved: Resolved) -> None:
         """Refuse prompts that the model cannot take, with ConfigError that names the prompt and the remedy."""
         listed = [("data.prompts", self.prompts.listed)] if self.given is None else []
@@ -53,7 +59,7 @@ class Data:
         listed += [(key, [Prompt("", {}, () if of is None else (of,))]) for key, of in columns]
         for key, prompts in (*listed, self.prompts.looked_up):
             require_images(prompts, adapter, key, listed[0][1][0])
-        previews.require_fit(self.previews, adapter, resolved.model.config)
+        previews.require_fit(self.previews, adapter, resolved.model.config, edits=self.edits)
 
     def require_reached(self, adapter: ModelAdapter, resolved: Resolved) -> None:
         """Refuse a model whose network the images of the prompts do not reach; say where a model of edits has none.
