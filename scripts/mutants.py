@@ -45,7 +45,7 @@ NEAR = {
     "algorithms": ("tests/algorithms",),
     "statistics": ("tests/statistics",),
     "core": ("tests/core/test_questions.py",),
-    "data": ("tests/data/test_priority.py",),
+    "data": tuple(f"tests/data/test_{name}.py" for name in ("priority", "given", "preferences")),
     "evaluation": ("tests/evaluation/test_copying.py", "tests/apps/suites"),
     "apps/suites": ("tests/apps/suites",),
 }

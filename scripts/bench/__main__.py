@@ -73,6 +73,19 @@ def reentry(
 
 
 @app.command()
+def copies(
+    config: Config = "configs/lab/edit-awm.yaml",
+    overrides: Overrides = None,
+    rounds: Annotated[int, typer.Option(help="Measured pairs of evaluations.", min=1)] = 5,
+) -> None:
+    """Measure the share of an evaluation that the copy index takes, in CPU time."""
+    from flowrl.config.load import load_config, resolve
+    from scripts.bench.copies import cost, report
+
+    print(report(cost(resolve(load_config(config, overrides)), rounds), config))
+
+
+@app.command()
 def exploration(
     config: Config,
     overrides: Overrides = None,

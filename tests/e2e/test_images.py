@@ -70,7 +70,7 @@ def test_edits_are_learned_from_the_images_tokens_alone_at_the_embedded_guidance
             "data={prompts: pictures.jsonl, eval_share: 0}",
             "rollout.guidance_scale=2.5",
             "rollout.sampler=null",
-            f"algorithm={{name: {name}, guidance_scale: 2.5, kl: {{coef: 0.01}}, advantages: {{std: global}}}}",
+            f"algorithm={{name: {name}, guidance_scale: 2.5, kl: {{coef: 0.01}}, times: {{name: subset, count: 1}}}}",
             "eval={num_inference_steps: 2, batch_size: 2}",
         )
 
