@@ -200,7 +200,7 @@ class Generic(ModelAdapter):
         cond = self._learned().condition(visit.returned["encode_prompt"], len(prompts))
         if not images[0]:
             return cond
-        self.images.learn(lambda batch: enter(prompts[:1] * batch, images[:1] * batch))
+        self.images.learn(lambda batch: enter(prompts[:1] * batch, [images[0]] * batch))
         return Condition(cond.tensors | self.images.entries(visit, images))
 
     def require_frame(self, size: tuple[int, int]) -> None:
