@@ -294,8 +294,18 @@ def test_a_size_that_no_picture_can_give_is_refused_with_the_one_that_it_gives()
 
 def test_a_picture_that_a_pipeline_does_not_take_is_named_with_its_prompt():
     model = adapter("flux_2_references")
-    with pytest.raises(ModelError, match=r"with the 1 image\(s\) of the prompt 'b': ValueError: Image too small"):
+    with pytest.raises(
+        ModelError, match=r"with the 1 image\(s\) \(20 x 12 px\) of the prompt 'b': ValueError: Image too"
+    ):
         model.encode(["a", "b"], [[picture(0, (64, 64))], [picture(0)]])
+
+
+@pytest.mark.parametrize("size", [(1, 1), (400, 1), (1, 400)])
+def test_a_source_of_which_the_pipeline_leaves_nothing_is_named_with_its_size(size):
+    model = adapter("flux_kontext")
+    model.call.fixed["_auto_resize"] = False
+    with pytest.raises(ModelError, match=rf"\({size[0]} x {size[1]} px\) of the prompt 'a': \w+Error: "):
+        model.encode(["a"], [[picture(0, size)]])
 
 
 def test_latents_that_the_loop_changes_before_its_step_are_refused():

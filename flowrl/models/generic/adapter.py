@@ -392,4 +392,5 @@ class Generic(ModelAdapter):
 
 def _with_images(prompt: str, images: Sequence[Image]) -> str:
     """The prompt of an error about its images."""
-    return f"with the {len(images)} image(s) of the prompt {prompt[:60]!r}"
+    sizes = ", ".join(f"{image.width} x {image.height} px" for image in images)
+    return f"with the {len(images)} image(s){sizes and f' ({sizes})'} of the prompt {prompt[:60]!r}"

@@ -18,6 +18,8 @@ from flowrl.models.memory.savings import switch_on
 from flowrl.models.pipelines.declared import of_pipeline
 
 PROBE_STEPS = 4  # Mochi's grid needs an even number; nothing else depends on it
+_UNKNOWN = (ValueError, TypeError, AttributeError, RuntimeError, LookupError, ArithmeticError, StopIteration)
+"""What a pipeline raises for what it does not take."""
 
 
 class Entrance:
@@ -77,7 +79,15 @@ class Entrance:
             yield
         except (ModelError, torch.OutOfMemoryError):
             raise
-        except (ValueError, TypeError, AttributeError, RuntimeError, KeyError, IndexError, StopIteration) as error:
+        except (
+            ValueError,
+            TypeError,
+            AttributeError,
+            RuntimeError,
+            LookupError,
+            ArithmeticError,
+            StopIteration,
+        ) as error:
             reason = (str(error).splitlines() or [""])[0]
             text = f"{self.kind} cannot be used {where}: {type(error).__name__}: {reason}"
             if not self.path.is_flow and "sigmas" in reason:
