@@ -1,6 +1,6 @@
 """Preference data: pairs of images or videos of which one is preferred, and their order in a run (docs/preferences.md).
 
-A set is scanned once without opening an image; of videos, and of sources that may be such, the headers are read.
+A set is scanned once without opening an image; of videos, and of what may be such, the headers are read.
 Records that cannot be used are skipped by a stated rule, counted by reason and reported with examples; an image that is
 unreadable when it is opened raises `Unreadable` with its place.
 """
@@ -31,6 +31,7 @@ from flowrl.display.console import log
 from flowrl.media.media import UNREADABLE, is_animation, is_video_file
 
 _PLAIN = PreferenceOptions()
+_MAY_MOVE = (".webp", ".gif", ".avif")
 
 
 def load_preferences(
@@ -250,7 +251,10 @@ class PreferenceSet:
         sources = [image.source for image in (result.chosen, result.rejected) if image is not None]
         if self.videos is None:
             for source in sources:
-                if isinstance(source, Path) and (source.is_dir() or is_video_file(source)):
+                if not isinstance(source, Path):
+                    continue
+                moves = source.suffix.lower() in _MAY_MOVE and self._animated(source)
+                if moves or source.is_dir() or is_video_file(source):
                     raise Unfit(VIDEO, f"{source.name}; use a model of videos")
             return result
         self.videos.require(*sources)

@@ -143,10 +143,13 @@ def test_videos_of_other_layouts_and_kinds_are_refused_for_models_of_images(tmp_
     source = write(tmp_path, (put(tmp_path, "a", video(1)), put(tmp_path, "b", video(2))))
     with pytest.raises(ConfigError, match=r"a video, for a model of images: .*use a model of videos"):
         load(source, None)
-    moving = write(tmp_path, (put(tmp_path, "c.webp", video(1)), put(tmp_path, "d.webp", video(2))))
-    pair = load(moving, None).read(0)  # whether a WebP moves is seen when it is opened
-    with pytest.raises(Exception, match="it is a video of 5 frames, and the model makes images"):
-        pair.chosen.open()
+    moving = put(tmp_path, "c.webp", video(1))
+    for name in ("d.png", "e.webp"):
+        Image.new("RGB", (16, 16)).save(tmp_path / name)
+    found = load(write(tmp_path, (moving, "d.png"), ("e.webp", "d.png"), ("d.png", moving)), None)
+    assert found.report.counts == {"a video, for a model of images": 2}
+    assert "line 1 (c.webp; use a model of videos)" in str(found.report)
+    assert len(found) == 1, "a WebP that does not move is an image"
 
 
 def test_a_longer_video_is_cut_only_where_asked_and_both_of_a_pair_at_the_same_place(tmp_path):
