@@ -10,6 +10,7 @@ from flowrl.core.files import out_folder
 if TYPE_CHECKING:
     from flowrl.evaluation.results import Evaluation
     from flowrl.run.assembly.parts import Parts
+    from flowrl.run.dial import Dial
 
 
 BATCH = 4
@@ -21,6 +22,9 @@ def command(
     overrides: list[str] | None = None,
     accept: bool = False,
     out: Path | None = None,
+    strength: float | None = None,
+    lora_scale: float | None = None,
+    mix: list[str] | None = None,
     suite: str | None = None,
     base: str | None = None,
     lora: list[str] | None = None,
@@ -55,8 +59,13 @@ def command(
     others += ["--set-measures"] if set_measures else []
     _require_fit(suite, own, others, processes)
     with showing(quiet, as_json):
+        dial = None
+        if strength is not None or lora_scale is not None or mix:  # the import takes seconds
+            from flowrl.run.dial import dial_of
+
+            dial = dial_of(target, strength, lora_scale, mix or [])
         if suite is None:
-            return _evaluate(target, overrides, accept, out, set_measures)
+            return _evaluate(target, overrides, accept, out, set_measures, dial)
         from flowrl.apps.suites.running.options import Judging, Making, Options
         from flowrl.apps.suites.running.procedure import evaluate
 
@@ -64,7 +73,7 @@ def command(
         judge, judge_set, pair_set = judge or [], judge_set or [], pair_set or []
         judging = Judging(judge, judge_set, pair_judge, pair_set, export, results or [], rejudge, compat)
         models = {"target": target, "base": base, "loras": lora or []}
-        evaluate(Options(**models, suite=suite, prompts=prompts, making=making, judging=judging, out=out))
+        evaluate(Options(**models, suite=suite, prompts=prompts, making=making, judging=judging, out=out, dial=dial))
 
 
 def _require_fit(suite: str | None, own: dict[str, object], others: list[str], processes: int) -> None:
@@ -84,7 +93,14 @@ def _require_fit(suite: str | None, own: dict[str, object], others: list[str], p
         )
 
 
-def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path | None, measures: str | None) -> None:
+def _evaluate(
+    target: str,
+    overrides: list[str] | None,
+    accept: bool,
+    out: Path | None,
+    measures: str | None,
+    dial: "Dial | None",
+) -> None:
     """Mean scores with 95 % intervals on a configuration's prompts, and win rates against a run's base."""
     from flowrl.config.load import load_config, resolve
 
@@ -114,7 +130,7 @@ def _evaluate(target: str, overrides: list[str] | None, accept: bool, out: Path 
         print(f"{run}: {ended}")
     with no_exit():
         place = out_folder(out or default)
-        result, at_best = trainer.evaluate_only(run, place, accept)
+        result, at_best = trainer.evaluate_only(run, place, accept, dial)
     parts = trainer.session.parts
 
     def each_at_its_best(verdict: str) -> None:

@@ -44,6 +44,9 @@ def command(
     options: list[str] | None = None,
     lora: list[str] | None = None,
     base: bool = False,
+    strength: float | None = None,
+    lora_scale: float | None = None,
+    mix: list[str] | None = None,
     config: str | None = None,
     form: Literal["webp", "mp4"] = "webp",
     fps: float | None = None,
@@ -61,18 +64,20 @@ def command(
         from flowrl.apps.command_line import call_of, require_finite
         from flowrl.display.phases import phase
         from flowrl.run import judged
+        from flowrl.run.dial import dial_of
         from flowrl.run.trained import frame_rate, learned_noise
 
         require_finite(guidance)
         if not -(2**63) <= seed < 2**64 - max(count, best_of or 1):
             raise ConfigError(f"--seed {seed}: torch takes seeds of 64 bits; give a smaller number")
         records = _records(prompts, image or [])
+        dial = dial_of(model, strength, lora_scale, mix or [])
         chooser = selection.best_of(best_of, keep, reward, model, records, count)
         out_folder(out)
         noise = None if base else learned_noise(Path(model))
         distributions = None if noise is None else _distributions(noise, records)
         with phase("loading"):
-            loaded = judged.load(model, base=base, loras=lora or [], config=config)
+            loaded = judged.load(model, base=base, loras=lora or [], config=config, dial=dial)
         pipeline = loaded.pipeline
         video.require_kind(pipeline)
         call = call_of(pipeline, loaded.call, steps, guidance, options or [], loaded.distilled)

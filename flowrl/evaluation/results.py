@@ -83,7 +83,9 @@ class Evaluation:
         }
         result = [what for what, (own, others) in both.items() if own != others]
         for what in sorted(self.made_with.keys() & other.made_with.keys()):
-            words = "the model" if what == "model" else what if what == "prompts" else f"the reward of {what[6:]}"
+            words = {"model": "the model", "prompts": what, "dial": "the strength"}.get(
+                what, f"the reward of {what[6:]}"
+            )
             wanted = score is None or not what.startswith("score ") or what == f"score {score}"
             if wanted and words not in result and self.made_with[what] != other.made_with[what]:
                 result.append(words)

@@ -30,7 +30,7 @@ class LoraSettings:
 
     rank: int = 32
     """Rank of the update."""
-    alpha: float = 64
+    alpha: float = 64.0
     """Scale numerator: the update is alpha / rank * B A."""
     kind: LoraKind = "lora"
     """As peft has them: `lora`; `rslora`, with the scale alpha / sqrt(rank); `dora`, which trains the norms of the

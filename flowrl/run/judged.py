@@ -18,6 +18,7 @@ from flowrl.models.pipelines.paths import loading, null_components, require_fold
 from flowrl.models.weights.roles import lora_file
 from flowrl.rollout.learned_noise import LearnedNoise
 from flowrl.run import single_file
+from flowrl.run.dial import Dial, load_dialled
 from flowrl.run.foreign_lora import LoraFile, attach
 from flowrl.run.origin import origin
 from flowrl.run.trained import learned_noise, load_run_model
@@ -36,7 +37,7 @@ class Judged:
     noise: LearnedNoise | None
     """Learned initial noise of a run of FIND: its own prompts alone can be sampled from it. None for all others."""
     facts: dict[str, Any]
-    """Plain data beyond `origin`'s: `base`, `lora`, `file_sha256`, `revision`, each only where there is one."""
+    """Plain data beyond `origin`'s: `base`, `lora`, `file_sha256`, `revision`, those of a dial, where there is one."""
     distilled: Distilled | None = None
     """How it was distilled to few steps; None: it was not."""
 
@@ -53,6 +54,7 @@ def load(
     loras: Sequence[str] = (),
     config: str | None = None,
     revision: str | None = None,
+    dial: Dial | None = None,
 ) -> Judged:
     """Any model that diffusers can load, ready to be sampled.
 
@@ -63,6 +65,7 @@ def load(
         config: for a single file, a pipeline folder or hub id of its family, with tokenizers and configurations and
             with the weights that the file does not hold; None: that which diffusers knows for the file's keys.
         revision: of a hub id; None: its main branch.
+        dial: of the run; None: it is as it was trained.
 
     Raises ConfigError: options that do not belong together, or a run without trained weights. ModelError: a model or
     LoRA that cannot be loaded, or does not fit; the message has the remedy.
@@ -85,11 +88,14 @@ def load(
             f"--revision {revision}: it belongs to a hub id, and {target!r} is on this disk",
             Remedy(without="--revision"),
         )
+    if dial is not None and (base or loras):
+        other = "--base" if base else "--lora"
+        raise ConfigError(f"{dial.flags} with {other}: the dial lies between a run and its base", Remedy(without=other))
     noise = None if base or not is_run else learned_noise(folder)
     if is_run:
-        adapter, call = load_run_model(folder, base=base)
+        adapter, call = load_run_model(folder, base=base) if dial is None else load_dialled(dial)
         pipeline, known = adapter.pipeline, adapter.distilled
-        facts |= {"base": True} if base else {}
+        facts |= ({"base": True} if base else {}) | ({} if dial is None else dial.facts)
     elif is_file:
         path = Path(resolve_path(target))
         pipeline = single_file.load(path, config, _dtype())

@@ -31,7 +31,7 @@ def origin(model: str, pipeline: Any, call: dict[str, Any], guidance: float | No
         "model": path,
         "run": model if is_run else None,
         "model_files": _version(local) if local is not None and here else None,
-        "adapter": _adapter(folder / "adapter") if is_run else None,
+        "adapter": weights_hash(folder / "adapter") if is_run else None,
         "steps": _argument(pipeline, call, "num_inference_steps"),
         "guidance": guidance,
         "arguments": {name: _plain(value) for name, value in call.items()},
@@ -59,7 +59,8 @@ def _version(folder: Path) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _adapter(folder: Path) -> str:
+def weights_hash(folder: Path) -> str:
+    """Hash of a run's trained weights, in its folder `adapter`."""
     files = sorted(folder.rglob("*.safetensors"))
     lines = [f"{file.relative_to(folder)} {file_sha256(file)}\n" for file in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest()

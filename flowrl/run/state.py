@@ -248,6 +248,13 @@ def load(session: Session, folder: Path, iteration: int, accept_changes: bool = 
 
     Raises CheckpointError: a file is missing, truncated or changed; ModelError: it is of another model.
     """
+    found = read(session, folder, iteration)
+    session.load_state(iteration, found.tensors, found.state, other_data=accept_changes)
+    return found.state
+
+
+def read(session: Session, folder: Path, iteration: int) -> Checkpoint:
+    """A checkpoint with this process's part of its tensors. Raises CheckpointError: as of `load`."""
     own, world = rows(session.weights), session.world
 
     def wanted(name: str) -> Rows | None:
@@ -257,8 +264,7 @@ def load(session: Session, folder: Path, iteration: int, accept_changes: bool = 
     part = slice(world.rank, None, world.size) if own else slice(None)
     result: list[Checkpoint] = []
     world.agree(lambda: result.append(checkpoint.load(folder, iteration, wanted, part)))
-    session.load_state(iteration, result[0].tensors, result[0].state, other_data=accept_changes)
-    return result[0].state
+    return result[0]
 
 
 def load_newest(session: Session, run: Path, accept_changes: bool = False) -> None:

@@ -107,7 +107,6 @@ def trained_folder(run: Path) -> Path:
 def with_update(model: Any, saved: Path | None, *, merge: bool) -> Any:
     """The run's adapter in one dtype, with its trained weights as a LoRA or merged; `saved` None: without any."""
     from diffusers.loaders.peft import PeftAdapterMixin
-    from diffusers.models.modeling_utils import ModelMixin
 
     config = model.config
     if merge and hasattr(config, "load_t5"):
@@ -122,17 +121,27 @@ def with_update(model: Any, saved: Path | None, *, merge: bool) -> Any:
         return adapter
     if not lora_file(saved).is_file():
         for name, network in components.items():
-            assert isinstance(network, ModelMixin)
-            with reading(saved / name), whole_weights():
-                setattr(pipeline, name, type(network).from_pretrained(saved / name, dtype=dtype))
+            setattr(pipeline, name, whole_network(network, saved / name, dtype))
         return adapter
-    # Not load_lora_weights: it warns that there is nothing for the text encoders, and not every pipeline has it.
-    for name, network, place in lora_places(saved, components):
+    add_lora(components, saved)
+    for network in components.values() if merge else ():
         assert isinstance(network, PeftAdapterMixin)
-        with reading(lora_file(place)):
-            network.load_lora_adapter(place, prefix=name, weight_name=lora_file(place).name)
-        read_finite(lora_file(place), f"the LoRA {lora_file(place)}")
-        if merge:
-            network.fuse_lora()
-            network.unload_lora()
+        network.fuse_lora()
+        network.unload_lora()
     return adapter
+
+
+def whole_network(network: Any, saved: Path, dtype: torch.dtype) -> Any:
+    """Another network of this one's class, from a folder of whole weights."""
+    with reading(saved), whole_weights():
+        return type(network).from_pretrained(saved, dtype=dtype)
+
+
+def add_lora(networks: dict[str, Any], saved: Path, adapter: str | None = None) -> None:
+    """Load the LoRA of a folder into the networks of a pipeline; `adapter`: its name there, None: peft's own."""
+    # Not load_lora_weights: it warns that there is nothing for the text encoders, and not every pipeline has it.
+    for name, _, place in lora_places(saved, networks):
+        file = lora_file(place)
+        with reading(file):
+            networks[name].load_lora_adapter(place, prefix=name, weight_name=file.name, adapter_name=adapter)
+        read_finite(file, f"the LoRA {file}")

@@ -20,6 +20,8 @@ from flowrl.planning.out_of_memory import explaining
 from flowrl.run import checkpoint, handover, telling
 from flowrl.run.best_guidance import GuidanceSearch
 from flowrl.run.changes import Accepted
+from flowrl.run.dial import Dial
+from flowrl.run.dialled import load_newest_dialled
 from flowrl.run.ending import Ending
 from flowrl.run.folder import RunFolder, provenance
 from flowrl.run.guarding import Guarding, refuse_guarded
@@ -146,9 +148,9 @@ class Trainer:
             log.info("%s", parts.introduction())
 
     def evaluate_only(
-        self, run: Path | None, out: Path, accept_changes: bool = False
+        self, run: Path | None, out: Path, accept_changes: bool = False, dial: Dial | None = None
     ) -> tuple[Evaluation, dict[str, Any]]:
-        """Evaluate the untrained model, or the newest checkpoint of a run folder, into `out`.
+        """Evaluate the untrained model, or the newest checkpoint of a run folder, into `out`; under its `dial`, if any.
 
         Returns:
             The evaluation, and `GuidanceSearch.entries` of a run folder; {} without `eval.best_guidance`.
@@ -164,8 +166,12 @@ class Trainer:
                 require_unedited(run, parts.data.sets(self.resolved), accept=accept_changes)
                 search = GuidanceSearch(self.session) if self.config.eval.best_guidance else None
                 base = search and search(search.base(run), run)
-                load_newest(self.session, run, accept_changes)
-            result = self.session.evaluate(pairs=run is not None, tree=False)
+                if dial is None:
+                    load_newest(self.session, run, accept_changes)
+                else:
+                    load_newest_dialled(self.session, dial, accept_changes)
+            tag = "evaluation" if dial is None else f"evaluation{dial.tag}"
+            result = self.session.evaluate(tag, pairs=run is not None and dial is None, tree=False)
             return result, {} if search is None or base is None else search.entries(base, search(result))
 
     # ---- the loop

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl.apps.gallery import best_of, charts, facts, images, previews, results, treechart
+from flowrl.apps.gallery import best_of, charts, facts, images, previews, results, strength, treechart
 from flowrl.apps.gallery.album import PAGE_BYTES, Album
 from flowrl.apps.gallery.images import Place
 from flowrl.apps.gallery.pairs import Cards, Page, collect
@@ -59,6 +59,7 @@ def view(run: Run, index: int, page: Page) -> dict[str, Any]:
         "searched": any(e["tuned_best_guidance"].known for e in estimates.values()),
         "guidance": results.guidance_search(run, metrics),
         "best_of": best_of.view(run, metrics),
+        "strength": strength.view(run, metrics),
         "curves": curves,
         "more_curves": more_curves,
         "num_during": run.during[-1].num_distinct() if run.during else 0,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flowrl.core.errors import ConfigError, Remedy
 from flowrl.evaluation.suite import name_of
+from flowrl.run.dial import Dial
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Options:
     making: Making
     judging: Judging
     out: Path | None
+    dial: Dial | None = None
 
     @property
     def name(self) -> str:
@@ -61,7 +63,7 @@ class Options:
             return self.out
         target = Path(self.target)
         if (target / "config.yaml").is_file():
-            return target / "suites" / self.name
+            return target / "suites" / f"{self.name}{'' if self.dial is None else self.dial.tag}"
         return Path("eval") / f"{self.name}-{target.stem if target.suffix else target.name}"
 
     def models(self) -> dict[str, str]:

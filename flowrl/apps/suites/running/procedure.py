@@ -142,7 +142,7 @@ def _identity(options: Options, every: Sequence[Item]) -> dict[str, Any]:
 def _load(options: Options, name: str) -> Judged:
     """The model of a folder's name; the base of a run, or of a model with --lora, may be named by the model itself."""
     if name == "model":
-        result = load(options.target, loras=options.loras)
+        result = load(options.target, loras=options.loras, dial=options.dial)
     else:
         own = Path(options.models()[name]).resolve() == Path(options.target).resolve()
         is_run = (Path(options.target) / "config.yaml").is_file()
