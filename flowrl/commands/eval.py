@@ -119,7 +119,6 @@ def _evaluate(
     set_measures.require(measures, folder)
     run = folder if (folder / "config.yaml").is_file() else None
     resolved = resolve(given)
-    default = folder / "eval-extra" if run else Path("eval") / resolved.run.name
     if run is not None:
         require_unedited(run, collect(resolved), accept=accept)
     saved = folder / "eval" / "base.json"
@@ -129,7 +128,7 @@ def _evaluate(
     if run is not None and (ended := status.describe(status.read(run))):
         print(f"{run}: {ended}")
     with no_exit():
-        place = out_folder(out or default)
+        place = out_folder(out or (folder / "eval-extra" if run else Path("eval") / resolved.run.name))
         result, at_best = trainer.evaluate_only(run, place, accept, dial)
     parts = trainer.session.parts
 
@@ -150,17 +149,16 @@ def _evaluate(
         found = moved.measure(
             moved.saved_pairs(saved.with_suffix(""), place / "eval" / result.tag, range(len(result.prompts)))
         )
-        noun = "video" if resolved.model.config.frames > 1 else "image"
-        _against(base, result, parts, moved.sentence(found, moved.trained(resolved.tree())), noun)
+        _against(base, result, parts, moved.sentence(found, moved.trained(resolved.tree())))
         if measures:
             print("\n".join(set_measures.lines(saved.with_suffix(""), place / "eval" / result.tag, measures)))
     each_at_its_best("same")
 
 
-def _against(base: "Evaluation", tuned: "Evaluation", parts: "Parts", change: str, noun: str) -> None:
+def _against(base: "Evaluation", tuned: "Evaluation", parts: "Parts", change: str) -> None:
     """Print base, paired difference and win rate where both were evaluated alike; then what is known of the images.
 
-    `change`: how far they are from the base's; `noun`: "image" or "video".
+    `change`: how far they are from the base's.
     """
     from flowrl.evaluation import best_of, copying, diversity, sharpness
     from flowrl.evaluation.statistics import difference, summary, win_rate
@@ -168,6 +166,7 @@ def _against(base: "Evaluation", tuned: "Evaluation", parts: "Parts", change: st
 
     cards = [] if parts.scorers.watched is None else [entry.reward.card for entry in parts.scorers.watched.distinct]
     higher = {name: card.prefers_more(name) for card in cards for name in card.outputs}
+    noun = "video" if parts.sampling.adapter.num_frames > 1 else "image"
     tie, on, alike = parts.evaluator.options.tie, parts.data.prompts.on, False
     for name in (name for name in tuned.scores if name in base.scores):
         if unlike := tuned.unlike(base, name):
