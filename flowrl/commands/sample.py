@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from flowrl.apps.selection import BestOf
     from flowrl.core.types import Gaussians
     from flowrl.data.prompts import Prompt
-    from flowrl.rollout.learned_noise import LearnedNoise
 
 
 def command(
@@ -63,21 +62,19 @@ def command(
         from flowrl.apps import selection
         from flowrl.apps.command_line import call_of, require_finite
         from flowrl.display.phases import phase
-        from flowrl.run import judged
-        from flowrl.run.dial import dial_of
-        from flowrl.run.trained import frame_rate, learned_noise
+        from flowrl.run import dial, judged
+        from flowrl.run.trained import frame_rate
 
         require_finite(guidance)
         if not -(2**63) <= seed < 2**64 - max(count, best_of or 1):
             raise ConfigError(f"--seed {seed}: torch takes seeds of 64 bits; give a smaller number")
         records = _records(prompts, image or [])
-        dial = dial_of(model, strength, lora_scale, mix or [])
+        turned = dial.dial_of(model, strength, lora_scale, mix or [])
         chooser = selection.best_of(best_of, keep, reward, model, records, count)
         out_folder(out)
-        noise = None if base else learned_noise(Path(model))
-        distributions = None if noise is None else _distributions(noise, records)
+        distributions = None if base else _distributions(model, records)
         with phase("loading"):
-            loaded = judged.load(model, base=base, loras=lora or [], config=config, dial=dial)
+            loaded = judged.load(model, base=base, loras=lora or [], config=config, dial=turned)
         pipeline = loaded.pipeline
         video.require_kind(pipeline)
         call = call_of(pipeline, loaded.call, steps, guidance, options or [], loaded.distilled)
@@ -213,11 +210,15 @@ def _image_arguments(pipeline: Any, record: Prompt, call: dict[str, Any]) -> dic
         ) from error
 
 
-def _distributions(noise: LearnedNoise, records: list[Prompt]) -> Gaussians:
-    """The learned noise distribution of each prompt. Raises ConfigError: a prompt that the run did not train on."""
+def _distributions(model: str, records: list[Prompt]) -> Gaussians | None:
+    """The noise distribution of each prompt; None: none is learned. Raises ConfigError: there is none for a prompt."""
     from flowrl.data.prompts import identity
     from flowrl.rollout.learned_noise import UnknownPrompt
+    from flowrl.run.trained import learned_noise
 
+    noise = learned_noise(Path(model))
+    if noise is None:
+        return None
     try:
         return noise.drawn_from(noise.numbers([identity(record) for record in records]))
     except UnknownPrompt as error:

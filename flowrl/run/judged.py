@@ -88,9 +88,7 @@ def load(
             f"--revision {revision}: it belongs to a hub id, and {target!r} is on this disk",
             Remedy(without="--revision"),
         )
-    if dial is not None and (base or loras):
-        other = "--base" if base else "--lora"
-        raise ConfigError(f"{dial.flags} with {other}: the dial lies between a run and its base", Remedy(without=other))
+    _require_alone(dial, base=base, loras=loras)
     noise = None if base or not is_run else learned_noise(folder)
     if is_run:
         adapter, call = load_run_model(folder, base=base) if dial is None else load_dialled(dial)
@@ -109,6 +107,12 @@ def load(
         call = {} if known is None else few_steps_call(pipeline, known)
     bound = [attach(pipeline, lora, f"lora_{number}") for number, lora in enumerate(added)]
     return Judged(target, pipeline, call, noise, facts | ({"lora": bound} if bound else {}), known)
+
+
+def _require_alone(dial: Dial | None, *, base: bool, loras: Sequence[str]) -> None:
+    if dial is not None and (base or loras):
+        other = "--base" if base else "--lora"
+        raise ConfigError(f"{dial.flags} with {other}: the dial lies between a run and its base", Remedy(without=other))
 
 
 def require_model(target: str) -> None:

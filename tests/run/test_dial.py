@@ -238,7 +238,7 @@ def test_a_suite_keeps_each_strength_in_a_folder_of_its_own(trained):
 
 
 @follows(*numbered("run/dial.py:dial_of 1 2 3 4"), *numbered("run/dial.py:Dial.require"))
-@follows(*numbered("run/judged.py:load 4"))
+@follows(*numbered("run/judged.py:_require_alone"))
 def test_what_no_dial_can_turn_is_refused_with_its_words(runs, trained):
     lora, full = str(runs["lora"]), str(runs["full"])
 
@@ -273,4 +273,6 @@ def test_what_no_dial_can_turn_is_refused_with_its_words(runs, trained):
     words: dict[str, Any]
     for words, other in (({"base": True}, "--base"), ({"loras": [f"{lora}/adapter"]}, "--lora")):
         load = partial(judged.load, lora, dial=dial_of(lora, 0.5, None, []), **words)
-        assert [remedy.without for remedy in provoked(load, numbered("run/judged.py:load 4")).remedies] == [other]
+        assert [remedy.without for remedy in provoked(load, numbered("run/judged.py:_require_alone")).remedies] == [
+            other
+        ]
