@@ -69,8 +69,8 @@ def test_a_failure_shows_its_traceback_on_debug_alone(monkeypatch, capsys, tmp_p
     assert ("Traceback" in printed) == bool(words)
 
 
-SCREEN = 40
-LONG = {"": 35, "new": 26, "sample": 33, "eval": 40}
+SCREEN = 42
+LONG = {"": 35, "new": 26, "sample": 36, "eval": 42}
 """Help texts of more than 24 lines, with their number of lines."""
 
 
