@@ -19,6 +19,7 @@ _EXPORTS = {
     "SampleMethod": "flowrl.algorithms.base",
     "GradientMethod": "flowrl.algorithms.base",
     "NoiseMethod": "flowrl.algorithms.base",
+    "StateMethod": "flowrl.algorithms.base",
     "Sampler": "flowrl.samplers.base",
     "Reward": "flowrl.reward",
     "LatentReward": "flowrl.reward",

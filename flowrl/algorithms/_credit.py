@@ -79,6 +79,12 @@ def plain_rewards(rewards: Tensor, weights: Tensor) -> Advantages:
     return Advantages(values=total.nan_to_num().float()[:, :, None], valid=valid, dead=none, kept=valid)
 
 
+def alike(rewards: Tensor) -> Advantages:
+    """The credit 1 of every sample, whatever its rewards [R, P, G], for a method that they do not credit."""
+    every = torch.ones(rewards.shape[1:], dtype=torch.bool)
+    return Advantages(values=every.float()[:, :, None], valid=every, dead=~every.all(dim=1), kept=every)
+
+
 def given_signs(rewards: Tensor, graded: bool = False) -> Advantages:
     """Credit of given images: their rewards 1 and 0, [1, P, G], as signs +1 and -1.
 

@@ -6,12 +6,13 @@ of the classes of `_options.py`, and a `build(config)` that gives one of
     EdgeMethod     trains on the stochastic steps of a rollout and their log-probs
     SampleMethod   trains on finished samples, drawn or given as pairs and labels, that are noised again
     GradientMethod trains on the gradient of differentiable rewards along a rollout
+    StateMethod    trains on the network's output at the latents of its own rollout, by no reward
     NoiseMethod    trains the distribution of the initial noise
 """
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._climbing import ClimbOptions, KlOptions
-from flowrl.algorithms._credit import Rule, by_steps, given_signs, leaf_advantages, plain_rewards
+from flowrl.algorithms._credit import Rule, alike, by_steps, given_signs, leaf_advantages, plain_rewards
 from flowrl.algorithms._options import EdgeOptions, Lag, NoiseOptions, Options, SampleOptions
 from flowrl.core.registry import name_of
 from flowrl.core.types import Edges, Identity, Member, SampleId, Unit
@@ -27,42 +28,20 @@ from flowrl.credit.advantages import Advantages, RuleConfig
 from flowrl.credit.critic import Critic, CriticConfig
 from flowrl.credit.saliency import SpatialConfig
 from flowrl.credit.tree_credit import LeafRewards, propagated
-from flowrl.diffusion.plan import StepPlan, solver_plan, window
+from flowrl.diffusion.plan import StepPlan, kept_plan, solver_plan, window
 from flowrl.diffusion.schedules import Schedule
 from flowrl.diffusion.solvers import SolverName
 from flowrl.diffusion.training_times import Times, draw
 from flowrl.losses.batches import GradientBatch, LossOutput, Microbatch, NoisedBatch
 from flowrl.losses.reward_gradients import Route, climbing, levers
 from flowrl.models.weights.roles import Weights
+from flowrl.models.weights.teachers import Teaching
 from flowrl.rollout.learned_noise import NoiseWeights
 from flowrl.rollout.outputs import Outputs, evaluate, is_cfg, training_guidance
-from flowrl.rollout.policy import Policy
+from flowrl.rollout.policy import Networks as Networks
 from flowrl.rollout.trajectories import Rollout
 from flowrl.rollout.transitions import Transitions
 from flowrl.samplers.base import LogProbForm, Sampler, StepDistribution
-
-
-@dataclass(frozen=True, slots=True)
-class Networks:
-    """The policy with its weights' roles, as a loss sees them."""
-
-    policy: Policy
-    weights: Weights
-
-    def transition(self, batch: Microbatch) -> StepDistribution:
-        """The policy's distribution for each of the E edges, with gradients: one forward per place they start from."""
-        return by_edge(self.policy.transition(batch.latents, batch.start, batch.cond), batch)
-
-    def frozen(self, role: str, batch: Microbatch) -> StepDistribution:
-        """The distributions under another role's weights, without gradients."""
-        with torch.no_grad(), self.weights.using(role):
-            return self.transition(batch)
-
-
-def by_edge(transition: StepDistribution, batch: Microbatch) -> StepDistribution:
-    """The distributions of the latents of a batch for each of its edges."""
-    return transition if batch.alone else transition.at(batch.parent)
-
 
 C = TypeVar("C", bound=Options)
 G = TypeVar("G", bound=KlOptions)
@@ -75,6 +54,8 @@ class Method(Generic[C]):
     """The options of a method whose file defines no `Config`, by its kind; one that does extends it."""
     members: tuple[Member, ...] = ()
     """Origin of each sample of a slot; empty: the rollout draws all of them."""
+    credits: bool = True
+    """Whether rewards credit the samples that it draws; False: they are only watched, and may be none."""
     prefers: bool = False
     """Whether `preferred` tells how far the policy agrees with the data."""
     roles: tuple[str, ...] = ()
@@ -159,6 +140,10 @@ class Method(Generic[C]):
 
     def after_iteration(self, updates: int, weights: Weights) -> None:
         """Called after the last optimizer step of an iteration, the `updates`-th of the run."""
+
+    def warning(self, row: Mapping[str, Any]) -> str | None:
+        """What a row of metrics calls for, in words; None: nothing."""
+        return None
 
     # ---- checkpoint
 
@@ -369,6 +354,25 @@ class GradientMethod(Method[G]):
             with torch.no_grad(), networks.weights.using("reference"):
                 reference = networks.policy.output(*place)
         return climbing(output, batch, reference, self.config.kl.of, 1 / (1 + self.redrawn))
+
+
+class StateMethod(Method[C]):
+    """A method on the network's output at kept latents of its own rollout, with noise where the sampler has some."""
+
+    credits = False
+    teaching: Teaching = Teaching()
+
+    def plan(self, schedule: Schedule, sampler: Sampler, iteration: int, seed: int) -> StepPlan:
+        """Steps of the sampler, all of them kept that it can take; those of the ODE where it has no noise."""
+        return kept_plan(schedule, sampler.default_noise_level())
+
+    def advantages(self, rewards: Tensor, weights: Tensor, prompts: Sequence[Identity] = ()) -> Advantages:
+        """All samples alike, whatever the rewards say."""
+        return alike(rewards)
+
+    def steps(self, ids: Sequence[SampleId], plan: StepPlan, iteration: int, seed: int) -> Tensor:
+        """Steps of each of B samples at which it is trained, [B, N] int64, of those that the plan keeps."""
+        return torch.tensor(plan.keep).expand(len(ids), -1)
 
 
 class NoiseMethod(Method[C]):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowrl.algorithms._credit import plain_rewards
 from flowrl.algorithms._options import ClipRange, StepOptions, clip_bounds
-from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
+from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ratio_metrics, single_advantage
 from flowrl.core.errors import OptionError
 from flowrl.core.strict import require_not_negative, require_positive
@@ -30,6 +30,7 @@ from flowrl.diffusion.plan import noisy_steps
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.losses.ratio import clamped_ratio_loss, clipped_ratio_loss
+from flowrl.rollout.policy import by_edge
 from flowrl.rollout.transitions import Transitions
 from flowrl.samplers.base import Sampler
 

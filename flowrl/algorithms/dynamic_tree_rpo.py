@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flowrl.algorithms._credit import leaf_advantages
 from flowrl.algorithms._options import PathOptions, RatioOptions
-from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
+from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.flow_grpo import ClipOptions, clipped_terms, single_advantage, with_reference
 from flowrl.core.errors import OptionError
 from flowrl.core.types import Edges
@@ -35,6 +35,7 @@ from flowrl.diffusion.tree_shapes import Branching, splits
 from flowrl.diffusion.windows import MixWindow, mix_window
 from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.losses.ratio import Bounds
+from flowrl.rollout.policy import by_edge
 from flowrl.rollout.trajectories import Rollout
 from flowrl.samplers.base import Sampler
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._options import RatioOptions, SpatialOptions, StepOptions
-from flowrl.algorithms.base import EdgeMethod, Networks, by_edge
+from flowrl.algorithms.base import EdgeMethod, Networks
 from flowrl.algorithms.dance_grpo import SeparateConfig, ShareOptions
 from flowrl.algorithms.flow_grpo import ClipOptions, StepCreditOptions, clipped_terms, with_reference
 from flowrl.core.strict import require_not_negative
@@ -27,6 +27,7 @@ from flowrl.diffusion.plan import StepPlan
 from flowrl.diffusion.schedules import Schedule
 from flowrl.losses.batches import LossOutput, Microbatch
 from flowrl.losses.matching import mean_square
+from flowrl.rollout.policy import by_edge
 from flowrl.samplers.base import Sampler
 
 LEVEL = "experimental"

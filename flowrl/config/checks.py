@@ -207,10 +207,11 @@ def _check_source(resolved: Resolved) -> None:
                 f"data.pairs.path={run.data.pairs.path!r}: {name} draws its samples and credits them by rewards; give "
                 "data.prompts and rewards, or use a method that learns from pairs, such as diffusion_dpo"
             )
-        if not run.rewards:
+        if not run.rewards and resolved.method.credits:
             raise ConfigError("rewards is empty: at least one is needed", {"rewards": [{"name": "jpeg"}]})
-        if all(plan.entry.weight == 0 for plan in resolved.rewards):
+        if run.rewards and all(plan.entry.weight == 0 for plan in resolved.rewards):
             raise ConfigError("rewards: every weight is 0, so there is nothing to train on", {"rewards.0.weight": 1.0})
+        _require_judge(resolved)
         return
     if run.data.pairs is None:
         raise ConfigError(
@@ -222,10 +223,7 @@ def _check_source(resolved: Resolved) -> None:
             f"rewards: {name} learns from pairs and credits nothing by rewards; in eval.rewards they are looked at",
             {"rewards": []},
         )
-    if run.eval.best_guidance and not run.eval.rewards:
-        raise ConfigError(
-            "eval.best_guidance: there is no reward to compare by in eval.rewards", {"eval.best_guidance": []}
-        )
+    _require_judge(resolved)
     if run.eval.rewards and run.data.eval_prompts is None:
         raise ConfigError(
             "eval.rewards: there are no prompts in data.eval_prompts to sample images for", {"eval.rewards": []}
@@ -234,11 +232,21 @@ def _check_source(resolved: Resolved) -> None:
         raise ConfigError(f"data.pairs.eval: {name} compares no images", Remedy(without="data.pairs.eval"))
 
 
+def _require_judge(resolved: Resolved) -> None:
+    """Refuse a search for the best guidance without a reward to compare by."""
+    run = resolved.run
+    if run.eval.best_guidance and not (run.rewards or run.eval.rewards):
+        raise ConfigError(
+            "eval.best_guidance: there is no reward to compare by in eval.rewards", {"eval.best_guidance": []}
+        )
+
+
 def _check_priority(resolved: Resolved) -> None:
     """Refuse a priority of prompts by what the method does not have."""
     by, size = resolved.run.data.priority and resolved.run.data.priority.by, resolved.group_size
     why = f"spread at rollout.group_size={size}" if by == "spread" and size < 2 else ""
     why = "advantages" if by == "ucb" and resolved.algorithm.config.credit_rule() is None else why
+    why = "credit by rewards" if by and not resolved.method.credits else why
     why = "prompts to draw, nor rewards" if by and resolved.members else why
     if why:
         raise ConfigError(f"data.priority.by={by}: {resolved.algorithm.name} has no {why}", {"data.priority": None})

@@ -60,6 +60,13 @@ def located(cls: type, tree: Options, origin: Origin, where: str = "") -> Option
         mark = next((one for one in marks if isinstance(one, Place | ComponentOf)), None)
         if isinstance(mark, Place) and isinstance(value, str):
             result[key] = _located(value, mark, place, origin.base(place))
+        elif isinstance(mark, Place) and isinstance(value, dict):
+            result[key] = {
+                name: _located(each, mark, f"{place}.{name}", origin.base(f"{place}.{name}"))
+                if isinstance(each, str)
+                else each
+                for name, each in value.items()
+            }
         elif isinstance(mark, ComponentOf) and isinstance(value, list):
             result[key] = [_component(mark.kind, v, origin, f"{place}.{i}") for i, v in enumerate(value)]
         elif isinstance(mark, ComponentOf):

@@ -182,8 +182,8 @@ def credit(trial: MethodTrial) -> str:
 
 @law("failed rewards", "a sample whose reward is NaN is not kept, and the advantages of all others are finite")
 def failed_rewards(trial: MethodTrial) -> str:
-    if trial.build().members:
-        return "its samples are given: none can fail"
+    if trial.build().members or not trial.build().credits:
+        return "its samples are given, or no reward credits them: none can fail"
     rewards = trial.rollout.rewards.clone()
     rewards[:, 0, 0] = torch.nan
     result = trial.build().advantages(rewards, trial.weights, trial.rollout.identities)

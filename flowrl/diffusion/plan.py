@@ -217,6 +217,15 @@ def window(schedule: Schedule, noise_level: float, steps: Sequence[int] | None =
     return StepPlan(schedule=schedule, noise_level=levels, train=chosen)
 
 
+def kept_plan(schedule: Schedule, noise_level: float) -> StepPlan:
+    """Steps of the sampler that are kept and not scored: all but a last one that ends at clean data, and is the ODE's.
+    At noise level 0 all steps are the ODE's, and kept.
+    """
+    noisy = noisy_steps(schedule) if noise_level > 0 else ()
+    levels = tuple(noise_level if k in noisy else 0.0 for k in range(len(schedule)))
+    return StepPlan(schedule, levels, train=(), keep=noisy or tuple(range(len(schedule))))
+
+
 def noisy_steps(schedule: Schedule) -> tuple[int, ...]:
     """Steps that do not end at clean data: all of a noise-prediction model whose last step ends at its least noise
     level, all but the last of a flow.

@@ -112,6 +112,28 @@ class GradientBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class StateBatch:
+    """One training forward at kept latents of a rollout: M of them, of the prompts of one domain."""
+
+    latents: Tensor
+    """[M, ...]."""
+    step: Step
+    """[M]."""
+    cond: Condition
+    """M rows."""
+    domain: int
+    """Number of the domain."""
+
+    def __len__(self) -> int:
+        return len(self.latents)
+
+    @property
+    def steps(self) -> Tensor:
+        """Index into the plan of each row, [M] int64, on the CPU."""
+        return self.step.on_cpu.index
+
+
+@dataclass(frozen=True, slots=True)
 class InitialBatch:
     """One training forward of a method on the initial noise: M samples and the noise that they started from."""
 

@@ -40,8 +40,8 @@ class ExplorationConfig:
 class RolloutConfig:
     sampler: Annotated[Options | None, ComponentOf("samplers")] = None
     """Sampler of the stochastic steps: name and its own options; null: the method's own (flow_sde; dance_sde for
-    branch_grpo, dance_grpo and euphonium, sage for sage_grpo, cps for rocm, wan_sde for flash_grpo, ddim for
-    adjoint_matching, ddpo and dpok)."""
+    branch_grpo, dance_grpo and euphonium, sage for sage_grpo, cps for rocm, wan_sde for flash_grpo, ode for opd, ddim
+    for adjoint_matching, ddpo and dpok)."""
     num_inference_steps: int = 10
     """Denoising steps of a training sample."""
     guidance_scale: float = 1.0

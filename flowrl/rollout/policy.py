@@ -1,4 +1,4 @@
-"""The policy: adapter, sampler and guidance bound together; and the count of its network forwards."""
+"""The policy: adapter, sampler and guidance bound together, with its weights' roles; the count of network forwards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.core.types import Condition, Prediction, Step
+from flowrl.losses.batches import Microbatch
 from flowrl.models.base import ModelAdapter
+from flowrl.models.weights.roles import Weights
 from flowrl.samplers.base import Sampler, StepDistribution, step_std
 
 
@@ -42,6 +44,28 @@ class Policy:
         # On a GPU the std is known from the steps on the CPU, so that no density has to wait for it.
         noisy = None if step.host is None else bool((step_std(self.sampler, process, step.host) != 0).all())
         return replace(result, std=std, channel_axis=self.adapter.channel_axis, noisy=noisy)
+
+
+@dataclass(frozen=True, slots=True)
+class Networks:
+    """The policy with its weights' roles, as a loss sees them."""
+
+    policy: Policy
+    weights: Weights
+
+    def transition(self, batch: Microbatch) -> StepDistribution:
+        """The policy's distribution for each of the E edges, with gradients: one forward per place they start from."""
+        return by_edge(self.policy.transition(batch.latents, batch.start, batch.cond), batch)
+
+    def frozen(self, role: str, batch: Microbatch) -> StepDistribution:
+        """The distributions under another role's weights, without gradients."""
+        with torch.no_grad(), self.weights.using(role):
+            return self.transition(batch)
+
+
+def by_edge(transition: StepDistribution, batch: Microbatch) -> StepDistribution:
+    """The distributions of the latents of a batch for each of its edges."""
+    return transition if batch.alone else transition.at(batch.parent)
 
 
 class Evaluations:

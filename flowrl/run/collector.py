@@ -119,14 +119,13 @@ class Collector:
     """
 
     def __init__(self, parts: Parts, stop: Stop = NEVER, *, training: bool = True) -> None:
-        source, scorer = parts.data.source, parts.scorers.trained
-        assert scorer is not None
+        source, scorer = parts.data.source, parts.scorers.trained or Scorer(())
         assert isinstance(source, PromptSource)
         self.scorer, self.source, self.stop = scorer, source, stop
         self.sampling, self.learner, self.maps = parts.sampling, parts.learner, parts.maps
         self.config, self.world, self.method = parts.resolved.run, parts.sampling.world, parts.learner.method
         self.evaluations = parts.sampling.counter
-        self.weights = torch.tensor([e.weight for e in self.scorer.entries])
+        self.weights = torch.tensor([e.weight for e in self.scorer.entries] or [1.0])
         self.dead_groups = DeadGroups(self.scorer.entries)
         explores = training and self.config.rollout.exploration is not None
         self.exploring = Exploring(parts, scorer, stop) if explores else None

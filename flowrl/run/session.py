@@ -228,8 +228,9 @@ class Session(AbstractContextManager["Session"]):
         row |= self._gauges.row(self._timer.seconds, lambda: self.row_flop(rollout.cond))
         self.iteration, self.remembered, self.between_updates = self._under_way, self._memory(), True
         climb = self.parts.learner.context.climb
-        if climb is not None and (warning := climb.warning(row)):
-            log.warning("%s", warning)
+        for each in (self.method, climb):
+            if each is not None and self.world.main and (warning := each.warning(row)):
+                log.warning("%s", warning)
         return row
 
     def step(self, iteration: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from flowrl.run.report import After, Levels, Report, row_line
 from flowrl.run.requests import Desk
 from flowrl.run.session import Session, resolved
 from flowrl.run.state import Clock, Saver, load_newest
+from flowrl.run.teaching import compare_teachers
 from flowrl.run.texts import text_lengths
 from flowrl.run.trackers import Trackers
 from flowrl.training import determinism
@@ -121,6 +122,8 @@ class Trainer:
                 before = self.report.before()
                 if start:
                     self.saver.restore(start, accept)
+                else:
+                    compare_teachers(self.session)
                 self.guard.begin(before[0], self.saver)
                 return self._loop(start, before)
         except BaseException as error:  # the folder records every end

@@ -98,7 +98,7 @@ class Scorer:
     Entries that hold the same `Reward` object share its one pass over a batch; each makes its own training value.
     `batch_size` samples are handed to a reward at once. Where an entry does not say: `retries`: further tries after an
     exception; `max_failed_share`: above this share of masked samples in one call the run stops. `on_error` is called
-    with the text of every exception, and of every sample that one masks.
+    with the text of every exception, and of every sample that one masks. Without entries every sample has the value 0.
     """
 
     def __init__(
@@ -110,8 +110,6 @@ class Scorer:
         max_failed_share: float = 0.5,
         on_error: Callable[[str], None] = lambda text: None,
     ) -> None:
-        if not entries:
-            raise ValueError("rewards: at least one reward is needed")
         first: dict[int, WeightedReward] = {}
         for entry in entries:
             first.setdefault(id(entry.reward), entry)
@@ -164,6 +162,8 @@ class Scorer:
 
         Raises RewardFailure: a broken contract, or more than `max_failed_share` of the samples failed.
         """
+        if not self.entries:
+            return Scores(raw={}, values=torch.zeros(1, len(prompts)), weights=torch.ones(1))
         errors: list[str] = []
         joined: dict[str, Tensor] = {}
         for entry in self.distinct:

@@ -129,15 +129,16 @@ def sample_metrics(
     rollout: Rollout, credit: Advantages, entries: Sequence[WeightedReward], counted: Sequence[Mapping[str, int]]
 ) -> dict[str, Any]:
     """Metrics of an iteration's samples. The rollout has the scores of all processes; `entries` are the trained
-    rewards, in its order; `counted`: counts of the scorer of each process, by name.
+    rewards, in its order, of which a method may need none; `counted`: counts of the scorer of each process, by name.
     """
     weights = torch.tensor([entry.weight for entry in entries])
     total = rollout.rewards.nan_to_num().mul(weights[:, None, None]).sum(0)
-    row: dict[str, Any] = {"reward/total_mean": float(total[credit.valid].mean())}
+    row: dict[str, Any] = {"reward/total_mean": float(total[credit.valid].mean())} if entries else {"reward/none": 1}
     for name, table in rollout.raw.items():
         scored = table[table.isfinite()]
         row[f"reward/{name}_mean"] = float(scored.mean()) if len(scored) else math.nan
-    row["reward/group_std"] = spread(total)
+    if entries:
+        row["reward/group_std"] = spread(total)
     row["reward/masked"] = int((~credit.valid).sum())
     row |= {f"reward/{name}": sum(part[name] for part in counted) for name in counted[0]}
     row["advantage/dead_group_share"] = float(credit.dead.float().mean())

@@ -62,6 +62,7 @@ OWN_SAMPLER = {
     "dpok": "ddim",
     "euphonium": "dance_sde",
     "flash_grpo": "wan_sde",
+    "opd": "ode",
     "rocm": "cps",
     "sage_grpo": "sage",
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowrl.algorithms import base, flow_grpo
-from flowrl.algorithms.base import EdgeMethod, GradientMethod, NoiseMethod, SampleMethod
+from flowrl.algorithms.base import EdgeMethod, GradientMethod, NoiseMethod, SampleMethod, StateMethod
 from flowrl.contracts.grids import flow_schedule, vp_schedule
 from flowrl.contracts.methods import require_plan
 from flowrl.core import registry
@@ -36,6 +36,7 @@ from tests.toys import (
 
 NAMES = registry.names("algorithms")
 EDGES, SAMPLES, NOISE, GRADIENT = map(algorithms, (EdgeMethod, SampleMethod, NoiseMethod, GradientMethod))
+STATES = algorithms(StateMethod)
 SPREAD = torch.tensor([[[0.9, 0.2, 0.4], [0.1, 0.8, 0.3]]])  # rewards [R, P, G]
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GIVEN = {
@@ -70,7 +71,7 @@ def test_there_are_algorithms_and_helpers_are_none():
     assert "flow_grpo" in EDGES
     assert "awm" in SAMPLES
     assert "find" in NOISE
-    assert sorted(EDGES + SAMPLES + NOISE + GRADIENT) == sorted(NAMES)
+    assert sorted(EDGES + SAMPLES + NOISE + GRADIENT + STATES) == sorted(NAMES)
     assert not [name for name in NAMES if name.startswith("_")]
 
 

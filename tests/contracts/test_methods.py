@@ -19,10 +19,14 @@ from tests.toys import algorithms
 
 NAMES = registry.names("algorithms")
 CHAINS = [n for n in algorithms(flowrl.EdgeMethod) if not registry.load("algorithms", n).Config().tree(10, 1, 0)]
-FAST = ("flow_grpo", "diffusion_nft", "diffusion_dpo", "find")
+FAST = ("flow_grpo", "diffusion_nft", "diffusion_dpo", "find", "opd")
 """One for each kind of training data."""
-OWN: dict[str, dict[str, Any]] = {"mix_grpo_flash": {"shift": 1.0}, "prfl": {"anchored": False}}
-"""Options that the tiny model asks for: the shift of its grid."""
+OWN: dict[str, dict[str, Any]] = {
+    "mix_grpo_flash": {"shift": 1.0},
+    "prfl": {"anchored": False},
+    "opd": {"teacher_guidance": 3.0},
+}
+"""Options that the tiny model asks for: the shift of its grid; a teacher that differs from the student."""
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,6 +43,7 @@ VP: dict[str, dict[str, Any] | None] = {
     "dynamic_tree_rpo": {"growth": 0.0},
     "grpo_guard": {"ratio_norm": False},
     "mix_grpo_flash": None,
+    "opd": {"teacher_guidance": 3.0},
     "prfl": None,
 }
 """Options on noise-prediction models, where DDIM has eta 1 and a ratio of its own; None: the method needs a flow, or a

@@ -42,7 +42,7 @@ def student(lora: LoraSettings | None, **paths: Path) -> tuple[Any, Weights]:
     return model, with_teachers(model, model.config, 0, named)[0]
 
 
-OTHER = LoraSettings(rank=2, alpha=3, targets=("attn.to_q", "ff.net.2"))
+OTHER = LoraSettings(rank=2, alpha=3, targets=["attn.to_q", "ff.net.2"])
 """Of another rank, with another scale and a module that the student does not adapt."""
 
 

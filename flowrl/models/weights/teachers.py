@@ -23,6 +23,52 @@ from flowrl.models.weights.roles import Weights, component_names, trainable
 from flowrl.models.weights.whole import whole_weights
 
 
+@dataclass(slots=True)
+class Teaching:
+    """The teachers of a run."""
+
+    domains: dict[str, str] = field(default_factory=dict[str, str])
+    """Domain of the prompts -> the role that teaches it."""
+    paths: dict[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
+    """Role that comes from files -> the option that names their path, and the path."""
+    guidance: float | None = None
+    """Guidance scale of the teachers; None: that of the rollout."""
+    compared: int = 0
+    """Evaluated prompts of each domain on which they are compared with the base before the first iteration."""
+    digests: dict[str, str] = field(default_factory=dict[str, str])
+    """Of the files, once they are read."""
+
+    @classmethod
+    def of(cls, key: str, paths: Mapping[str, str | None], guidance: float | None, compared: int) -> "Teaching":
+        """From the option `key`, domain -> path, None for the untouched network; empty: all prompts are its."""
+        result = cls(guidance=guidance, compared=compared)
+        for number, (name, path) in enumerate((paths or {"all": None}).items()):
+            result.domains[name] = "reference" if path is None else f"teacher{number}"
+            if path is not None:
+                result.paths[result.domains[name]] = f"{key}.{name}", path
+        return result
+
+    def number(self, metadata: Mapping[str, Any]) -> int:
+        """Number of the domain of a prompt: where there are several, that of its record.
+
+        Raises ValueError: its record has none of them.
+        """
+        names = list(self.domains)
+        if len(names) == 1:
+            return 0
+        if metadata.get("domain") not in names:
+            said = f"domain {metadata['domain']!r}" if "domain" in metadata else "no 'domain'"
+            raise ValueError(f"has {said}, and a prompt has its teacher by that: {', '.join(names)}")
+        return names.index(metadata["domain"])
+
+    def require_same(self, digests: Mapping[str, str]) -> None:
+        """Raise ValueError where the files that were read are not those of a checkpoint."""
+        for role, digest in self.digests.items():
+            if digests.get(role) != digest:
+                key, path = self.paths[role]
+                raise ValueError(f"{key}={path!r} holds other weights than those that the run has learned from")
+
+
 @dataclass(frozen=True, slots=True)
 class Teacher:
     """What the files of a teacher hold, by the names of the plain network."""
