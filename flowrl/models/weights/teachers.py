@@ -105,8 +105,8 @@ def with_teachers(
     copied = [each for each in found.values() if each.values or options.lora is None]
     if copied and options.shard:
         raise ModelError(
-            f"{copied[0].label} with model.shard=true: processes that share the weights keep no whole copy of others",
-            [{"model.shard": False}],
+            f"{copied[0].label} with model.shard=true: processes that share the weights keep no whole copy of others; "
+            "a LoRA can teach a LoRA there"
         )
     weights = trainable(adapter, options, seed)
     for role, teacher in found.items():
@@ -166,8 +166,7 @@ def _copy(weights: Weights, teacher: Teacher) -> dict[str, Tensor]:
             if own.dtype.itemsize < 2 or own.shape != teacher.values[plain].shape:
                 raise ModelError(
                     f"{teacher.label}: weights that model.memory stores in few bits cannot be exchanged for whole "
-                    "ones; give a LoRA",
-                    [{"model.memory": {}}],
+                    "ones; give a LoRA"
                 )
             result[name] = teacher.values[plain].to(own.dtype)
         elif weights.lora is None:
@@ -185,8 +184,7 @@ def _attach(weights: Weights, role: str, teacher: Teacher, adapter: ModelAdapter
     assert weights.lora is not None
     if weights.lora.kind == "lokr":
         raise ModelError(
-            f"{teacher.label} is a LoRA, and the network has adapters of model.lora.kind=lokr",
-            [{"model.lora.kind": "lora"}],
+            f"{teacher.label} is a LoRA, and the network has adapters of model.lora.kind=lokr: train another kind"
         )
     for name, network in weights.components.items():
         modules = teacher.pairs[name]
