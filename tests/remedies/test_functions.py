@@ -469,7 +469,7 @@ EXPERTS = stand_in(own_network=True, network=nn.ModuleDict())
 CASES: list[tuple[str, Callable[[Remedy], object]]] = [
     ("models/weights/precision.py:autocasts 1 2 3", autocasts),
     ("config/checks.py:_check_videos", videos),
-    ("config/checks.py:_check_source 6", held_pairs),
+    ("config/checks.py:_check_source 5", held_pairs),
     ("data/given_samples.py:require_own_noise 1", lambda remedy: own_noise(remedy, {})),
     (
         "data/given_samples.py:require_own_noise 2",

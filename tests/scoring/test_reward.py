@@ -232,11 +232,11 @@ def test_a_failure_of_a_shared_reward_is_tried_and_counted_once_and_masks_what_u
     assert scored(*half).values.isnan().sum(dim=1).tolist() == [1, 0]
 
 
-def test_a_share_of_an_unknown_output_and_an_empty_list_are_refused():
+def test_a_share_of_an_unknown_output_is_refused_and_without_rewards_every_sample_has_the_value_0():
     with pytest.raises(ValueError, match=r"'mine' has no output 'x'; it has \['mine'\]"):
         Scorer([entry(brightness, outputs={"x": 1.0})])
-    with pytest.raises(ValueError, match="at least one reward"):
-        Scorer([])
+    scores = Scorer(()).score(torch.rand(3, 3, 4, 4), [""] * 3, [{}] * 3)
+    assert (scores.raw, scores.total.tolist()) == ({}, [0.0] * 3)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
