@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flowrl.commands._scored import Sample, rated, scored, warn
-from flowrl.core.files import json_ready, write_atomically
+from flowrl.core.files import file_sha256, json_ready, write_atomically
 
 if TYPE_CHECKING:
     from flowrl.data.preference_records import Preference
@@ -23,6 +24,8 @@ LINES, FACTS = "scores.jsonl", "agreement.json"
 STRATA = ("stratum", "category", "operation", "task", "dataset")
 """Columns by whose values the pairs are told apart: the first of them that a set has with at most `_MOST` values."""
 _MOST = 24
+_NONE = "(none)"
+"""Of the records that lack the column."""
 _SIDES = ("chosen", "rejected")
 
 
@@ -74,6 +77,7 @@ class Found:
 
     def __init__(self, pairs: PreferenceSet, size: int) -> None:
         self.pairs, self.size, self.unread = pairs, size, 0
+        self._content = lru_cache(2**16)(lambda file: file_sha256(Path(file)))
         self.scores: list[tuple[dict[str, float | None], dict[str, float | None]]] = []
         """Of each pair: those of the chosen and of the rejected one."""
         self.asked: list[str] = []
@@ -107,8 +111,9 @@ class Found:
             pair, turned = self._open.popleft()
             both = (second, first) if turned else (first, second)
             self.scores.append(both)
-            self.asked.append(repr(pair.prompt.images or pair.prompt.text))
-            self.values.append(tuple(str(pair.prompt.metadata.get(name, "")) for name in STRATA))
+            sources = [self._content(file) for file in pair.prompt.images]  # one may have several names
+            self.asked.append(repr(sources or pair.prompt.text))
+            self.values.append(tuple(_named(pair.prompt.metadata.get(name)) for name in STRATA))
             yield {"pair": pair.key, "prompt": pair.prompt.text} | dict(zip(_SIDES, both, strict=True))
 
     def facts(self, output: str, *, higher: bool) -> dict[str, Any]:
@@ -149,6 +154,10 @@ def sentence(name: str, known: dict[str, Any]) -> str:
         f"{name}: accuracy {known['rate']:.3f} ({format_interval(known, '.3f')}) on {known['n']} pairs; {rest}; "
         f"{known['prompts']} prompts or sources"
     )
+
+
+def _named(value: Any) -> str:
+    return _NONE if value is None or value == "" else str(value)
 
 
 def _read(pairs: PreferenceSet, index: int) -> Preference | None:

@@ -99,6 +99,19 @@ def test_a_judge_of_edits_sees_the_source_with_both_images(capsys, tmp_path):
         score.command(reward=["shapes_edit"], pairs=str(tmp_path))
 
 
+def test_a_source_under_two_names_is_one_and_records_without_the_column_are_named(capsys, tmp_path):
+    pair = {"prompt": "x", "chosen": grey(tmp_path, 90), "rejected": grey(tmp_path, 30)}
+    named = [(grey(tmp_path, 7, name="a.png"), "recolor"), (grey(tmp_path, 7, name="b.png"), "")]
+    records = [pair | {"image": file, "operation": operation} for file, operation in named]
+    records.append(pair | {"image": grey(tmp_path, 8, name="c.png")})
+    _, told = run(
+        capsys, reward=[mine(tmp_path)], pairs=str(write(tmp_path, records)), options=["records.source=image"]
+    )
+    assert "on 3 pairs; 0 ties (0.0%), 0 not scored; 2 prompts or sources" in told
+    assert "  recolor: accuracy 1.000 (no interval) on 1 pairs" in told
+    assert "  (none): accuracy 1.000" in told
+
+
 def test_which_of_a_pair_is_read_first_is_drawn_and_each_keeps_its_scores(tmp_path):
     from flowrl.data.preferences import load_preferences
 
