@@ -61,10 +61,10 @@ def out_folder(path: Path, file: str = "") -> Path:
     return path
 
 
-def loads(text: str | bytes) -> Any:
+def loads(text: str | bytes, **options: Any) -> Any:
     """`json.loads` for texts of other people, in which thousands of brackets are a ValueError too."""
     try:
-        return json.loads(text)
+        return json.loads(text, **options)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

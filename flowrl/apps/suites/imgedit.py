@@ -15,6 +15,7 @@ from typing import Any
 
 from flowrl.apps.suites._reading import Scores, apart, facts_of, one_image, source_of, text_of
 from flowrl.core.errors import ConfigError
+from flowrl.core.files import loads
 from flowrl.core.strict import read_text
 from flowrl.evaluation.suite import Item, Row, Table, by_tag, chosen_output, line, require_path, score
 
@@ -39,8 +40,10 @@ def _object(path: Path, what: str) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        found = json.loads(read_text(path, what), object_pairs_hook=once)
-    except json.JSONDecodeError as error:
+        found = loads(read_text(path, what), object_pairs_hook=once)
+    except ConfigError:
+        raise
+    except ValueError as error:
         raise ConfigError(f"{what} {path}: is not JSON: {error}") from None
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"{what} {path}: must be an object with the benchmark's numbers as its keys")

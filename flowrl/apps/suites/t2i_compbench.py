@@ -8,7 +8,6 @@ vision-language model with the first rule, and is called by another name.
 Source: arXiv:2307.06350; Karine-Huang/T2I-CompBench:BLIPvqa_eval/BLIP_vqa.py, 3_in_1_eval/3_in_1.py.
 """
 
-import json
 import math
 import re
 from collections import Counter
@@ -19,6 +18,7 @@ from typing import Any
 from flowrl.apps.suites._points import known
 from flowrl.apps.suites._reading import facts_of, keep_once, tables_of
 from flowrl.core.errors import ConfigError, Remedy
+from flowrl.core.files import loads
 from flowrl.core.strict import read_text
 from flowrl.evaluation.suite import Item, Row, Table, by_tag, chosen_output, line, require_path, score
 
@@ -134,7 +134,7 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
             )
         content = read_text(file, f"--results {file}")
         try:
-            records: Any = json.loads(content)
+            records: Any = loads(content)
             answers = [(int(record["question_id"]), float(record["answer"])) for record in records]
         except (ValueError, TypeError, KeyError):
             raise ConfigError(

@@ -16,7 +16,7 @@ from flowrl.apps.suites._points import PERCENT, POINT, answers_of, by_kind, has_
 from flowrl.apps.suites._reading import facts_of, keep_once, records_of, text_of
 from flowrl.core.assets import table
 from flowrl.core.errors import ConfigError
-from flowrl.core.files import is_mapping
+from flowrl.core.files import is_mapping, loads
 from flowrl.core.questions import arithmetic_mean
 from flowrl.evaluation.suite import Item, Line, Row, Table, chosen_output, line, require_path, score
 
@@ -60,7 +60,7 @@ def _column(record: dict[str, Any], name: str, where: str) -> str:
 def _points(text: str, where: str) -> tuple[list[str], list[str]]:
     """Names and descriptions of the test points of a prompt."""
     try:
-        record = json.loads(text)
+        record = loads(text)
     except ValueError as error:
         place = error.pos if isinstance(error, json.JSONDecodeError) else 0
         raise ConfigError(
@@ -141,7 +141,7 @@ def read_results(path: Path, items: Sequence[Item]) -> dict[tuple[str, int], dic
         try:
             # pandas writes an empty cell for null, and a float where a parquet has one.
             text = record["result_json"]
-            answer = json.loads(text) if isinstance(text, str) and text.strip() else None
+            answer = loads(text) if isinstance(text, str) and text.strip() else None
             given = None if answer is None else answer["score"]
         except (ValueError, TypeError, KeyError):
             raise ConfigError(f"{where}: result_json must be a JSON object with 'score', or null") from None

@@ -25,6 +25,7 @@ from typing import Any
 from flowrl.apps.suites._points import mean_of_parts
 from flowrl.apps.suites._reading import facts_of, id_of, keep_once, last_of, tables_of, text_of
 from flowrl.core.errors import ConfigError
+from flowrl.core.files import loads
 from flowrl.core.strict import read_text
 from flowrl.display.console import log
 from flowrl.evaluation.suite import Item, Row, Table, by_tag, chosen_output, line, part, require_path, score
@@ -63,7 +64,7 @@ def items(path: Path | None) -> list[Item]:
         raise ConfigError(f"--prompts {given}: there is no {name} in it; give {_FORMS}")
     content = read_text(file, f"--prompts {file}")
     try:
-        records: Any = json.loads(content)
+        records: Any = loads(content)
         prompts = [(one["prompt_en"], list(one["dimension"]), dict(one.get("auxiliary_info") or {})) for one in records]
     except (ValueError, TypeError, KeyError, AttributeError):
         raise ConfigError(
@@ -269,7 +270,7 @@ def _dimensions(path: Path) -> Iterator[tuple[Path, str, float, list[tuple[str, 
     for file in files:
         content = read_text(file, f"--results {file}")
         try:
-            record: Any = json.loads(content)
+            record: Any = loads(content)
             own = [
                 (name, float(mean), [(str(one["video_path"]), float(one["video_results"])) for one in videos])
                 for name, (mean, videos) in record.items()

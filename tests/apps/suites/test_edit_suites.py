@@ -198,6 +198,8 @@ def test_an_answer_of_the_judge_of_imgedit_counts_with_its_three_grades(tmp_path
         ('{"1": {}, "1": {}}', "'1' occurs twice"),
         ("[]", "must be an object"),
         ("{", "is not JSON"),
+        (3000 * "[", "is not JSON: it is nested too deeply"),
+        ('{"1": ' + 5000 * "9", "is not JSON"),
     ],
 )
 def test_a_wrong_list_of_imgedit_is_named(tmp_path, text, message):
