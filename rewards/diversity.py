@@ -16,6 +16,10 @@ similarity of their frames f, so the same frames in another order, or another mo
 another video. Of videos with different numbers of frames, and of images beside them, as many frames as the shortest
 has are compared, evenly spread from the first to the last.
 
+With `near`, two more outputs for `advantages.spread` (flowrl/credit/spread.py), with the cosine similarity c of images:
+`diversity_distance` is min_j (1 - c_ij), to the nearest other image, and `diversity_share` is 1 / n_i, where n_i images
+are connected with it by similarities above `near`; alone both are 1.
+
 Source: arXiv 2511.20647 rewards prompts by this gain; here it is that of one image against its group's others.
 """
 
@@ -24,7 +28,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -58,12 +62,23 @@ class Config:
     """`fixed`: 8 x 8 mean colours, compared by a Gaussian; else a CLIP or DINOv2: folder, hub id or tiny-clip."""
     bandwidth: float = 0.2
     """Scale of `fixed`: root mean square difference of two grids at which their similarity has fallen to exp(-1/2)."""
+    near: float | None = None
+    """Cosine similarity above which two images are alike; adds the outputs `diversity_distance` and `diversity_share`.
+    With 1 none are alike. null: the gain alone."""
     device: str | None = None
     """Where a network runs; none takes the GPU if there is one."""
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise ValueError(f"bandwidth={self.bandwidth} must be positive")
+        if self.near is not None and not -1 <= self.near <= 1:
+            raise ValueError(f"near={self.near} must be in [-1, 1], a cosine similarity, or null")
+
+
+def card_of(config: Config) -> Card:
+    """The card, with the outputs that `near` adds."""
+    more = ("diversity_distance", "diversity_share")
+    return CARD if config.near is None else replace(CARD, outputs=(*CARD.outputs, *more), high=2.0)
 
 
 @torch.no_grad()
@@ -82,6 +97,32 @@ def diversity_gain(embeddings: Tensor) -> Tensor:
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(kernel))
     gain = -inverse.diagonal(dim1=1, dim2=2).log()
     return torch.where(finite, gain, torch.nan).float()
+
+
+@torch.no_grad()
+def apart(embeddings: Tensor, near: float) -> Tensor:
+    """Distance to the nearest other, and 1 / size of the own cluster, [2, P, G] float32, of embeddings [P, G, D].
+
+    Clusters are the connected parts of similarities above `near`. A row that is not finite has NaN, and is no other's.
+
+    >>> same, other = [1.0, 0.0], [0.0, 1.0]
+    >>> apart(torch.tensor([[same, same, other]]), 0.9).tolist()
+    [[[0.0, 0.0, 1.0]], [[0.5, 0.5, 1.0]]]
+    """
+    finite = embeddings.isfinite().all(dim=2)
+    rows = F.normalize(torch.where(finite[:, :, None], embeddings.double(), 0.0), dim=2)
+    size = rows.shape[1]
+    itself = torch.eye(size, dtype=torch.bool, device=rows.device)
+    others = finite[:, :, None] & finite[:, None, :] & ~itself
+    # Equal rows may have a similarity above 1 by rounding.
+    cosine = (rows @ rows.transpose(1, 2)).clamp(max=1.0)
+    distance = torch.where(others, 1 - cosine, torch.inf).amin(dim=2)
+    distance = torch.where(others.any(dim=2), distance, 1.0)
+    linked = (others & (cosine > near)) | itself
+    for _ in range(size.bit_length()):  # each round doubles the length of the paths
+        linked = (linked.double() @ linked.double()) > 0
+    share = 1 / linked.sum(dim=2).double()
+    return torch.where(finite, torch.stack([distance, share]), torch.nan).float()
 
 
 def colour_waves(bandwidth: float) -> Embed:
@@ -134,12 +175,16 @@ def build(config: Config) -> Reward:
         # Unit frames side by side: the cosine similarity of two videos is the mean of their frames' similarities.
         return unit.reshape(len(videos), -1)
 
-    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+    card = card_of(config)
+
+    def score(images: Images, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor | dict[str, Tensor]:
         features, groups = embeddings(images), groups_of(prompts, metadata)
         table = pad_sequence([features[rows] for rows in groups], batch_first=True, padding_value=math.nan)
-        gains, result = diversity_gain(table), torch.empty(len(prompts))
-        for rows, gain in zip(groups, gains, strict=True):
-            result[rows] = gain[: len(rows)]
-        return result
+        found = (diversity_gain(table), *(() if config.near is None else apart(table, config.near)))
+        result = {name: torch.empty(len(prompts)) for name in card.outputs}
+        for values, tables in zip(result.values(), found, strict=True):
+            for rows, own in zip(groups, tables, strict=True):
+                values[rows] = own[: len(rows)]
+        return result if len(result) > 1 else result["diversity"]
 
-    return Reward(score, CARD)
+    return Reward(score, card)

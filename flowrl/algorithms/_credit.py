@@ -32,6 +32,8 @@ class Rule:
 
         `clipped` False gives it unclipped, with its bound.
         """
+        if (spread := self.config.spreading()) is not None:
+            rewards = spread.shared(rewards)
         known = self.best if self.history is None else self.history.add(prompts, aggregate(rewards, weights))
         config, best = self.config, self.config.best_of
         if best is not None:

@@ -25,6 +25,7 @@ def check(resolved: Resolved) -> None:
     _check_anchor(resolved)
     _check_rewards(resolved)
     _check_modality(resolved)
+    _check_spread(resolved)
     check_guard(resolved)
     try:
         resolved.algorithm.config.check_group(resolved.group_size)
@@ -32,6 +33,22 @@ def check(resolved: Resolved) -> None:
         raise ConfigError.about(error, "algorithm.", place="algorithm") from None
     _check_optimizer(resolved)
     resolved.training.check(resolved.setting)
+
+
+def _check_spread(resolved: Resolved) -> None:
+    """Refuse credit by the spread of groups without a reward that measures it and is only looked at."""
+    rule = resolved.algorithm.config.credit_rule()
+    if rule is None or (spread := rule.spreading()) is None:
+        return
+    entries = [plan.entry for plan in resolved.rewards]
+    entry = entries[spread.reward] if spread.reward < len(entries) else None
+    output = f"diversity_{spread.by}"
+    if entry is None or entry.weight or list(entry.outputs) != [output]:
+        raise ConfigError(
+            f"algorithm.advantages.spread.reward={spread.reward}: rewards.{spread.reward} must be an entry such as "
+            f"{{name: diversity, near: 0.9, weight: 0, outputs: {{{output}: 1.0}}}}",
+            {"algorithm.advantages.spread": None},
+        )
 
 
 def _check_optimizer(resolved: Resolved) -> None:

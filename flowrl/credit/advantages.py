@@ -29,6 +29,7 @@ from flowrl.credit.groups import aggregate, dead_groups, live, masked_mean, over
 from flowrl.credit.history import normalise_against, unexpected
 from flowrl.credit.rule_options import RuleConfig
 from flowrl.credit.selection import SelectConfig, select
+from flowrl.credit.spread import SpreadConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,11 @@ class AdvantageConfig(RuleConfig):
 
     select: SelectConfig | None = None
     """Update on some samples of a prompt only; null: on all."""
+    spread: SpreadConfig | None = None
+    """Count in how unlike the others of its group a sample is: {by: distance, reward: NUMBER}; null: not."""
+
+    def spreading(self) -> SpreadConfig | None:
+        return self.spread
 
     def selection(self) -> SelectConfig | None:
         return self.select
@@ -77,7 +83,7 @@ def advantages(
 
     Raises ValueError: rewards that do not fit the configuration, naming the key.
     """
-    return _clipped(_compared(rewards, weights, config, known), config)
+    return _clipped(_spread(_compared(rewards, weights, config, known), rewards, config), config)
 
 
 def unclipped(
@@ -87,7 +93,7 @@ def unclipped(
 
     The samples that take part are chosen by the clipped values, as without the multiplication.
     """
-    result = _compared(rewards, weights, config, known)
+    result = _spread(_compared(rewards, weights, config, known), rewards, config)
     bound = None
     if config.clip is not None:
         bound = torch.full(result.values.shape[2:], config.clip)
@@ -111,6 +117,12 @@ def _compared(
         return {"batch": batch, "smooth": smooth}[config.name](rewards, weights, config, known)
     result = RULES[config.name](rewards, weights, config)
     return replace(result, values=result.values[:, :size], valid=result.valid[:, :size])
+
+
+def _spread(compared: "Compared", rewards: Tensor, config: RuleConfig) -> "Compared":
+    """The same with the advantages by the spread of each group, where the configuration says so."""
+    spread = config.spreading()
+    return compared if spread is None else replace(compared, values=spread.scaled(compared.values, rewards))
 
 
 def _clipped(compared: "Compared", config: RuleConfig) -> Advantages:

@@ -8,6 +8,7 @@ from flowrl.core.strict import require_not_negative
 from flowrl.credit.best_of import BestOfConfig
 from flowrl.credit.history import HistoryConfig
 from flowrl.credit.selection import SelectConfig
+from flowrl.credit.spread import SpreadConfig
 
 Std = Literal["global", "within", "group", "none"]
 _OWN = {"best_of": "best_of", "history": "batch", "nonzero_factor": "median", "virtual_best": "group or per_reward"}
@@ -86,6 +87,10 @@ class RuleConfig:
 
     def selection(self) -> SelectConfig | None:
         """Samples of a prompt that are updated on; None: all."""
+        return None
+
+    def spreading(self) -> SpreadConfig | None:
+        """How the spread of a group counts; None: it does not."""
         return None
 
     def check_group(self, group_size: int) -> None:

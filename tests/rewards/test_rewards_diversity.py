@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from flowrl.rewards.diversity import Config, build, colour_waves, diversity_gain
+from flowrl.rewards.diversity import Config, apart, build, colour_waves, diversity_gain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -70,6 +70,54 @@ def test_a_broken_row_is_masked_and_changes_no_other():
     found = diversity_gain(rows)
     assert found.isnan().tolist() == [[False, False, True, False, False]]
     assert_close(found[:, [0, 1, 3, 4]], expected)
+
+
+# ---- distances and clusters
+
+
+@settings(max_examples=40, deadline=None)
+@given(samples=st.integers(1, 7), near=st.floats(-0.9, 1.0), seed=st.integers(0, 100))
+def test_a_cluster_is_a_connected_part_and_a_distance_is_to_the_nearest(samples, near, seed):
+    rows = draw(1, samples, 3, seed=seed)
+    rows[0, -1] = 2 * rows[0, 0]  # the same direction
+    distance, share = apart(rows, near)
+    unit = torch.nn.functional.normalize(rows[0].double(), dim=1)
+    cosine = (unit @ unit.T).clamp(max=1)
+    for i in range(samples):
+        others = [1 - float(cosine[i, j]) for j in range(samples) if j != i]
+        assert float(distance[0, i]) == pytest.approx(min(others, default=1.0), abs=1e-6)
+        part, fringe = {i}, [i]
+        while fringe:
+            k = fringe.pop()
+            new = {j for j in range(samples) if j != k and cosine[k, j] > near} - part
+            part, fringe = part | new, [*fringe, *new]
+        assert float(share[0, i]) == pytest.approx(1 / len(part))
+
+
+def test_at_a_threshold_of_one_each_is_a_cluster_and_a_broken_row_is_in_none():
+    rows = draw(2, 5, 8)
+    rows[:, 3] = rows[:, 1]
+    assert apart(rows, 1.0)[1].tolist() == [[1.0] * 5] * 2
+    assert apart(rows, 0.999)[1][0].tolist() == [1.0, 0.5, 1.0, 0.5, 1.0]
+    expected = apart(rows[:, [0, 1, 2, 3]], 0.0)
+    rows[:, 4, 2] = math.nan
+    found = apart(rows, 0.0)
+    assert found[:, :, 4].isnan().all()
+    assert_close(found[:, :, :4], expected)
+
+
+def test_near_adds_outputs_and_moves_no_gain():
+    shown = smooth_images(5)
+    shown[4] = shown[0]
+    plain, more = build(Config()), build(Config(near=0.99))
+    found = more.score(shown, ["a"] * 5, [{}] * 5)
+    assert isinstance(found, dict)
+    assert tuple(found) == more.card.outputs == ("diversity", "diversity_distance", "diversity_share")
+    assert torch.equal(found["diversity"], scored(plain, shown, ["a"] * 5))
+    assert_close(found["diversity_distance"][[0, 4]], torch.zeros(2), atol=1e-6, rtol=0)
+    assert found["diversity_share"][[0, 4]].tolist() == [0.5, 0.5]
+    with pytest.raises(ValueError, match=r"near=1\.5 must be in"):
+        Config(near=1.5)
 
 
 # ---- the reward
