@@ -16,11 +16,7 @@ from flowrl.display.phases import phase
 from flowrl.evaluation.evaluator import Setting
 from flowrl.evaluation.results import Evaluation
 from flowrl.evaluation.statistics import difference, format_interval
-from flowrl.models.weights.teachers import Teaching
 from flowrl.run.session import Session
-
-Gains = Mapping[str, Mapping[str, Mapping[str, float]]]
-"""Domain -> teacher -> metric -> mean rise over the base, positive where it is better."""
 
 
 def compare_teachers(session: Session) -> None:
@@ -31,16 +27,17 @@ def compare_teachers(session: Session) -> None:
     method, evaluator = session.method, session.parts.evaluator
     if not isinstance(method, StateMethod) or not method.teaching.compared or not method.teaching.paths:
         return
-    teaching = method.teaching
-    scale = session.config.rollout.guidance_scale if teaching.guidance is None else teaching.guidance
     if evaluator.scorer is None or not evaluator.prompts:
         log.warning("nothing judges the teachers: give eval.rewards, and data.eval_prompts with a domain each")
         return
+    teaching, gains = method.teaching, dict[str, dict[str, dict[str, float]]]()
+    scale = session.config.rollout.guidance_scale if teaching.guidance is None else teaching.guidance
     cards = [entry.reward.card for entry in evaluator.scorer.entries]
     signs = {name: 1 if card.prefers_more(name) else -1 for card in cards for name in card.outputs}
-    gains: dict[str, dict[str, dict[str, float]]] = {}
-    for number, domain in enumerate(teaching.domains):
-        own = tuple(p for p in evaluator.prompts if _number(teaching, p) == number)[: teaching.compared]
+    several = len(teaching.domains) > 1
+    for domain in teaching.domains:
+        alike = (p for p in evaluator.prompts if not several or p.metadata.get("domain") == domain)
+        own = tuple(alike)[: teaching.compared]
         if not own:
             log.warning("no evaluated prompt is of the domain %s, so its teacher is not compared with the base", domain)
             continue
@@ -57,8 +54,10 @@ def compare_teachers(session: Session) -> None:
         log.warning("%s", text)
 
 
-def verdicts(gains: Gains) -> list[str]:
-    """Warnings about teachers that do not beat the base on their own domain, and about teachers that agree.
+def verdicts(gains: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
+    """Warnings about teachers that do not beat the base on their own domain, or agree with each other.
+
+    `gains`: domain -> teacher -> metric -> mean rise over the base, positive where it is better.
 
     >>> verdicts({"a": {"a": {"x": 0.1}, "b": {"x": -0.1}}, "b": {"a": {"x": 0.0}, "b": {"x": 0.2}}})
     []
@@ -78,13 +77,6 @@ def verdicts(gains: Gains) -> list[str]:
             "weights may do as well as a student (docs/algorithms/opd.md)"
         )
     return result
-
-
-def _number(teaching: Teaching, prompt: Prompt) -> int | None:
-    try:
-        return teaching.number(prompt.metadata)
-    except ValueError:
-        return None
 
 
 def _drawn(session: Session, prompts: tuple[Prompt, ...], role: str, guidance: float) -> Evaluation:
