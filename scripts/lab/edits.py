@@ -15,8 +15,8 @@ TEXT = """\
 The methods on edits: `assets/tiny-kontext`, a FluxKontextPipeline at 32 px that is told what to change of a source
 ([edits of the shapes world](rewards/shapes_edit.md)). Strict accuracy (`edit_strict`: the edit follows the instruction
 and keeps everything else) in per cent on the {edits} held-out edits of `shapes-edit-heldout.jsonl` x 2 fixed seeds, ODE
-sampler without CFG; the rest as above. `edit-diffusion_dpo-source` learns from pairs whose rejected image is the source
-itself, and falls: [its page](algorithms/diffusion_dpo.md#what-goes-wrong) says why.
+sampler without CFG; the rest as above. `edit-diffusion_dpo` learns from pairs of the model's own samples,
+`edit-diffusion_dpo-source` from known results against their sources, which needs no sampling.
 """
 PARTS = """\
 Can a gain come from leaving the source as it is? *Copied* is the share of results that show the source unchanged
