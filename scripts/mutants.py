@@ -43,6 +43,7 @@ NEAR = {
     ),
     "diffusion": ("tests/diffusion", "tests/samplers"),
     "algorithms": ("tests/algorithms",),
+    "models/weights": ("tests/models/test_teachers.py",),
     "statistics": ("tests/statistics",),
     "core": ("tests/core/test_questions.py",),
     "data": tuple(f"tests/data/test_{name}.py" for name in ("priority", "given", "preferences")),
@@ -50,7 +51,7 @@ NEAR = {
     "apps/suites": ("tests/apps/suites",),
 }
 """Room -> the tests that run first; the doctests of the room come with them."""
-WIDE = (*(f"tests/{room}" for room in NEAR), "tests/contracts", "tests/training", "tests/models", "tests/run")
+WIDE = (*(f"tests/{room}" for room in NEAR if "/" not in room), "tests/contracts", "tests/training", "tests/models", "tests/run")
 """The tests of a survivor."""
 
 

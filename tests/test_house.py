@@ -65,7 +65,7 @@ def test_what_every_reader_meets_does_not_grow():
             continue
         wing = place.parts[0] in ("apps", "commands", "cli.py", "__main__.py")
         size["wing" if wing else "trunk"] += file.read_text(encoding="utf-8").count("\n")
-    assert size["trunk"] <= 43_500
+    assert size["trunk"] <= 44_000
     assert size["wing"] <= 17_500
 
 
