@@ -51,7 +51,10 @@ NEAR = {
     "apps/suites": ("tests/apps/suites",),
 }
 """Room -> the tests that run first; the doctests of the room come with them."""
-WIDE = (*(f"tests/{room}" for room in NEAR if "/" not in room), "tests/contracts", "tests/training", "tests/models", "tests/run")
+WIDE = (
+    *(f"tests/{room}" for room in NEAR if "/" not in room),
+    *("tests/contracts", "tests/training", "tests/models", "tests/run"),
+)
 """The tests of a survivor."""
 
 
