@@ -48,6 +48,10 @@ PAIRS = {
         *(*SAMPLED, "--count", "5000", "--margin", "0.2", "configs/lab/video-awm.yaml"),
         "rewards=[{name: shapes_motion, outputs: {shapes_motion_partial: 1.0}}]",
     ),
+    "runs/pairs-edits": (
+        *(*SAMPLED, "--count", "2000", "configs/lab/edit-awm.yaml"),
+        "rewards=[{name: shapes_edit, outputs: {edit_partial: 1.0}}]",
+    ),
     "runs/pairs-edits-source": ("scripts.pretraining", "edit-pairs"),
 }
 """Folder of a preference set -> the module and its words that make it."""
