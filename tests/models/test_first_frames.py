@@ -209,7 +209,7 @@ def test_an_image_that_is_no_first_frame_is_named_before_training(tmp_path):
     )
     with pytest.raises(ConfigError, match=message):
         require_images([good, small], model, "data.prompts", good)
-    with pytest.raises(ModelError, match=r"with the 1 image\(s\) of the prompt 'a': .* 20 x 12 pixels"):
+    with pytest.raises(ModelError, match=r"the 1 image\(s\) \(20 x 12 px\) of the prompt 'a': .* 20 x 12 pixels"):
         model.encode(["a"], [[picture(0)]])
     Path(small.images[0]).write_text("broken")
     with pytest.raises(ConfigError, match=r"20x12\.png', which cannot be its first frame: .*cannot identify"):
