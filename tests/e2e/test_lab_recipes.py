@@ -40,7 +40,8 @@ def small(recipe: Path) -> list[str]:
         return [*SMALL, "rollout.prompts_per_iteration=2", "eval.num_inference_steps=4"]
     if "pairs:" in text:
         folder = "videos" if "num_frames" in text else "edits" if "records: {source" in text else "pairs"
-        return [*SMALL, f"data.pairs.path={folder}", "data.pairs.per_iteration=2"]
+        source = ["data.pairs.records.source=image"] if folder == "edits" else []
+        return [*SMALL, f"data.pairs.path={folder}", *source, "data.pairs.per_iteration=2"]
     return [*SMALL, "rollout.prompts_per_iteration=2"]
 
 
